@@ -1,0 +1,35 @@
+# make demo    train a network on 8 virtual cores
+# make check   the quick half of the tests
+# make test    everything; .ci/run runs this
+#
+# The first of them builds .venv. PYTHON=python3.12 chooses with what.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+# Also on a machine that has a TPU: all this is about virtual cores, and the library says how many.
+export PJRT_DEVICE := CPU
+unexport CPU_NUM_DEVICES
+
+.PHONY: demo check test lint
+
+demo: $(READY)
+	$(BIN)/python examples/digits.py
+
+check: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test: lint
+	$(BIN)/python -m pytest --doctest-modules tpufit
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --editable '.[test,examples]'
+	touch $@

@@ -1,0 +1,206 @@
+"""`Callback`, and what a callback may touch of the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+# Logs by name. Those of a batch are lazy: reading a value waits for the device, once for all of them.
+Logs = Mapping[str, Any]
+
+
+class TrainedModel(Protocol):
+    """What a callback may touch of the model. `tpufit.Model` has all of it, and more.
+
+    Attributes:
+        stop_training: Set it to True to end training after the current batch.
+        optimizer: The optimizer; `optimizer.param_groups[0]["lr"]` is the actual learning rate.
+    """
+
+    stop_training: bool
+    optimizer: torch.optim.Optimizer | None
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own module."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights as host copies. This waits for the device, once."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
+        """Put weights into the module, wherever it is."""
+
+    def save_weights(self, filepath: str | os.PathLike[str], /) -> None:
+        """Write the weights to a `.safetensors` file, whole or not at all."""
+
+    def higher_is_better(self, name: str, /) -> bool | None:
+        """Whether a log gets better as it rises; None if its metric doesn't say."""
+
+
+class Callback:
+    """Runs your code at set moments of `fit`, `evaluate` and `predict`: subclass it and override what you need.
+
+    A hook that isn't overridden costs nothing. The logs of a batch are the running means since the epoch's start; they
+    stay on the device until you read one, which waits for it. The logs of an epoch are plain floats.
+
+    Attributes:
+        model: The model, from the start of `fit`, `evaluate` or `predict` on.
+        params: `"epochs"`, `"steps"` (batches an epoch, None if unknown) and `"verbose"` (0, 1 or 2).
+
+    Example:
+        >>> class Losses(Callback):
+        ...     def on_epoch_end(self, epoch, logs=None):
+        ...         print(f"epoch {epoch}: {logs['loss']}")
+        >>> Losses().on_epoch_end(0, {"loss": 0.5})
+        epoch 0: 0.5
+
+    Source: `keras.callbacks.Callback`.
+    """
+
+    model: TrainedModel
+    params: dict[str, Any]
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Take the parameters of the run, before its first hook.
+
+        Args:
+            params: See the class; one dict for all callbacks.
+        """
+        self.params = params
+
+    def set_model(self, model: TrainedModel) -> None:
+        """Take the model, before the first hook.
+
+        Args:
+            model: The model that is about to be trained or used.
+        """
+        self.model = model
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """`fit` begins.
+
+        Args:
+            logs: Empty.
+        """
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """`fit` ends, also when it was stopped or something raised.
+
+        Args:
+            logs: The last epoch's; empty after an error.
+        """
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """An epoch of training begins.
+
+        Args:
+            epoch: Its number, from 0.
+            logs: Empty.
+        """
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """An epoch of training and its validation are over.
+
+        Args:
+            epoch: Its number, from 0.
+            logs: The means over the epoch, and those of validation with `val_` before their names.
+        """
+
+    def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Another name of `on_train_batch_begin`.
+
+        Args:
+            batch: See there.
+            logs: See there.
+        """
+
+    def on_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Another name of `on_train_batch_end`.
+
+        Args:
+            batch: See there.
+            logs: See there.
+        """
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """A training step is about to start.
+
+        Args:
+            batch: Its number in the epoch, from 0.
+            logs: Empty.
+        """
+        self.on_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """A training step has been started; the device may still be at it.
+
+        Args:
+            batch: Its number in the epoch, from 0.
+            logs: The running means of the epoch; reading one waits for the device.
+        """
+        self.on_batch_end(batch, logs)
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """`evaluate`, or a validation inside `fit`, begins.
+
+        Args:
+            logs: Empty.
+        """
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """`evaluate`, or a validation inside `fit`, is over.
+
+        Args:
+            logs: The means over the data; empty if `evaluate` broke off with an error.
+        """
+
+    def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """A batch is about to be evaluated.
+
+        Args:
+            batch: Its number, from 0.
+            logs: Empty.
+        """
+
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """The evaluation of a batch has been started.
+
+        Args:
+            batch: Its number, from 0.
+            logs: The running means; reading one waits for the device.
+        """
+
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        """`predict` begins.
+
+        Args:
+            logs: Empty.
+        """
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        """`predict` is over.
+
+        Args:
+            logs: Empty.
+        """
+
+    def on_predict_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """A batch is about to be predicted.
+
+        Args:
+            batch: Its number, from 0.
+            logs: Empty.
+        """
+
+    def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """The prediction of a batch has been started.
+
+        Args:
+            batch: Its number, from 0.
+            logs: `"outputs"`: what the module returned, still on the device.
+        """

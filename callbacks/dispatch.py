@@ -1,0 +1,176 @@
+"""`CallbackList`: calls the hooks that callbacks override, and ends all callbacks when something raises."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import ArgumentError, CallbackError
+from .base import Callback, TrainedModel
+
+# The hooks that a loop calls, each with the number of arguments before `logs`.
+_HOOKS = {
+    "on_train_begin": 0,
+    "on_train_end": 0,
+    "on_epoch_begin": 1,
+    "on_epoch_end": 1,
+    "on_train_batch_begin": 1,
+    "on_train_batch_end": 1,
+    "on_test_begin": 0,
+    "on_test_end": 0,
+    "on_test_batch_begin": 1,
+    "on_test_batch_end": 1,
+    "on_predict_begin": 0,
+    "on_predict_end": 0,
+    "on_predict_batch_begin": 1,
+    "on_predict_batch_end": 1,
+}
+_ALIASES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
+_ENDS = {"on_train_begin": "on_train_end", "on_test_begin": "on_test_end", "on_predict_begin": "on_predict_end"}
+
+_Hook = Callable[..., object]
+
+
+class CallbackList:
+    """Callbacks in their order, each asked once which hooks it overrides, so that the others cost nothing.
+
+    Args:
+        callbacks: A callback, a list or tuple of them, or None. An object of any class will do that has at least one
+            hook as a method.
+        model: What they get as `self.model`.
+        params: What they get as `self.params`, the same dict for all.
+
+    Raises:
+        ArgumentError: One of them is not a callback; raised before any of their methods runs.
+        CallbackError: `set_params` or `set_model` of one raised.
+
+    Example:
+        >>> class Greeting(Callback):
+        ...     def on_epoch_begin(self, epoch, logs=None):
+        ...         print("epoch", epoch, "of", self.params["epochs"])
+        >>> hooks = CallbackList([Greeting()], model=None, params={"epochs": 3})
+        >>> hooks.has("on_epoch_begin"), hooks.has("on_train_batch_end")
+        (True, False)
+        >>> hooks.call("on_epoch_begin", 0)
+        epoch 0 of 3
+
+    Source: `keras.callbacks.CallbackList`.
+    """
+
+    def __init__(self, callbacks: object, model: TrainedModel | None, params: dict[str, Any]) -> None:
+        self._callbacks: tuple[object, ...] = (
+            () if callbacks is None else tuple(callbacks) if isinstance(callbacks, (list, tuple)) else (callbacks,)
+        )
+        for callback in self._callbacks:
+            _check(callback)
+        self._listeners: dict[str, list[tuple[object, _Hook]]] = {hook: [] for hook in _HOOKS}
+        self._open: str | None = None  # the hook that ends what has begun: training, or an evaluation or prediction
+        self._failed: object = None
+        for callback in self._callbacks:
+            for setter, value in (("set_params", params), ("set_model", model)):
+                if hasattr(callback, setter):
+                    self._run(callback, getattr(callback, setter), setter, value)
+        # Only now: a callback may choose its hooks when it learns of the model.
+        for hook, listeners in self._listeners.items():
+            for callback in self._callbacks:
+                method = _overridden(callback, hook)
+                if method is not None:
+                    listeners.append((callback, method))
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._callbacks)
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def has(self, hook: str) -> bool:
+        """Whether any callback overrides a hook.
+
+        Args:
+            hook: Its name, e.g. `"on_train_batch_end"`.
+        """
+        return bool(self._listeners[hook])
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all callbacks that override it, in their order.
+
+        Args:
+            hook: Its name.
+            args: The epoch or batch, if it takes one, and the logs; left out, the logs are empty.
+
+        Raises:
+            CallbackError: A callback raised. Its error is the `__cause__`. If the hook is the one that ends `fit`,
+                `evaluate` or `predict`, the callbacks after it are ended all the same.
+        """
+        if self._open is None:
+            self._open = _ENDS.get(hook)
+        listeners = self._listeners[hook]
+        if listeners:
+            if len(args) == _HOOKS[hook]:
+                args = (*args, {})
+            for position, (callback, method) in enumerate(listeners):
+                try:
+                    self._run(callback, method, hook, *args)
+                except CallbackError:
+                    if hook == self._open:
+                        self._open = None
+                        self._end(hook, listeners[position + 1 :])
+                    raise
+        if hook == self._open:
+            self._open = None
+
+    def close_after_error(self, error: BaseException) -> None:
+        """End what had begun: `on_train_end` of all callbacks, with empty logs, but not of the one that raised.
+
+        Outside of `fit` it is `on_test_end` or `on_predict_end`. What these raise is a warning, so that it never hides
+        the first error. If nothing had begun, or all is ended, nothing happens.
+
+        Args:
+            error: The error.
+        """
+        hook, self._open = self._open, None
+        if hook is not None:
+            failed = self._failed if isinstance(error, CallbackError) else None
+            self._end(hook, [pair for pair in self._listeners[hook] if pair[0] is not failed])
+
+    def _run(self, callback: object, method: _Hook, hook: str, *args: Any) -> None:
+        try:
+            method(*args)
+        except Exception as error:  # not KeyboardInterrupt or SystemExit: these are no fault of the callback's
+            self._failed = callback
+            raise CallbackError(_says(callback, hook, error)) from error
+
+    def _end(self, hook: str, listeners: list[tuple[object, _Hook]]) -> None:
+        for callback, method in listeners:
+            try:
+                method({})
+            except Exception as error:
+                with contextlib.suppress(Warning):  # where warnings are errors, the first error still comes first
+                    warnings.warn(f"while ending after an error, {_says(callback, hook, error)}", stacklevel=3)
+
+
+def _check(callback: object) -> None:
+    if isinstance(callback, type):
+        raise ArgumentError(
+            f"callbacks must be objects, got the class {callback.__name__}: pass an instance, {callback.__name__}(...)"
+        )
+    if not any(callable(getattr(callback, hook, None)) for hook in (*_HOOKS, *_ALIASES.values())):
+        raise ArgumentError(
+            f"callbacks must be Callback objects, or have hooks such as on_epoch_end as methods, got {callback!r} of "
+            f"type {type(callback).__name__}"
+        )
+
+
+def _overridden(callback: object, hook: str) -> _Hook | None:
+    """The callback's own method for a hook, or None if it leaves it as `Callback` has it."""
+    for name in (hook, _ALIASES.get(hook)):
+        method = getattr(callback, name, None) if name else None
+        if callable(method) and getattr(method, "__func__", None) is not getattr(Callback, name or hook):
+            return method  # type: ignore[no-any-return]
+    return None
+
+
+def _says(callback: object, hook: str, error: Exception) -> str:
+    return f"{type(callback).__name__}.{hook} raised {type(error).__name__}: {error}"

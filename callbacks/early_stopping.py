@@ -1,0 +1,116 @@
+"""`EarlyStopping`: ends training when a log stops getting better."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import ArgumentError
+from .base import Callback, Logs
+from .monitor import Monitor
+from .terminal import say
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class EarlyStopping(Callback):
+    """Ends training when a log has stopped getting better.
+
+    An object may be used for several calls of `fit`; each begins anew.
+
+    Args:
+        monitor: The log to follow (default `"val_loss"`). If it is missing, a warning lists the logs there are.
+        min_delta: The least change that counts as better (default 0).
+        patience: Epochs in a row without a better value after which training ends (default 0, which like 1 ends it at
+            the first).
+        verbose: 1 says when it stops and restores; 0 (default) says nothing.
+        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name).
+        baseline: A value that must be beaten too: while it isn't, patience runs out even if the log gets better
+            (default: none).
+        restore_best_weights: Whether `fit` ends with the weights of the best epoch, however training ended
+            (default False). The best is then copied to the host each time there is a better one.
+        start_from_epoch: Epochs at the start that are not looked at (default 0).
+
+    Attributes:
+        stopped_epoch: The epoch (from 0) after which it ended training; 0 if it didn't.
+        best: The best value so far, or None.
+        best_epoch: Its epoch, from 0.
+        best_weights: Its weights, if they are to be restored.
+        wait: Epochs in a row without a better value.
+
+    Raises:
+        ArgumentError: An unknown mode, or a negative number of epochs.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> stopping = EarlyStopping("loss", patience=2)
+        >>> stopping.set_model(SimpleNamespace(stop_training=False, higher_is_better=lambda name: None))
+        >>> stopping.on_train_begin()
+        >>> for epoch, loss in enumerate([0.9, 0.5, 0.6, 0.5]):
+        ...     stopping.on_epoch_end(epoch, {"loss": loss})
+        >>> stopping.model.stop_training, stopping.stopped_epoch, stopping.best_epoch
+        (True, 3, 1)
+
+    Source: `keras.callbacks.EarlyStopping`.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0,
+        patience: int = 0,
+        verbose: int = 0,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        for name, epochs in (("patience", patience), ("start_from_epoch", start_from_epoch)):
+            if epochs < 0:
+                raise ArgumentError(f"{name} must be a number of epochs, 0 or more, got {epochs!r}")
+        self.monitor, self.mode, self.min_delta, self.baseline = monitor, mode, min_delta, baseline
+        self.patience, self.verbose, self.start_from_epoch = patience, verbose, start_from_epoch
+        self.restore_best_weights = restore_best_weights
+        self.stopped_epoch = self.best_epoch = 0
+        self.best_weights: dict[str, Tensor] | None = None
+        self._followed = Monitor(monitor, mode, min_delta, baseline)
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far, or None."""
+        return self._followed.best
+
+    @property
+    def wait(self) -> int:
+        """Epochs in a row without a better value."""
+        return self._followed.wait
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Begin anew."""
+        self.stopped_epoch = self.best_epoch = 0
+        self.best_weights = None
+        self._followed.reset()
+        self._followed.settle(self.model.higher_is_better(self.monitor))
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Look at the log, and end training if patience has run out."""
+        value = self._followed.read(logs, "EarlyStopping")
+        if value is None or epoch < self.start_from_epoch:
+            return
+        # The first epoch looked at is kept even if its value is NaN: there are no others to go back to.
+        if self._followed.observe(value) or (self.restore_best_weights and self.best_weights is None):
+            self.best_epoch = epoch
+            if self.restore_best_weights:
+                self.best_weights = self.model.state_dict()
+        if self.wait >= max(self.patience, 1) and epoch > 0:
+            self.stopped_epoch = epoch
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Restore the best weights, if asked to."""
+        if self.stopped_epoch and self.verbose:
+            say(f"Epoch {self.stopped_epoch + 1}: early stopping")
+        if self.restore_best_weights and self.best_weights is not None:
+            if self.verbose:
+                say(f"Restoring the weights of the best epoch: {self.best_epoch + 1}")
+            self.model.load_state_dict(self.best_weights)

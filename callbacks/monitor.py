@@ -1,0 +1,152 @@
+"""`Monitor`: is this value better than those before? With no hooks and no model."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ArgumentError
+from .scalars import as_scalar
+
+# Words in the names of logs that get better as they rise, for logs whose metric doesn't say.
+_RISING = re.compile(
+    "acc|accuracy|auc|auroc|dice|f1|fbeta|iou|jaccard|kappa|precision|psnr|r2|recall|sensitivity|specificity|ssim"
+)
+_FALLING = re.compile("loss|error")
+
+
+class Monitor:
+    """Follows one log, and says when it gets better.
+
+    Args:
+        name: The log, e.g. `"val_loss"`.
+        mode: `"min"`, `"max"` or `"auto"` (default: as its metric says, else by its name).
+        min_delta: A change of less than this (default 0) is none.
+        baseline: A value that must be beaten as well for `wait` to begin anew (default: none).
+        best: The value to begin with (default: none, so that any finite value is better).
+
+    Attributes:
+        best: The best value so far, or None.
+        wait: Values in a row since the last that was better than `best` and `baseline`.
+
+    Raises:
+        ArgumentError: An unknown mode.
+
+    Example:
+        >>> monitor = Monitor("val_loss", min_delta=0.1)
+        >>> [monitor.observe(value) for value in (0.9, 0.85, 0.7, float("nan"), 0.65)]
+        [True, False, True, False, False]
+        >>> monitor.best, monitor.wait
+        (0.7, 2)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mode: str = "auto",
+        min_delta: float = 0.0,
+        baseline: float | None = None,
+        best: float | None = None,
+    ) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise ArgumentError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
+        self.name, self.mode, self.baseline, self.best = name, mode, baseline, best
+        self.min_delta = abs(min_delta)
+        self.wait = 0
+        self.rising = mode == "max" or (mode == "auto" and _rises(name))
+        self._warned = False
+
+    def settle(self, higher_is_better: bool | None) -> None:
+        """Let the metric say what better means, if the mode is `"auto"`.
+
+        Args:
+            higher_is_better: What it says; None leaves it to the name.
+        """
+        if self.mode == "auto":
+            self.rising = _rises(self.name) if higher_is_better is None else higher_is_better
+
+    def reset(self, best: float | None = None) -> None:
+        """Forget the values so far.
+
+        Args:
+            best: The value to begin with (default: none).
+        """
+        self.best, self.wait = best, 0
+
+    def read(self, logs: Mapping[str, Any] | None, asker: str) -> float | None:
+        """Find the value in logs. If it is not there, the first time, a warning lists what is.
+
+        Args:
+            logs: The logs; if they are lazy and have it, this waits for the device.
+            asker: Who wants to know, for the message.
+
+        Returns:
+            The value, or None.
+
+        Raises:
+            ArgumentError: The log is not a single number.
+        """
+        if not logs or self.name not in logs:
+            if not self._warned:
+                self._warned = True
+                known = ", ".join(sorted(logs or {})) or "none"
+                warnings.warn(
+                    f"{asker} can't find {self.name!r} in the logs and does nothing without it. Available: {known}. "
+                    "A val_* log needs validation_data, and is there only after epochs that validate",
+                    stacklevel=3,
+                )
+            return None
+        value = as_scalar(logs[self.name])
+        if value is None:
+            raise ArgumentError(f"{asker} can follow a single number only, and {self.name!r} is {logs[self.name]!r}")
+        return value
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Whether a value is better than another by more than `min_delta`. NaN and infinities never are.
+
+        Args:
+            value: The value.
+            than: The other; None is worse than any.
+        """
+        if not math.isfinite(value):
+            return False
+        if than is None:
+            return True
+        return value - self.min_delta > than if self.rising else value + self.min_delta < than
+
+    def observe(self, value: float) -> bool:
+        """Take a value in.
+
+        Args:
+            value: The value.
+
+        Returns:
+            Whether it is the best so far.
+        """
+        better = self.is_better(value, self.best)
+        self.wait += 1
+        if better:
+            self.best = value
+            if self.is_better(value, self.baseline):
+                self.wait = 0
+        return better
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known so far, as numbers."""
+        return {"best": self.best, "wait": self.wait}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        self.best, self.wait = state["best"], state["wait"]
+
+
+def _rises(name: str) -> bool:
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return any(map(_RISING.fullmatch, words)) and not any(map(_FALLING.fullmatch, words))

@@ -1,0 +1,206 @@
+"""`ProgbarLogger`: the progress bar, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import ClassVar
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ..errors import ArgumentError
+from .base import Callback, Logs
+from .progress_line import ProgressLine
+from .scalars import scalars
+from .terminal import can_draw, standard_output
+
+# Seconds between two drawings. Each reads logs, so it also bounds how often the bar may wait for the device.
+_INTERVAL = 0.25
+
+
+def resolve_verbose(verbose: str | int) -> int:
+    """How much to show: 0 is nothing, 1 a progress bar, 2 a line an epoch.
+
+    Args:
+        verbose: One of these, or `"auto"`: 1 in a terminal or a notebook, else 2.
+
+    Raises:
+        ArgumentError: Another value.
+
+    Example:
+        >>> resolve_verbose(2)
+        2
+    """
+    if verbose == "auto":
+        return 1 if can_draw(standard_output()) else 2
+    if verbose not in (0, 1, 2):
+        raise ArgumentError(
+            f"verbose must be 'auto', 0 (silent), 1 (a progress bar) or 2 (a line an epoch), got {verbose!r}"
+        )
+    return int(verbose)
+
+
+class ProgbarLogger(Callback):
+    """Shows how far `fit`, `evaluate` or `predict` is: `fit` and the others make one, so you need not.
+
+    With `verbose=1` in a terminal or a notebook it draws a bar for each epoch, at most four times a second however
+    fast the steps are, and only then looks at the logs. Else it prints one line when the epoch ends, and looks at
+    nothing before. A validation inside `fit` shows in its epoch's line.
+
+    Args:
+        console: Where to write (default: standard output).
+
+    Example:
+        >>> progress = ProgbarLogger()
+        >>> progress.set_params({"epochs": 10, "steps": 23, "verbose": 2})
+        >>> progress.on_epoch_begin(2)
+        >>> for batch in range(23):
+        ...     progress.on_train_batch_end(batch, {"loss": 0.5})
+        >>> progress.on_epoch_end(2, {"loss": 0.1234, "val_loss": 0.2})
+        Epoch 3/10 - 0.0s - 23 steps - loss: 0.1234 - val_loss: 0.2000
+
+    Source: `keras.callbacks.ProgbarLogger`.
+    """
+
+    _drawing: ClassVar[ProgbarLogger | None] = None
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or standard_output()
+        self._in_fit = False
+        self._fit_steps: int | None = None
+        self._line: ProgressLine | None = None
+        self._live: Live | None = None
+        self._previous: Logs | None = None
+        self._drawn = 0.0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """From now on a validation is part of an epoch."""
+        self._in_fit = True
+        self._fit_steps = None
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Leave a clean terminal, also after an error."""
+        self._in_fit = False
+        self._break_off()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Begin a line."""
+        self._begin(f"Epoch {epoch + 1}/{self.params['epochs']}", self.params["steps"] or self._fit_steps)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Draw, if it is time to."""
+        self._advance(batch + 1, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Finish the line."""
+        if self._line is not None:
+            self._fit_steps = self._line.done
+        self._finish(logs)
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Begin a line, for `evaluate` alone."""
+        if not self._in_fit:
+            self._begin("Evaluate", self.params["steps"])
+        elif self._live is not None:
+            self._draw(time.perf_counter())  # else the bar would stand before its end for as long as it takes
+
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Draw, if it is time to, for `evaluate` alone."""
+        if not self._in_fit:
+            self._advance(batch + 1, logs)
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Finish the line, for `evaluate` alone."""
+        if not self._in_fit:
+            if logs:
+                self._finish(logs)
+            else:
+                self._break_off()
+
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        """Begin a line."""
+        self._begin("Predict", self.params["steps"])
+
+    def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Draw, if it is time to."""
+        self._advance(batch + 1, None)
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        """Finish the line."""
+        self._finish(None)
+
+    def _begin(self, title: str, total: int | None) -> None:
+        if not self.params["verbose"]:
+            return
+        now = self._drawn = time.perf_counter()
+        self._line = ProgressLine(title, total, now)
+        self._previous = None
+        # Inside another one's bar (a callback of fit calls evaluate) a plain line is printed above that bar.
+        if self.params["verbose"] == 1 and can_draw(self._console) and ProgbarLogger._drawing is None:
+            self._live = Live(
+                self._bar(now, ended=False),
+                console=self._console,
+                auto_refresh=False,  # a thread that draws would take its time from the step's
+                transient=True,
+                # Else what a program writes to a file of errors would come to the terminal.
+                redirect_stderr=sys.stderr.isatty() or self._console.is_jupyter,
+            )
+            ProgbarLogger._drawing = self
+            self._live.start(refresh=True)
+
+    def _advance(self, done: int, logs: Logs | None) -> None:
+        if self._line is None:
+            return
+        if self._live is None:
+            self._line.done = done
+            return
+        now = time.perf_counter()
+        self._line.advance(done, now)
+        if now - self._drawn >= _INTERVAL:
+            try:
+                # The logs of the step before: to read those of this step would leave the device with nothing to do.
+                if self._previous is not None:
+                    self._line.values = scalars(self._previous)
+                self._draw(now)
+            except Exception:
+                self._break_off()  # a device's error shows when logs are read; the one that raises isn't ended later
+                raise
+        self._previous = logs
+
+    def _draw(self, now: float) -> None:
+        assert self._live is not None
+        self._live.update(self._bar(now, ended=False), refresh=True)
+        self._drawn = time.perf_counter()
+
+    def _finish(self, logs: Logs | None) -> None:
+        if self._line is None:
+            return
+        now = time.perf_counter()
+        self._line.values = scalars(logs)
+        drawn = self._stop_drawing()
+        if drawn and self._line.total is None:
+            self._line.total = self._line.done
+        self._print(self._bar(now, ended=True) if drawn else Text(self._line.summary(now)))
+        self._line = None
+
+    def _break_off(self) -> None:
+        if self._line is not None and self._stop_drawing():
+            self._print(self._bar(time.perf_counter(), ended=True))
+        self._line = None
+
+    def _stop_drawing(self) -> bool:
+        live, self._live, self._previous = self._live, None, None
+        if live is None:
+            return False
+        ProgbarLogger._drawing = None
+        live.stop()
+        return True
+
+    def _bar(self, now: float, ended: bool) -> Text:
+        assert self._line is not None
+        return self._line.bar(now, ended, self._console.options.ascii_only)
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=True)  # never cut into lines where there is no terminal

@@ -1,0 +1,109 @@
+"""`ProgressLine`: the text of one line of progress, with no terminal."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from .scalars import as_text
+
+_WIDTH = 20
+
+
+class ProgressLine:
+    """How far a pass over the data is, as text. Time comes in as an argument, in seconds of any clock.
+
+    Args:
+        title: What the line begins with, e.g. `"Epoch 3/10"`.
+        total: Steps of the pass, or None if unknown.
+        now: When it begins.
+
+    Attributes:
+        done: Steps so far.
+        values: Loss and metrics, as they were last known.
+
+    Example:
+        >>> line = ProgressLine("Epoch 3/10", total=23, now=0.0)
+        >>> line.advance(23, now=2.0)
+        >>> line.values = {"loss": 0.1234, "accuracy": 0.97}
+        >>> line.summary(now=2.125)
+        'Epoch 3/10 - 2.1s - 23 steps - loss: 0.1234 - accuracy: 0.9700'
+    """
+
+    def __init__(self, title: str, total: int | None, now: float) -> None:
+        self.title, self.total = title, total
+        self.done = 0
+        self.values: dict[str, float] = {}
+        self._began = now
+        self._after_first = now
+
+    def advance(self, done: int, now: float) -> None:
+        """Note the steps done.
+
+        Args:
+            done: Steps done since the start of the pass.
+            now: The time.
+        """
+        if self.done == 0:
+            self._after_first = now
+        self.done = done
+
+    def seconds_left(self, now: float) -> float | None:
+        """An estimate from the steps after the first, which may have been compiled; None if nothing is known yet.
+
+        Args:
+            now: The time.
+        """
+        if self.total is None or self.done < 2:
+            return None
+        return max(0.0, (self.total - self.done) * (now - self._after_first) / (self.done - 1))
+
+    def summary(self, now: float) -> str:
+        """The line without a bar, for a file.
+
+        Args:
+            now: The time.
+        """
+        steps = f"{self.done} step{'' if self.done == 1 else 's'}"
+        return " - ".join([self.title, duration(now - self._began), steps, *self._values()])
+
+    def bar(self, now: float, ended: bool, ascii_only: bool = False) -> Text:
+        """The line with a bar, for a terminal.
+
+        Args:
+            now: The time.
+            ended: Whether to give the time taken rather than the time left.
+            ascii_only: Whether the terminal can't show other characters.
+        """
+        full, empty = ("=", "-") if ascii_only else ("━", "━")
+        share = min(1.0, self.done / self.total) if self.total else 0.0
+        filled = round(_WIDTH * share)
+        left = None if ended else self.seconds_left(now)
+        clock = f"{duration(left)} left" if left is not None else duration(now - self._began)
+        # While it moves it is cut to the terminal's width; the line that stays is whole.
+        line = Text(no_wrap=True, overflow="ignore" if ended else "crop" if ascii_only else "ellipsis")
+        line.append(f"{self.title} ", style="bold")
+        line.append(full * filled, style="bar.finished" if share == 1.0 else "bar.complete")
+        line.append(empty * (_WIDTH - filled), style="bar.back")
+        line.append(f" {self.done}/{'?' if self.total is None else self.total} ")
+        line.append(" - ".join([clock, *self._values()]))
+        return line
+
+    def _values(self) -> list[str]:
+        return [f"{name}: {as_text(value)}" for name, value in self.values.items()]
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    Args:
+        seconds: The time.
+
+    Example:
+        >>> duration(2.125), duration(83), duration(3723)
+        ('2.1s', '1:23', '1:02:03')
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

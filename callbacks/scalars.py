@@ -1,0 +1,52 @@
+"""Which logs are single numbers, and how numbers are written for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def scalars(logs: Mapping[str, Any] | None) -> dict[str, float]:
+    """The logs that are single numbers, as floats. The others, such as an array with a value a class, are left out.
+
+    Args:
+        logs: Logs by name, or None. If they are lazy, this waits for the device.
+
+    Example:
+        >>> import numpy as np
+        >>> scalars({"loss": np.float32(0.5), "recall_by_class": np.zeros(3), "note": "x"})
+        {'loss': 0.5}
+    """
+    found = {}
+    for name, value in (logs or {}).items():
+        number = as_scalar(value)
+        if number is not None:
+            found[name] = number
+    return found
+
+
+def as_scalar(value: Any) -> float | None:
+    """The number as a float, or None for anything that isn't a single number.
+
+    Args:
+        value: A number, an array or a host tensor.
+    """
+    if isinstance(value, (int, float)):
+        return float(value)
+    if hasattr(value, "item") and hasattr(value, "shape") and all(side == 1 for side in value.shape):
+        item = value.item()
+        return float(item) if isinstance(item, (int, float)) else None
+    return None
+
+
+def as_text(value: float) -> str:
+    """A number with four decimals, in the form with an exponent if these would hide it.
+
+    Args:
+        value: The number.
+
+    Example:
+        >>> as_text(0.123456), as_text(0.000123456), as_text(0)
+        ('0.1235', '1.2346e-04', '0.0000')
+    """
+    return f"{value:.4e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"

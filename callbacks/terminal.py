@@ -1,0 +1,48 @@
+"""Writing for people: what standard output can show, and one line of text."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from rich.console import Console
+
+
+def standard_output() -> Console:
+    """Standard output as it is now, drawn on only if it really is a terminal or a notebook.
+
+    Returns:
+        A rich console. Unlike rich's own it is not misled by `FORCE_COLOR`, which is set in many a CI whose logs can't
+        be drawn on.
+    """
+    return Console(force_terminal=None if sys.stdout.isatty() else False)
+
+
+def can_draw(console: Console) -> bool:
+    """Whether a line can be drawn over another one: in a terminal, or in a notebook.
+
+    Args:
+        console: Where to write.
+
+    Example:
+        >>> import io
+        >>> can_draw(Console(file=io.StringIO()))
+        False
+    """
+    if console.is_jupyter:
+        return find_spec("ipywidgets") is not None  # rich needs it there
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def say(text: str) -> None:
+    """Print a line, above a progress bar if one is being drawn.
+
+    Args:
+        text: The line.
+
+    Example:
+        >>> say("Epoch 4: early stopping")
+        Epoch 4: early stopping
+    """
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()

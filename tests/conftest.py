@@ -1,0 +1,102 @@
+"""What every test may use: `run_python`, and `@pytest.mark.cores(1, 8)` with the fixture `cores`.
+
+A test marked `cores` runs once for each number of XLA cores, in a process of its own (see `on_cores.py`). To debug one
+in this process: `pytest tests/test_x.py -k test_y --on-cores 8 --pdb`. No other test may start the device, and none
+does unnoticed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import on_cores
+import processes
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class RunPython(Protocol):
+    def __call__(
+        self, code: str, *, timeout: float = 120, env: dict[str, str | None] | None = None
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("cores")
+    group.addoption("--on-cores", type=int, metavar="N", help="run only the tests for N XLA cores, right here")
+    group.addoption("--journal", help="where a process started by another pytest writes what it did")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Also for the processes that tests start. The library itself says how many virtual cores there are.
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    os.environ.pop("CPU_NUM_DEVICES", None)
+    half = on_cores.Parent if config.getoption("--on-cores") is None else on_cores.Child
+    config.pluginmanager.register(half(config), "on-cores")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("cores")
+    if marker:
+        if "cores" not in metafunc.fixturenames:  # the test doesn't ask for the number
+            metafunc.fixturenames.append("cores")
+        ids = [f"cores{count}" for count in marker.args]
+        metafunc.parametrize("cores", marker.args, ids=ids, indirect=True, scope="module")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if "torch_xla" in sys.modules:
+        raise pytest.UsageError("collecting the tests imported torch_xla: import it inside the tests that need it")
+
+
+@pytest.fixture(scope="module")
+def cores(request: pytest.FixtureRequest) -> int:
+    """The number of XLA cores that this process is for."""
+    try:
+        return request.param
+    except AttributeError:
+        pytest.fail("a test that uses `cores` is marked with the numbers: @pytest.mark.cores(1, 8)")
+
+
+@pytest.fixture(autouse=True)
+def _off_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = "torch_xla" in sys.modules
+    yield
+    if request.config.getoption("--on-cores") is None and not before and "torch_xla" in sys.modules:
+        pytest.fail("this test imported torch_xla into pytest's own process: mark it `cores`, or use `run_python`")
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> RunPython:
+    """Run code in a Python of its own, in `tmp_path`, with the checkout's tpufit.
+
+    Args:
+        timeout: Seconds; a process that takes longer is killed with all that it started, and the test fails.
+        env: Changes to the environment; None removes a variable.
+
+    Returns:
+        The finished process with its output as text, whatever its exit code is.
+    """
+
+    def run(
+        code: str, *, timeout: float = 120, env: dict[str, str | None] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        changed = {**os.environ, "PYTHONPATH": path, **(env or {})}
+        command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)]
+        try:
+            return processes.run(
+                command, timeout=timeout, cwd=tmp_path, env={k: v for k, v in changed.items() if v is not None}
+            )
+        except subprocess.TimeoutExpired as expired:
+            pytest.fail(f"the process was still running after {timeout:g} s\n{expired.output}\n{expired.stderr}")
+
+    return run

@@ -1,0 +1,47 @@
+"""A model with no training in it: what callbacks may touch, for tests that feed them numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tpufit.callbacks.base import TrainedModel
+from tpufit.checkpoint import write_weights
+
+
+class FakeModel:
+    """One weight, whose value a test sets to tell one epoch's weights from another's."""
+
+    def __init__(self, directions: Mapping[str, bool] | None = None, lr: float = 0.1) -> None:
+        self.module: nn.Module = nn.Linear(1, 1, bias=False)
+        self.optimizer: torch.optim.Optimizer | None = torch.optim.SGD(self.module.parameters(), lr=lr)
+        self.stop_training = False
+        self.saved: list[str] = []
+        self._directions = directions or {}
+
+    @property
+    def weight(self) -> float:
+        return float(self.module.state_dict()["weight"])
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        self.module.load_state_dict({"weight": torch.full((1, 1), float(value))})
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.module.load_state_dict(dict(state))
+
+    def save_weights(self, filepath: str | os.PathLike[str]) -> None:
+        write_weights(filepath, self.state_dict())
+        self.saved.append(os.fspath(filepath))
+
+    def higher_is_better(self, name: str) -> bool | None:
+        return self._directions.get(name.removeprefix("val_"))
+
+
+_: type[TrainedModel] = FakeModel  # mypy proves that the fake has what callbacks may touch

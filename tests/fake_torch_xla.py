@@ -1,0 +1,37 @@
+"""A stand-in for torch_xla on machines that aren't here: hosts with TPUs, pods, a runtime that somebody started.
+
+Only what `tpufit.runtime.devices` touches, with the behaviour that torch_xla 2.9 documents. No TPU has run any of it.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+
+def install(
+    monkeypatch, *, platform="TPU", devices=8, processes=1, started=False, spmd=False, locked=False, fails=None
+):
+    """Put the fake in place of torch_xla, and return it; `calls` lists what was done to it."""
+    fake, runtime = ModuleType("torch_xla"), ModuleType("torch_xla.runtime")
+    fake.calls = []
+
+    def count():
+        if fails:
+            raise RuntimeError(fails)
+        fake.calls.append("start")
+        return devices
+
+    def use_spmd():
+        fake.calls.append("use_spmd")
+
+    fake.runtime = runtime
+    fake._XLAC = SimpleNamespace(
+        _xla_runtime_is_initialized=lambda: started, _xla_get_spmd_config_is_locked=lambda: locked
+    )
+    runtime.device_type = lambda: platform
+    runtime.global_runtime_device_count = count
+    runtime.process_count = lambda: processes
+    runtime.is_spmd = lambda: spmd
+    runtime.use_spmd = use_spmd
+    monkeypatch.setitem(sys.modules, "torch_xla", fake)
+    monkeypatch.setitem(sys.modules, "torch_xla.runtime", runtime)
+    return fake

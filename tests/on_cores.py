@@ -1,0 +1,198 @@
+"""Tests marked `@pytest.mark.cores(...)` run in processes of their own; this is the parent's half and the child's.
+
+How many XLA cores a process has is settled when its runtime starts, and the runtime may abort the process. So for each
+(test file, number of cores) the parent runs `python -m pytest <tests> --on-cores N`, once:
+
+    the first such test of the file comes up
+        start a child with all the file's selected tests for that number
+        the child writes a journal: a line for each test's start, reports (as pytest itself serialises them) and finish
+        if the child dies or hangs, the test it was in fails with the cause, and a second child does the rest
+    that test, and later the others, take their reports from the journal
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ends, process_group
+
+TIMEOUT = 300.0  # seconds
+PHASES = ("setup", "call", "teardown")
+TAIL = 8000  # characters of a dead child's output
+
+
+def count_of(item: pytest.Item) -> int | None:
+    """The number of cores that a test is for; None for a test that needs no device."""
+    return item.callspec.params["cores"] if item.get_closest_marker("cores") else None
+
+
+def timeout_of(item: pytest.Item) -> float:
+    return item.get_closest_marker("cores").kwargs.get("timeout", TIMEOUT)
+
+
+class Child:
+    """Leaves out the tests for other numbers of cores, and writes the journal."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.count: int = config.getoption("--on-cores")
+        path = config.getoption("--journal")
+        # Line buffered: whatever kills this process, the lines are with the system by then.
+        self.journal = open(path, "w", buffering=1) if path else None  # noqa: SIM115 (open as long as the process)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.config.hook.pytest_deselected(items=[item for item in items if count_of(item) != self.count])
+        items[:] = [item for item in items if count_of(item) == self.count]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write(start=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._write(report=self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._write(finish=nodeid)
+
+    def _write(self, **entry: Any) -> None:
+        if self.journal:
+            self.journal.write(json.dumps(entry, default=repr) + "\n")
+
+
+class Parent:
+    """Runs the children and reports their tests as its own."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.reports: dict[str, dict[str, pytest.TestReport]] = {}  # node id -> phase -> report
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if count_of(item) is not None:
+                # The test's fixtures are made in the child only: they may want the device.
+                item.setup = partial(self._fetch, item)
+                item.runtest = lambda: None
+
+    # Outermost, because pytest's own wrapper would judge an expected failure a second time.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        report = yield
+        return self.reports.get(item.nodeid, {}).get(call.when, report)
+
+    def _fetch(self, item: pytest.Item) -> None:
+        group = [other for other in item.session.items if (other.path, count_of(other)) == (item.path, count_of(item))]
+
+        def waiting() -> list[pytest.Item]:
+            return [other for other in group if other.nodeid not in self.reports]
+
+        if item not in waiting():
+            return
+        died = self._run(waiting())
+        if died and waiting():
+            died = self._run(waiting())
+        if died:
+            for other in waiting():
+                self._fail(other, "not run: two processes died with other tests of this file")
+        if item in waiting():
+            self._fail(item, "the process that was to run this test left it out")
+
+    def _run(self, items: list[pytest.Item]) -> bool:
+        """Run tests of one file in a child.
+
+        Returns:
+            Whether the child died or had to be killed. Then one test has failed for that.
+        """
+        with tempfile.TemporaryDirectory(prefix="on-cores-") as folder:
+            journal = Journal(Path(folder, "journal"), items, self)
+            output = Path(folder, "output")
+            with (
+                output.open("wb") as out,
+                process_group(
+                    self._command(items, journal.path), cwd=self.config.rootpath, stdout=out, stderr=out
+                ) as child,
+            ):
+                ended = ends(child, journal.deadline)
+            journal.read()
+            code = child.returncode
+            if ended and code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not journal.current:
+                return False
+            if not ended:
+                cause = f"nothing was heard from it for {journal.limit:g} s, and it was killed"
+            elif code < 0:
+                cause = f"it died of {signal.Signals(-code).name}"
+            else:
+                cause = f"it ended with exit code {code}"
+            item = journal.current or next((i for i in items if i.nodeid not in self.reports), items[-1])
+            where = "in this test" if journal.current else "outside of a test"
+            tail = output.read_text(errors="replace")[-TAIL:]
+            self._fail(item, f"the process ({count_of(item)} cores) ended {where}: {cause}", tail)
+            return True
+
+    def _command(self, items: list[pytest.Item], journal: Path) -> list[str]:
+        option = self.config.option
+        command = [sys.executable, "-u", "-m", "pytest", f"--on-cores={count_of(items[0])}", f"--journal={journal}"]
+        command += [f"--rootdir={self.config.rootpath}", "-p", "no:cacheprovider"]
+        # What native code writes, and what a test printed before it died, goes to the output as well.
+        command += ["--capture=tee-sys"]
+        command += [f"-c={self.config.inipath}"] if self.config.inipath else []
+        if option.maxfail:
+            command += [f"--maxfail={option.maxfail - items[0].session.testsfailed}"]
+        command += [f"--tb={option.tbstyle}", *["--showlocals"] * option.showlocals, *["-v"] * option.verbose]
+        command += [f"-o={setting}" for setting in option.override_ini or ()]
+        command += [f"-W={warning}" for warning in option.pythonwarnings or ()]
+        return [*command, *(item.nodeid for item in items)]
+
+    def _fail(self, item: pytest.Item, message: str, output: str = "") -> None:
+        reports = self.reports.setdefault(item.nodeid, {})
+        phase = next((phase for phase in PHASES if phase not in reports), PHASES[-1])
+        sections = [("The end of the process's output", output)] if output else []
+        reports[phase] = pytest.TestReport(
+            item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "failed", message, phase, sections
+        )
+
+
+class Journal:
+    """What a child has written so far."""
+
+    def __init__(self, path: Path, items: list[pytest.Item], parent: Parent) -> None:
+        self.path = path
+        self.items = {item.nodeid: item for item in items}
+        self.parent = parent
+        self.current: pytest.Item | None = None  # the test that the child is in
+        self.limit = timeout_of(items[0])
+        self.heard = time.monotonic()
+        path.touch()
+        self._offset = 0
+
+    def deadline(self) -> float:
+        self.read()
+        return self.heard + self.limit
+
+    def read(self) -> None:
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                self.heard = time.monotonic()
+                self._take(**json.loads(line))
+
+    def _take(self, start: str = "", report: dict[str, Any] | None = None, finish: str = "") -> None:
+        if start:
+            self.current = self.items[start]
+            self.limit = timeout_of(self.current)
+        elif report:
+            read = self.parent.config.hook.pytest_report_from_serializable(config=self.parent.config, data=report)
+            if isinstance(read.longrepr, list):  # a skip's (path, line, reason); JSON knows no tuples
+                read.longrepr = tuple(read.longrepr)
+            self.parent.reports.setdefault(read.nodeid, {})[read.when] = read
+        elif finish:
+            self.current = None

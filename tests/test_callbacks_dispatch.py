@@ -1,0 +1,299 @@
+"""Who is called when, what an unused hook costs, and what happens when a callback raises."""
+
+import pytest
+from fake_model import FakeModel
+
+from tpufit.callbacks import Callback, CallbackList
+from tpufit.errors import ArgumentError, CallbackError
+
+INDEXED = ["on_epoch_begin", "on_epoch_end"] + [
+    f"on_{what}_batch_{when}" for what in ("train", "test", "predict") for when in ("begin", "end")
+]
+PLAIN = [f"on_{what}_{when}" for what in ("train", "test", "predict") for when in ("begin", "end")]
+
+
+def listed(*callbacks, **params):
+    return CallbackList(list(callbacks), FakeModel(), params)
+
+
+def recorder(name, hooks, calls):
+    """A callback whose hooks note (name, hook, arguments)."""
+
+    def note(hook):
+        return lambda self, *args: calls.append((name, hook, *args))
+
+    return type(name, (Callback,), {hook: note(hook) for hook in hooks})()
+
+
+class Raising(Callback):
+    def __init__(self, hook, error):
+        setattr(self, hook, self._raise)
+        self.error = error
+
+    def _raise(self, *args):
+        raise self.error
+
+
+def test_every_hook_reaches_every_callback_in_order():
+    calls = []
+    hooks = listed(*(recorder(name, INDEXED + PLAIN, calls) for name in ("First", "Second")))
+    expected = []
+    for hook in PLAIN:
+        hooks.call(hook)
+        expected += [("First", hook, {}), ("Second", hook, {})]
+    for hook in INDEXED:
+        hooks.call(hook, 7, {"loss": 0.5})
+        expected += [("First", hook, 7, {"loss": 0.5}), ("Second", hook, 7, {"loss": 0.5})]
+    assert calls == expected
+
+
+def test_logs_that_are_left_out_are_empty():
+    calls = []
+    listed(recorder("C", ["on_epoch_begin", "on_train_begin"], calls)).call("on_epoch_begin", 3)
+    assert calls == [("C", "on_epoch_begin", 3, {})]
+
+
+def test_only_overridden_hooks_count():
+    hooks = listed(Callback(), recorder("C", ["on_epoch_end"], []))
+    assert hooks.has("on_epoch_end")
+    assert [hook for hook in INDEXED + PLAIN if hooks.has(hook)] == ["on_epoch_end"]
+
+
+def test_the_defaults_are_never_called(monkeypatch):
+    for hook in INDEXED + PLAIN:
+        monkeypatch.setattr(Callback, hook, lambda *args, hook=hook: pytest.fail(f"{hook} was called"))
+    hooks = listed(Callback(), Callback())
+    for hook in PLAIN:
+        hooks.call(hook)
+    for hook in INDEXED:
+        hooks.call(hook, 0)
+
+
+def test_on_batch_is_another_name_of_on_train_batch():
+    calls = []
+    hooks = listed(recorder("C", ["on_batch_begin", "on_batch_end"], calls))
+    assert hooks.has("on_train_batch_begin")
+    hooks.call("on_train_batch_begin", 1)
+    hooks.call("on_train_batch_end", 1, {"loss": 2.0})
+    assert calls == [("C", "on_batch_begin", 1, {}), ("C", "on_batch_end", 1, {"loss": 2.0})]
+
+
+def test_super_of_on_train_batch_end_calls_on_batch_end():
+    calls = []
+
+    class Both(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            calls.append("train")
+            super().on_train_batch_end(batch, logs)
+
+        def on_batch_end(self, batch, logs=None):
+            calls.append("batch")
+
+    listed(Both()).call("on_train_batch_end", 0)
+    assert calls == ["train", "batch"]
+
+
+def test_a_hook_may_be_an_attribute_of_the_object():
+    calls = []
+    callback = Callback()
+    callback.on_epoch_end = lambda epoch, logs: calls.append((epoch, logs))
+    hooks = listed(callback)
+    hooks.call("on_epoch_end", 4, {"loss": 1.0})
+    assert calls == [(4, {"loss": 1.0})]
+    assert not hooks.has("on_epoch_begin")
+
+
+def test_an_inherited_override_counts():
+    class Parent(Callback):
+        def on_test_end(self, logs=None): ...
+
+    class Child(Parent): ...
+
+    assert listed(Child()).has("on_test_end")
+
+
+def test_an_object_of_another_class_will_do():
+    class Foreign:
+        calls = []
+
+        def on_batch_end(self, batch, logs):
+            self.calls.append(batch)
+
+    hooks = listed(Foreign())
+    hooks.call("on_train_batch_end", 5, {})
+    hooks.call("on_train_begin")
+    assert Foreign.calls == [5]
+
+
+def test_model_and_params_come_before_any_hook():
+    seen = []
+
+    class Looking(Callback):
+        def on_train_begin(self, logs=None):
+            seen.append((self.model, self.params))
+
+    model, params = FakeModel(), {"epochs": 2, "steps": None, "verbose": 0}
+    CallbackList(Looking(), model, params).call("on_train_begin")
+    assert seen == [(model, params)]
+
+
+def test_none_one_or_many():
+    one = Callback()
+    assert list(CallbackList(None, FakeModel(), {})) == []
+    assert list(CallbackList(one, FakeModel(), {})) == [one]
+    assert list(CallbackList((one, one), FakeModel(), {})) == [one, one]
+    assert len(CallbackList([one], FakeModel(), {})) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Callback, r"the class Callback: pass an instance, Callback\(\.\.\.\)"),
+        ("early_stopping", "got 'early_stopping' of type str"),
+        (None, "got None of type NoneType"),
+        (len, "builtin_function_or_method"),
+    ],
+)
+def test_what_is_no_callback_is_refused_before_anything_runs(wrong, message):
+    class Untouched(Callback):
+        def set_model(self, model):
+            pytest.fail("set_model ran")
+
+    with pytest.raises(ArgumentError, match=message):
+        listed(Untouched(), wrong)
+
+
+def test_an_error_names_the_callback_and_the_hook():
+    cause = ValueError("too small")
+    with pytest.raises(CallbackError, match=r"^Raising\.on_epoch_end raised ValueError: too small$") as caught:
+        listed(Raising("on_epoch_end", cause)).call("on_epoch_end", 0)
+    assert caught.value.__cause__ is cause
+
+
+def test_an_error_in_set_model_is_named_too():
+    with pytest.raises(CallbackError, match=r"Raising\.set_model raised KeyError"):
+        listed(Raising("set_model", KeyError("x")))
+
+
+def test_the_callbacks_after_one_that_raised_are_not_called():
+    calls = []
+    hooks = listed(Raising("on_epoch_end", ValueError()), recorder("After", ["on_epoch_end"], calls))
+    with pytest.raises(CallbackError):
+        hooks.call("on_epoch_end", 0)
+    assert calls == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2)])
+def test_what_ends_the_program_passes_as_it_is(error):
+    with pytest.raises(type(error)) as caught:
+        listed(Raising("on_train_batch_end", error)).call("on_train_batch_end", 0)
+    assert caught.value is error
+
+
+def ends(hooks, error):
+    try:
+        raise error
+    except BaseException as caught:
+        hooks.close_after_error(caught)
+
+
+def test_after_an_error_the_others_end():
+    calls = []
+
+    class Faulty(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise ValueError
+
+        def on_train_end(self, logs=None):
+            calls.append("Faulty")
+
+    names = ("Before", "After")
+    before, after = (recorder(name, ["on_train_end"], calls) for name in names)
+    hooks = listed(before, Faulty(), after)
+    hooks.call("on_train_begin")
+    with pytest.raises(CallbackError) as caught:
+        hooks.call("on_epoch_end", 0)
+    hooks.close_after_error(caught.value)
+    assert calls == [(name, "on_train_end", {}) for name in names]
+    hooks.close_after_error(caught.value)
+    assert len(calls) == 2  # once only
+
+
+def test_after_an_error_of_the_loop_all_end():
+    calls = []
+    hooks = listed(*(recorder(name, ["on_train_end"], calls) for name in "AB"))
+    hooks.call("on_train_begin")
+    ends(hooks, KeyboardInterrupt())
+    assert [name for name, *_ in calls] == ["A", "B"]
+
+
+def test_an_interrupt_inside_a_callback_is_no_fault_of_its_own():
+    calls = []
+    callback = Raising("on_train_batch_end", KeyboardInterrupt())
+    callback.on_train_end = lambda logs: calls.append("ended")
+    hooks = listed(callback)
+    hooks.call("on_train_begin")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        hooks.call("on_train_batch_end", 0)
+    hooks.close_after_error(caught.value)
+    assert calls == ["ended"]
+
+
+def test_nothing_ends_that_had_not_begun():
+    calls = []
+    hooks = listed(recorder("C", ["on_train_end", "on_test_end", "on_predict_end"], calls))
+    ends(hooks, ValueError())
+    assert calls == []
+    hooks.call("on_train_begin")
+    hooks.call("on_train_end")
+    calls.clear()
+    ends(hooks, ValueError())
+    assert calls == []
+
+
+@pytest.mark.parametrize("what", ["test", "predict"])
+def test_outside_of_fit_the_evaluation_or_prediction_ends(what):
+    calls = []
+    hooks = listed(recorder("C", ["on_train_end", "on_test_end", "on_predict_end"], calls))
+    hooks.call(f"on_{what}_begin")
+    ends(hooks, ValueError())
+    assert calls == [("C", f"on_{what}_end", {})]
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_an_error_in_or_after_validation_ends_training(validated):
+    calls = []
+    hooks = listed(recorder("C", ["on_train_end", "on_test_end"], calls))
+    hooks.call("on_train_begin")
+    hooks.call("on_test_begin")
+    if validated:
+        hooks.call("on_test_end", {"loss": 1.0})
+        calls.clear()
+    ends(hooks, ValueError())
+    assert calls == [("C", "on_train_end", {})]
+
+
+def test_an_error_while_ending_is_a_warning_and_the_rest_end():
+    calls = []
+    hooks = listed(Raising("on_train_end", OSError("disk full")), recorder("After", ["on_train_end"], calls))
+    hooks.call("on_train_begin")
+    with pytest.warns(UserWarning, match=r"Raising\.on_train_end raised OSError: disk full"):
+        ends(hooks, ValueError())
+    assert len(calls) == 1
+
+
+def test_where_warnings_are_errors_the_first_error_still_comes_first():
+    hooks = listed(Raising("on_train_end", OSError()))
+    hooks.call("on_train_begin")
+    ends(hooks, ValueError())  # pytest's settings make a warning an error: it would come out here
+
+
+def test_when_the_end_itself_raises_the_rest_end_once():
+    calls = []
+    first = recorder("Before", ["on_train_end"], calls)
+    hooks = listed(first, Raising("on_train_end", ValueError("no")), recorder("After", ["on_train_end"], calls))
+    hooks.call("on_train_begin")
+    with pytest.raises(CallbackError, match="no") as caught:
+        hooks.call("on_train_end", {"loss": 1.0})
+    hooks.close_after_error(caught.value)
+    assert [(name, logs) for name, _, logs in calls] == [("Before", {"loss": 1.0}), ("After", {})]

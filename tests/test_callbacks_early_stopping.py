@@ -1,0 +1,137 @@
+"""EarlyStopping, from lists of losses and no training."""
+
+import math
+
+import pytest
+from fake_model import FakeModel
+
+from tpufit.callbacks import EarlyStopping
+from tpufit.errors import ArgumentError
+
+
+def train(stopping, values, name="val_loss", model=None, stop_at=None):
+    """Feed one value an epoch; the weight is the epoch's number. Returns the epochs trained."""
+    stopping.set_model(model or FakeModel())
+    stopping.model.stop_training = False
+    stopping.on_train_begin({})
+    epoch = -1
+    for epoch, value in enumerate(values):
+        stopping.model.weight = epoch
+        stopping.on_epoch_end(epoch, {name: value})
+        if stopping.model.stop_training or epoch == stop_at:
+            break
+    stopping.on_train_end({})
+    return epoch + 1
+
+
+@pytest.mark.parametrize(("patience", "epochs"), [(0, 4), (1, 4), (2, 5), (3, 6), (9, 9)])
+def test_patience(patience, epochs):
+    stopping = EarlyStopping("loss", patience=patience)
+    assert train(stopping, [10.0, 9.0, 8.0, 9.0, 8.9, 8.8, 8.7, 8.6, 8.5], "loss") == epochs
+    assert stopping.stopped_epoch == (epochs - 1 if patience < 9 else 0)
+    assert (stopping.best, stopping.best_epoch) == (8.0, 2)
+
+
+def test_a_better_value_renews_patience():
+    assert train(EarlyStopping(patience=2), [5, 6, 4, 5, 3, 4, 5, 1]) == 7
+
+
+def test_min_delta():
+    values = [1.0, 0.95, 0.91, 0.85, 0.8]
+    assert train(EarlyStopping(patience=2), values) == 5
+    assert train(EarlyStopping(patience=2, min_delta=0.1), values) == 3
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "directions", "epochs"),
+    [
+        ("val_loss", "auto", {}, 2),
+        ("val_accuracy", "auto", {}, 3),
+        ("val_loss", "max", {}, 3),
+        ("val_accuracy", "min", {}, 2),
+        ("val_perplexity", "auto", {"perplexity": False}, 2),
+        ("val_likelihood", "auto", {"likelihood": True}, 3),
+    ],
+)
+def test_mode(monitor, mode, directions, epochs):
+    """Rising values: stopped at the second if lower is better, else trained to the end."""
+    stopping = EarlyStopping(monitor, mode=mode)
+    assert train(stopping, [1, 2, 3], monitor, FakeModel(directions)) == epochs
+
+
+def test_baseline_must_be_beaten_within_patience():
+    assert train(EarlyStopping(patience=5, baseline=0.5), [0.9, 0.8, 0.7, 0.71, 0.72, 0.73]) == 5
+    assert train(EarlyStopping(patience=3, baseline=0.5), [0.9, 0.8, 0.7, 0.6, 0.55]) == 3  # better, and not enough
+    assert train(EarlyStopping(patience=3, baseline=0.5), [0.9, 0.8, 0.4, 0.6, 0.55, 0.5, 0.1]) == 6
+
+
+@pytest.mark.parametrize(("baseline", "stop_at", "epochs"), [(None, None, 5), (None, 3, 4), (0.05, None, 3)])
+def test_the_best_weights_come_back_however_training_ends(baseline, stop_at, epochs):
+    stopping = EarlyStopping(patience=3 if baseline else 2, baseline=baseline, restore_best_weights=True)
+    assert train(stopping, [0.2, 0.15, 0.1, 0.11, 0.12, 0.13], stop_at=stop_at) == epochs
+    assert stopping.model.weight == stopping.best_epoch == 2
+
+
+def test_the_best_weights_come_back_when_training_ran_to_its_end():
+    stopping = EarlyStopping(patience=10, restore_best_weights=True)
+    assert train(stopping, [0.2, 0.1, 0.3]) == 3
+    assert (stopping.stopped_epoch, stopping.model.weight) == (0, 1)
+
+
+def test_weights_stay_unless_asked_for():
+    stopping = EarlyStopping(patience=1)
+    train(stopping, [0.1, 0.2])
+    assert stopping.model.weight == 1
+    assert stopping.best_weights is None
+
+
+def test_start_from_epoch():
+    values = [0.1, 0.9, 0.8, 0.9, 0.9]
+    assert train(EarlyStopping(), values) == 2
+    stopping = EarlyStopping(start_from_epoch=2, restore_best_weights=True)
+    assert train(stopping, values) == 4
+    assert (stopping.best, stopping.best_epoch, stopping.model.weight) == (0.8, 2, 2)
+
+
+def test_nan_is_no_better_and_runs_patience_out():
+    stopping = EarlyStopping(patience=2, restore_best_weights=True)
+    assert train(stopping, [math.nan, 0.5, math.nan, math.nan, 0.1]) == 4
+    assert (stopping.best, stopping.model.weight) == (0.5, 1)
+
+
+def test_all_nan_still_ends():
+    assert train(EarlyStopping(), [math.nan] * 5) == 2
+
+
+def test_a_missing_log_warns_once_and_never_stops():
+    stopping = EarlyStopping()
+    with pytest.warns(UserWarning, match="can't find 'val_loss'.*Available: loss") as warned:
+        assert train(stopping, [1, 2, 3], "loss") == 3
+    assert len(warned) == 1
+
+
+def test_each_fit_begins_anew():
+    stopping = EarlyStopping(patience=2, restore_best_weights=True)
+    assert train(stopping, [0.1, 0.2, 0.3]) == 3
+    assert train(stopping, [0.9, 0.8, 0.7, 0.6]) == 4
+    assert (stopping.stopped_epoch, stopping.best, stopping.model.weight) == (0, 0.6, 3)
+
+
+def test_verbose_says_what_it_does(capsys):
+    train(EarlyStopping(verbose=0, restore_best_weights=True), [1, 2])
+    assert capsys.readouterr().out == ""
+    train(EarlyStopping(verbose=1, restore_best_weights=True), [1, 2])
+    assert capsys.readouterr().out == "Epoch 2: early stopping\nRestoring the weights of the best epoch: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "lowest"}, "got 'lowest'"),
+        ({"patience": -1}, "patience .* got -1"),
+        ({"start_from_epoch": -2}, "start_from_epoch .* got -2"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        EarlyStopping(**arguments)

@@ -1,0 +1,17 @@
+"""History keeps what every epoch logged."""
+
+from tpufit.callbacks import History
+
+
+def test_each_log_is_a_list():
+    history = History()
+    history.on_epoch_end(0, {"loss": 0.5})
+    history.on_epoch_end(1, {"loss": 0.4, "val_loss": 0.6})
+    assert history.history == {"loss": [0.5, 0.4], "val_loss": [0.6]}
+    assert history.epoch == [0, 1]
+
+
+def test_two_histories_share_nothing():
+    first, second = History(), History()
+    first.on_epoch_end(0, {"loss": 0.5})
+    assert (second.history, second.epoch) == ({}, [])

@@ -1,0 +1,236 @@
+"""ModelCheckpoint: when it saves, and where to."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_model import FakeModel
+
+from tpufit.callbacks import ModelCheckpoint
+from tpufit.checkpoint import read_weights
+from tpufit.errors import ArgumentError
+
+
+def epochs(checkpoint, logs, steps=0, model=None):
+    """Feed each epoch's logs; the weight is the epoch's number. Returns what was saved, relative to the folder."""
+    checkpoint.set_model(model or FakeModel())
+    checkpoint.on_train_begin({})
+    for epoch, values in enumerate(logs):
+        checkpoint.on_epoch_begin(epoch, {})
+        for batch in range(steps):
+            checkpoint.on_train_batch_end(batch, values)
+        checkpoint.model.weight = epoch
+        checkpoint.on_epoch_end(epoch, values)
+    checkpoint.on_train_end({})
+    return checkpoint.model.saved
+
+
+def losses(*values):
+    return [{"val_loss": value} for value in values]
+
+
+def test_after_every_epoch_one_file_is_replaced(tmp_path):
+    path = tmp_path / "new" / "last.safetensors"
+    assert epochs(ModelCheckpoint(path), losses(3, 2, 4)) == [str(path)] * 3
+    assert float(read_weights(path)["weight"]) == 2
+    assert [p.name for p in path.parent.iterdir()] == ["last.safetensors"]
+
+
+def test_best_only(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch}.safetensors", save_best_only=True)
+    saved = epochs(checkpoint, losses(3, 4, math.nan, 2, 2, -math.inf, 1))
+    assert [Path(path).stem for path in saved] == ["1", "4", "7"]
+    assert checkpoint.best == 1
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "directions", "expected"),
+    [
+        ("val_accuracy", "auto", {}, ["1", "2"]),
+        ("val_accuracy", "min", {}, ["1", "3"]),
+        ("val_loss", "max", {}, ["1", "2"]),
+        ("val_perplexity", "auto", {"perplexity": False}, ["1", "3"]),
+        ("val_likelihood", "auto", {"likelihood": True}, ["1", "2"]),
+    ],
+)
+def test_mode(tmp_path, monitor, mode, directions, expected):
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch}.safetensors", monitor, save_best_only=True, mode=mode)
+    saved = epochs(checkpoint, [{monitor: value} for value in (0.5, 0.6, 0.4)], model=FakeModel(directions))
+    assert [Path(path).stem for path in saved] == expected
+
+
+def test_a_threshold_must_be_beaten_first(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch}.safetensors", save_best_only=True, initial_value_threshold=0.5)
+    assert [Path(path).stem for path in epochs(checkpoint, losses(0.7, 0.5, 0.4))] == ["3"]
+
+
+def test_best_goes_on_in_the_next_fit(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "best.safetensors", save_best_only=True)
+    assert len(epochs(checkpoint, losses(0.5))) == 1
+    assert len(epochs(checkpoint, losses(0.6, 0.4))) == 1
+
+
+def test_a_missing_log_saves_nothing_and_warns_once(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "best.safetensors", save_best_only=True)
+    with pytest.warns(UserWarning, match="ModelCheckpoint can't find 'val_loss'.*Available: loss") as warned:
+        assert epochs(checkpoint, [{"loss": 1.0}] * 3) == []
+    assert len(warned) == 1
+
+
+def test_epochs_that_do_not_validate_are_passed_over(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch}-{val_loss:.1f}.safetensors", save_best_only=True)
+    with pytest.warns(UserWarning):
+        saved = epochs(checkpoint, [{"loss": 1.0}, {"loss": 1.0, "val_loss": 0.5}, {"loss": 1.0}])
+    assert [Path(path).name for path in saved] == ["2-0.5.safetensors"]
+
+
+def test_every_few_batches_across_epochs(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch}-{batch}-{loss:.1f}.safetensors", save_freq=4)
+    saved = epochs(checkpoint, [{"loss": 0.5}] * 3, steps=3)
+    assert [Path(path).name for path in saved] == ["2-1-0.5.safetensors", "3-2-0.5.safetensors"]
+
+
+def test_best_only_between_batches(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch}.safetensors", "loss", save_best_only=True, save_freq=2)
+    saved = epochs(checkpoint, [{"loss": value} for value in (0.5, 0.6, 0.4)], steps=2)
+    assert [Path(path).stem for path in saved] == ["1", "3"]
+
+
+class Unreadable(dict):
+    def __getitem__(self, name):
+        raise AssertionError(f"{name} was read: on a device that waits")
+
+    def items(self):
+        raise AssertionError("the logs were read: on a device that waits")
+
+
+@pytest.mark.parametrize("arguments", [{"save_freq": 2}, {"save_best_only": True, "save_freq": 5, "monitor": "loss"}])
+def test_logs_are_not_read_unless_they_decide(tmp_path, arguments):
+    checkpoint = ModelCheckpoint(tmp_path / "last.safetensors", **arguments)
+    checkpoint.set_model(FakeModel())
+    checkpoint.on_train_begin({})
+    for batch in range(4):
+        checkpoint.on_train_batch_end(batch, Unreadable(loss=0.5))
+    assert len(checkpoint.model.saved) == (2 if arguments["save_freq"] == 2 else 0)
+
+
+@pytest.mark.parametrize("suffix", ["", "/"])
+def test_a_run_directory_counts_the_steps(tmp_path, suffix):
+    saved = epochs(ModelCheckpoint(f"{tmp_path}/run{suffix}"), losses(1, 2), steps=5)
+    expected = [tmp_path / "run" / f"step-{step:010d}" / "model.safetensors" for step in (5, 10)]
+    assert [Path(path) for path in saved] == expected
+    assert float(read_weights(expected[1])["weight"]) == 1
+
+
+@pytest.mark.parametrize("name", ["run-0.1", ".hidden", "2024.11.21"])
+def test_what_only_looks_like_a_suffix_is_none(tmp_path, name):
+    assert Path(epochs(ModelCheckpoint(tmp_path / name), losses(1))[0]).parent.parent == tmp_path / name
+
+
+def test_a_directory_may_have_a_suffix_if_it_is_there_or_ends_with_a_slash(tmp_path):
+    (tmp_path / "run.old").mkdir()
+    for path in (f"{tmp_path}/run.old", f"{tmp_path}/run.new/"):
+        assert Path(epochs(ModelCheckpoint(path), losses(1))[0]).parent.parent == Path(path)
+
+
+def test_a_template_fills_its_last_component_only(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch}" / "{epoch:02d}-{val_loss:.2f}.safetensors")
+    assert epochs(checkpoint, losses(0.128)) == [str(tmp_path / "{epoch}" / "01-0.13.safetensors")]
+
+
+def test_signs_and_exponents_may_be_in_a_name(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "{val_loss:+.1e}.safetensors")
+    names = [Path(path).name for path in epochs(checkpoint, losses(12345.0, -0.5, math.nan))]
+    assert names == ["+1.2e+04.safetensors", "-5.0e-01.safetensors", "+nan.safetensors"]
+
+
+def test_an_unknown_field_lists_the_logs(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch}-{val_acc:.2f}.safetensors")
+    with pytest.raises(ArgumentError, match=r"no logs for: val_acc\. Available: accuracy, epoch, loss"):
+        epochs(checkpoint, [{"loss": 1.0, "accuracy": 0.5}])
+
+
+def test_an_array_cant_be_part_of_a_name(tmp_path):
+    with pytest.raises(ArgumentError, match="single numbers only, and 'recall' is"):
+        epochs(ModelCheckpoint(tmp_path / "{recall:.1f}.safetensors"), [{"recall": np.zeros(3)}])
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("model.keras", "model.safetensors"),
+        ("model.h5", "model.safetensors"),
+        ("model.weights.h5", "model.safetensors"),
+        ("model.pt", "model.safetensors"),
+        ("model.pth", "model.safetensors"),
+        ("model.ckpt", "model.safetensors"),
+        ("model.safetensor", "model.safetensors"),
+    ],
+)
+def test_other_formats_are_refused_by_name(name, replacement):
+    with pytest.raises(ArgumentError, match=f"Use '{replacement}'"):
+        ModelCheckpoint(f"ckpt/{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{epoch}.keras", "must end in '.safetensors'"),
+        ("{epoch}", "must end in '.safetensors'"),
+        ("{epoch.real}.safetensors", "plain name"),
+        ("{epoch[0]}.safetensors", "plain name"),
+        ("{epoch!r}.safetensors", "plain name"),
+        ("{}.safetensors", "plain name"),
+        ("{0}.safetensors", "plain name"),
+        ("{loss:{epoch}}.safetensors", "plain name"),
+        ("{epoch.safetensors", "is no template"),
+        ("epoch}.safetensors", "is no template"),
+        ("{loss:02d}.safetensors", "can't be filled"),
+        ("{epoch:,}.safetensors", "letters, digits"),
+        ("{epoch:>9}.safetensors", "letters, digits"),
+        ("{loss:%}.safetensors", "letters, digits"),
+        ("my run {epoch}.safetensors", "letters, digits"),
+        ("{batch}.safetensors", "needs save_freq"),
+    ],
+)
+def test_templates_that_cant_hold_are_refused_at_once(name, message):
+    with pytest.raises(ArgumentError, match=message):
+        ModelCheckpoint(f"ckpt/{name}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"filepath": ""}, "filepath must be a path, got ''"),
+        ({"filepath": "a", "mode": "lowest"}, "got 'lowest'"),
+        ({"filepath": "a", "save_freq": 0}, "save_freq .* got 0"),
+        ({"filepath": "a", "save_freq": True}, "save_freq .* got True"),
+        ({"filepath": "a", "save_freq": "batch"}, "save_freq .* got 'batch'"),
+        ({"filepath": "a", "save_freq": 5, "save_best_only": True}, "'val_loss' is not known between batches"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        ModelCheckpoint(**arguments)
+
+
+def test_a_file_where_a_directory_is_meant_and_the_reverse(tmp_path):
+    (tmp_path / "run").touch()
+    (tmp_path / "best.safetensors").mkdir()
+    with pytest.raises(ArgumentError, match="is a file"):
+        ModelCheckpoint(tmp_path / "run")
+    with pytest.raises(ArgumentError, match="is a directory"):
+        ModelCheckpoint(tmp_path / "best.safetensors")
+
+
+def test_verbose_says_what_it_does(tmp_path, capsys):
+    path = tmp_path / "best.safetensors"
+    epochs(ModelCheckpoint(path, save_best_only=True), losses(0.5))
+    assert capsys.readouterr().out == ""
+    epochs(ModelCheckpoint(path, save_best_only=True, verbose=1), losses(0.5, 0.7, 0.25))
+    assert capsys.readouterr().out.splitlines() == [
+        f"Epoch 1: val_loss is 0.5000, the best so far was none: saved {path}",
+        "Epoch 2: val_loss is 0.7000, the best so far was 0.5000: not saved",
+        f"Epoch 3: val_loss is 0.2500, the best so far was 0.5000: saved {path}",
+    ]

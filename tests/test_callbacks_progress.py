@@ -1,0 +1,387 @@
+"""The progress bar and the plain lines: their text, how often logs are read, and what an error leaves behind."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tpufit.callbacks import ProgbarLogger
+from tpufit.callbacks.progress import resolve_verbose
+from tpufit.callbacks.progress_line import ProgressLine
+from tpufit.errors import ArgumentError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets: `clock[0] += seconds`."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def terminal(width=120, encoding="utf-8"):
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    environ = {"TERM": "xterm-256color"}
+    return Console(file=file, force_terminal=True, width=width, color_system=None, _environ=environ)
+
+
+def shown(console):
+    """What was written, and the lines that are left of it on the screen."""
+    text = console.file.buffer.getvalue().decode(console.file.encoding)
+    return text, on_screen(text)
+
+
+def on_screen(text):
+    """The lines that a terminal shows: it goes to the line's start, one up, and wipes the line, when it is told to."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row == len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif not part.startswith("\x1b"):
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def started(verbose, epochs=3, steps=4, console=None):
+    progress = ProgbarLogger(console)
+    progress.set_params({"epochs": epochs, "steps": steps, "verbose": verbose})
+    return progress
+
+
+def fit(progress, epochs, steps, clock, step_seconds=0.5, read=lambda: {"loss": 0.5}):
+    progress.on_train_begin({})
+    for epoch in range(epochs):
+        progress.on_epoch_begin(epoch, {})
+        for batch in range(steps):
+            clock[0] += step_seconds
+            progress.on_train_batch_end(batch, read())
+        progress.on_test_begin({})
+        for batch in range(2):
+            progress.on_test_batch_end(batch, read())
+        progress.on_test_end({"loss": 9.0})
+        progress.on_epoch_end(epoch, {"loss": 0.1234 - epoch / 10, "accuracy": 0.97, "val_loss": 0.00012345})
+    progress.on_train_end({})
+
+
+class Counting(MutableMapping):
+    """Logs that count how often one is read for the first time, which on a device is a wait."""
+
+    waits = 0
+
+    def __init__(self):
+        self.was_read = False
+
+    def __getitem__(self, name):
+        Counting.waits += not self.was_read
+        self.was_read = True
+        return {"loss": 0.5}[name]
+
+    def __iter__(self):
+        return iter(["loss"])
+
+    def __len__(self):
+        return 1
+
+    def __setitem__(self, name, value): ...
+    def __delitem__(self, name): ...
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    monkeypatch.setattr(Counting, "waits", 0)
+    return lambda: Counting.waits
+
+
+@pytest.mark.parametrize("verbose", [1, 2])
+def test_plain_lines_where_there_is_no_terminal(verbose, clock, capsys):
+    fit(started(verbose, epochs=2), 2, 4, clock)
+    assert capsys.readouterr().out == (
+        "Epoch 1/2 - 2.0s - 4 steps - loss: 0.1234 - accuracy: 0.9700 - val_loss: 1.2345e-04\n"
+        "Epoch 2/2 - 2.0s - 4 steps - loss: 0.0234 - accuracy: 0.9700 - val_loss: 1.2345e-04\n"
+    )
+
+
+def test_verbose_2_is_plain_in_a_terminal_too(clock):
+    console = terminal()
+    fit(started(2, epochs=1, console=console), 1, 4, clock)
+    assert shown(console)[0] == (
+        "Epoch 1/1 - 2.0s - 4 steps - loss: 0.1234 - accuracy: 0.9700 - val_loss: 1.2345e-04\n"
+    )
+
+
+def test_verbose_0_is_silent(clock, capsys, waits):
+    console = terminal()
+    progress = started(0, console=console)
+    fit(progress, 2, 4, clock, read=Counting)
+    progress.on_test_begin({})
+    progress.on_test_end({"loss": 1.0})
+    progress.on_predict_begin({})
+    progress.on_predict_end({})
+    assert shown(console)[0] == capsys.readouterr().out == ""
+    assert waits() == 0
+
+
+def test_a_plain_line_is_never_broken(clock, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    fit(started(2, epochs=1), 1, 4, clock)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_plain_lines_read_no_batch_logs(clock, capsys, waits):
+    fit(started(2), 3, 100, clock, read=Counting)
+    assert waits() == 0
+
+
+def test_the_bar_of_each_epoch_stays(clock):
+    console = terminal()
+    fit(started(1, epochs=2, console=console), 2, 4, clock)
+    bar = "━" * 20
+    assert shown(console)[1] == [
+        f"Epoch 1/2 {bar} 4/4 2.0s - loss: 0.1234 - accuracy: 0.9700 - val_loss: 1.2345e-04",
+        f"Epoch 2/2 {bar} 4/4 2.0s - loss: 0.0234 - accuracy: 0.9700 - val_loss: 1.2345e-04",
+    ]
+
+
+def test_the_bar_moves_and_shows_the_time_left_and_the_logs(clock):
+    console = terminal()
+    progress = started(1, epochs=3, steps=10, console=console)
+    progress.on_epoch_begin(1, {})
+    for batch in range(4):
+        clock[0] += 5.0 if batch == 0 else 1.0  # the first is compiled
+        progress.on_train_batch_end(batch, {"loss": 0.5 + batch})
+    drawn = CONTROLS.sub("", shown(console)[0]).replace("\r", "\n")
+    assert re.search(r"Epoch 2/3 ━{20} 0/10 0\.0s\s", drawn)
+    assert "1/10 5.0s" in drawn  # nothing is known yet of the time left
+    assert "4/10 6.0s left - loss: 2.5000" in drawn  # the logs are those of the step before
+    progress.on_epoch_end(1, {"loss": 0.25})
+    progress.on_train_end({})
+    assert shown(console)[1] == [f"Epoch 2/3 {'━' * 20} 4/10 8.0s - loss: 0.2500"]
+
+
+def test_fast_steps_read_few_logs(clock, waits):
+    """1000 steps of a millisecond: a second, so four drawings."""
+    progress = started(1, epochs=1, steps=1000, console=terminal())
+    fit(progress, 1, 1000, clock, step_seconds=0.001, read=Counting)
+    assert 1 <= waits() <= 4
+
+
+def test_slow_steps_read_the_logs_of_the_step_before(clock):
+    progress = started(1, epochs=1, steps=3, console=terminal())
+    progress.on_epoch_begin(0, {})
+    every = [Counting() for _ in range(3)]
+    for batch, logs in enumerate(every):
+        clock[0] += 1.0
+        progress.on_train_batch_end(batch, logs)
+    assert [logs.was_read for logs in every] == [True, True, False]
+    progress.on_epoch_end(0, {"loss": 0.5})
+
+
+def test_an_unknown_number_of_steps_is_known_in_the_second_epoch(clock):
+    console = terminal()
+    fit(started(1, epochs=2, steps=None, console=console), 2, 3, clock)
+    drawn = CONTROLS.sub("", shown(console)[0])
+    assert "Epoch 1/2 " + "━" * 20 + " 1/? " in drawn
+    assert "Epoch 2/2 " + "━" * 20 + " 1/3 " in drawn
+    assert [line[:34] for line in shown(console)[1]] == [f"Epoch {n}/2 {'━' * 20} 3/3" for n in (1, 2)]
+
+
+def test_a_narrow_terminal_cuts_what_moves_and_keeps_what_stays(clock):
+    console = terminal(width=40)
+    fit(started(1, epochs=1, console=console), 1, 4, clock)
+    text, lines = shown(console)
+    assert lines[-1].endswith("val_loss: 1.2345e-04")
+    moving = [part for part in re.split(r"[\r\n]", CONTROLS.sub("", text)) if part.strip()][:-1]
+    assert moving
+    assert max(map(len, moving)) <= 40
+
+
+def test_ascii_only_terminals(clock):
+    console = terminal(encoding="ascii")
+    progress = started(1, epochs=1, console=console)
+    progress.on_epoch_begin(0, {})
+    for batch in range(2):
+        clock[0] += 1.0
+        progress.on_train_batch_end(batch, {})
+    assert "==========----------" in shown(console)[0]
+    progress.on_epoch_end(0, {"loss": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [("test", "Evaluate - 1.0s - 2 steps - loss: 0.5000\n"), ("predict", "Predict - 1.0s - 2 steps\n")],
+)
+def test_evaluate_and_predict_alone_have_a_line_of_their_own(what, line, clock, capsys):
+    def run(progress):
+        getattr(progress, f"on_{what}_begin")({})
+        for batch in range(2):
+            clock[0] += 0.5
+            getattr(progress, f"on_{what}_batch_end")(batch, {"outputs": object()} if what == "predict" else {})
+        getattr(progress, f"on_{what}_end")({"loss": 0.5} if what == "test" else {})
+
+    run(started(2, steps=2))
+    assert capsys.readouterr().out == line
+    console = terminal()
+    run(started(1, steps=2, console=console))
+    title, seconds, _, *logs = line.strip().split(" - ")
+    assert shown(console)[1] == [f"{title} {'━' * 20} 2/2 " + " - ".join([seconds, *logs])]
+
+
+def test_an_evaluation_inside_anothers_bar_prints_a_plain_line(clock):
+    console = terminal()
+    outer, inner = started(1, console=console), started(1, console=console)
+    outer.on_train_begin({})
+    outer.on_epoch_begin(0, {})
+    inner.on_test_begin({})
+    inner.on_test_end({"loss": 0.5})
+    outer.on_epoch_end(0, {"loss": 0.25})
+    outer.on_train_end({})
+    lines = shown(console)[1]
+    assert [line.split()[0] for line in lines] == ["Evaluate", "Epoch"]
+    assert "━" not in lines[0]
+
+
+def test_what_is_printed_meanwhile_stands_above_the_bar(clock):
+    console = terminal()
+    progress = started(1, epochs=1, console=console)
+    progress.on_epoch_begin(0, {})
+    print("from a callback")
+    progress.on_epoch_end(0, {"loss": 0.25})
+    assert [line.split()[0] for line in shown(console)[1]] == ["from", "Epoch"]
+
+
+def test_what_is_no_number_is_left_out(clock, capsys):
+    progress = started(2)
+    progress.on_epoch_begin(0, {})
+    progress.on_epoch_end(0, {"loss": np.float32(0.5), "recall": np.zeros(3)})
+    assert capsys.readouterr().out == "Epoch 1/3 - 0.0s - 0 steps - loss: 0.5000\n"
+
+
+def test_an_error_leaves_the_bar_where_it_was_and_the_streams_as_they_were(clock):
+    console, streams = terminal(), (sys.stdout, sys.stderr)
+    progress = started(1, epochs=1, console=console)
+    progress.on_train_begin({})
+    progress.on_epoch_begin(0, {})
+    for batch in range(3):
+        clock[0] += 1.0
+        progress.on_train_batch_end(batch, {"loss": 0.5})
+    assert sys.stdout is not streams[0]
+    progress.on_train_end({})
+    text, lines = shown(console)
+    assert lines == [f"Epoch 1/1 {'━' * 20} 3/4 3.0s - loss: 0.5000"]
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+    assert (sys.stdout, sys.stderr) == streams
+    fit(started(1, epochs=1, console=console), 1, 4, clock)  # and the next fit has its bar
+    assert shown(console)[1][-1].startswith(f"Epoch 1/1 {'━' * 20} 4/4")
+
+
+def test_logs_that_cant_be_read_leave_a_clean_terminal(clock):
+    class Broken(Counting):
+        def __getitem__(self, name):
+            raise RuntimeError("the device failed")
+
+    console, streams = terminal(), (sys.stdout, sys.stderr)
+    progress = started(1, epochs=1, console=console)
+    progress.on_epoch_begin(0, {})
+    progress.on_train_batch_end(0, Broken())
+    clock[0] += 1.0
+    with pytest.raises(RuntimeError, match="device failed"):
+        progress.on_train_batch_end(1, Broken())
+    assert (sys.stdout, sys.stderr) == streams
+    assert ProgbarLogger._drawing is None
+
+
+def test_an_error_leaves_no_plain_line(clock, capsys):
+    progress = started(2)
+    for broken in ("train", "test"):
+        getattr(progress, f"on_{broken}_begin")({})
+        if broken == "train":
+            progress.on_epoch_begin(0, {})
+        getattr(progress, f"on_{broken}_end")({})
+    assert capsys.readouterr().out == ""
+
+
+def in_a_terminal(code, **environ):
+    """Run code in a Python whose standard output is a (pseudo-)terminal. Returns what came out."""
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(ROOT), **environ}
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    out = b""
+    while True:
+        try:
+            out += os.read(ours, 65536)
+        except OSError:  # how a terminal says that nobody writes to it any more
+            break
+    os.close(ours)
+    assert child.wait(timeout=60) == 0, out.decode()
+    return out.decode()
+
+
+def test_a_real_terminal():
+    out = in_a_terminal(
+        "import sys, time\n"
+        "from tpufit.callbacks.progress import ProgbarLogger, resolve_verbose\n"
+        "progress = ProgbarLogger()\n"
+        "progress.set_params({'epochs': 1, 'steps': 3, 'verbose': resolve_verbose('auto')})\n"
+        "progress.on_train_begin(); progress.on_epoch_begin(0)\n"
+        "for batch in range(3):\n"
+        "    time.sleep(0.3); progress.on_train_batch_end(batch, {'loss': 0.5})\n"
+        "print('a line', file=sys.stderr)\n"
+        "progress.on_epoch_end(0, {'loss': 0.25}); progress.on_train_end()\n"
+    )
+    assert out.count("Epoch 1/1") >= 5  # the start, each step, the end
+    assert "2/3" in CONTROLS.sub("", out)
+    above, last = on_screen(out)
+    assert above == "a line"
+    assert re.fullmatch(r"Epoch 1/1 ━{20} 3/3 \d\.\ds - loss: 0\.2500", last)
+    assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")
+
+
+def test_auto_is_plain_where_it_cant_draw(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as CI services do, whose logs can't be drawn on
+    assert resolve_verbose("auto") == 2
+
+
+@pytest.mark.parametrize("verbose", [0, 1, 2])
+def test_a_number_is_taken_as_it_is(verbose):
+    assert resolve_verbose(verbose) == verbose
+
+
+@pytest.mark.parametrize("verbose", [3, -1, "quiet", None, 0.5])
+def test_another_verbose_is_an_error(verbose):
+    with pytest.raises(ArgumentError, match=re.escape(f"got {verbose!r}")):
+        resolve_verbose(verbose)
+
+
+def test_time_left_leaves_the_first_step_out():
+    line = ProgressLine("Epoch 1/1", total=11, now=0.0)
+    line.advance(1, now=60.0)
+    assert line.seconds_left(60.0) is None
+    line.advance(6, now=70.0)
+    assert line.seconds_left(70.0) == pytest.approx(10.0)
+
+
+def test_one_step_is_singular():
+    line = ProgressLine("Predict", total=1, now=0.0)
+    line.advance(1, now=0.5)
+    assert line.summary(now=0.5) == "Predict - 0.5s - 1 step"

@@ -1,0 +1,216 @@
+"""Data: each form gives the same rows, in order or shuffled as a function of (seed, epoch), each exactly once."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from tpufit.data import hold_out, stream, unpack
+from tpufit.errors import ArgumentError, DataError
+
+
+class Rows(Dataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        return np.float32(i), i
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        i = 0
+        while True:
+            yield float(i), i
+            i += 1
+
+
+def targets(data, epoch=0):
+    return [batch[1].tolist() for batch in data.epoch(epoch)]
+
+
+@given(
+    rows=st.integers(1, 300),
+    batch_size=st.integers(1, 40),
+    cores=st.integers(1, 8),
+    shuffle=st.booleans(),
+    form=st.sampled_from(["arrays", "tensors", "dataset", "tensor dataset", "loader", "iterable"]),
+)
+def test_every_row_exactly_once(rows, batch_size, cores, shuffle, form):
+    x, y = np.arange(rows, dtype="float32"), np.arange(rows)
+    tensors = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    own_batches = {
+        "loader": DataLoader(tensors, batch_size=batch_size),
+        "iterable": [(x[i : i + batch_size], y[i : i + batch_size]) for i in range(0, rows, batch_size)],
+    }
+    if form in own_batches:
+        data = stream(own_batches[form], cores=cores, shuffle=shuffle)
+        shuffle = False  # never, whatever is asked
+    else:
+        given_data = {
+            "arrays": (x, y),
+            "tensors": tensors.tensors,
+            "dataset": (Rows(rows),),
+            "tensor dataset": (tensors,),
+        }
+        data = stream(*given_data[form], batch_size=batch_size, cores=cores, shuffle=shuffle, seed=3)
+    seen = targets(data)
+    assert data.steps == len(seen)
+    assert sorted(sum(seen, [])) == list(range(rows))
+    assert all(len(batch) == batch_size * cores for batch in seen[:-1])
+    if not shuffle:
+        assert sum(seen, []) == list(range(rows))
+
+
+def test_order_is_a_function_of_seed_and_epoch_and_not_of_the_cores():
+    def flat(cores, batch_size, seed, epoch):
+        data = stream(np.arange(50.0), np.arange(50), batch_size=batch_size, cores=cores, shuffle=True, seed=seed)
+        return sum(targets(data, epoch), [])
+
+    assert flat(1, 16, 0, 1) == flat(8, 2, 0, 1)
+    assert len({tuple(flat(1, 16, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+def test_a_dataset_and_arrays_are_shuffled_alike():
+    arrays = stream(np.arange(20.0), np.arange(20), batch_size=4, shuffle=True, seed=5)
+    dataset = stream(Rows(20), batch_size=4, shuffle=True, seed=5)
+    assert targets(arrays, 2) == targets(dataset, 2)
+
+
+def test_a_loader_keeps_its_sampler_collate_and_drop_last():
+    class Backwards(torch.utils.data.Sampler):
+        def __len__(self):
+            return 10
+
+        def __iter__(self):
+            return iter(range(9, -1, -1))
+
+    def collate(rows):
+        return torch.tensor([x for x, _ in rows]), torch.tensor([y * 10 for _, y in rows])
+
+    loader = DataLoader(Rows(10), batch_size=3, sampler=Backwards(), collate_fn=collate, drop_last=True)
+    assert targets(stream(loader, cores=2)) == [[90, 80, 70, 60, 50, 40], [30, 20, 10]]  # row 0 is the user's own loss
+
+
+def test_a_loader_with_a_batch_sampler_of_its_own():
+    loader = DataLoader(Rows(7), batch_sampler=[[0, 1], [2], [3, 4, 5], [6]])
+    assert targets(stream(loader, cores=2)) == [[0, 1, 2], [3, 4, 5, 6]]
+
+
+def test_batches_of_an_iterable_are_joined_and_a_short_group_is_kept():
+    batches = [(torch.full((2,), float(i)), torch.full((2,), i)) for i in range(5)]
+    assert targets(stream(batches, cores=2)) == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4]]
+
+
+def test_any_nest_is_joined_with_strings_left_on_the_host():
+    Pair = namedtuple("Pair", "left right")
+    batches = [
+        ({"a": np.ones((2, 3)), "names": ["x", "y"]}, Pair(torch.zeros(2), [torch.zeros(2, 1)])),
+        ({"a": np.ones((1, 3)), "names": ["z"]}, Pair(torch.zeros(1), [torch.zeros(1, 1)])),
+    ]
+    ((x, y),) = stream(batches, cores=2).epoch(0)
+    assert x["a"].shape == (3, 3) and x["names"] == ["x", "y", "z"]
+    assert type(y) is Pair and y.left.shape == (3,) and y.right[0].shape == (3, 1)
+
+
+def test_dtypes():
+    for given_dtype, expected in [
+        (np.float64, torch.float32),  # a TPU has no float64
+        (np.float32, torch.float32),
+        (np.uint8, torch.uint8),
+        (np.int32, torch.int32),
+        (np.bool_, torch.bool),
+    ]:
+        ((x,),) = stream(np.ones(3, dtype=given_dtype)).epoch(0)
+        assert x.dtype is expected
+    ((x,),) = stream(torch.ones(3, dtype=torch.bfloat16), shuffle=True).epoch(0)
+    assert x.dtype is torch.bfloat16
+
+
+def test_steps_go_on_where_the_last_epoch_stopped_as_in_keras():
+    data = stream(np.arange(5.0), np.arange(5), batch_size=1, steps=3)
+    assert [targets(data, e) for e in range(3)] == [[[0], [1], [2]], [[3], [4], [0]], [[1], [2], [3]]]
+
+
+def test_steps_of_an_evaluation_start_anew():
+    data = stream(np.arange(5.0), np.arange(5), batch_size=1, steps=3, restart=True)
+    assert [targets(data, e) for e in range(2)] == [[[0], [1], [2]]] * 2
+
+
+def test_endless_data_need_steps():
+    data = stream(Endless(), batch_size=2, cores=2, steps=2)
+    assert [targets(data, e) for e in range(2)] == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10, 11], [12, 13, 14, 15]]]
+
+
+def test_a_generator_can_be_read_once_and_says_so():
+    data = stream((np.ones(2), np.ones(2)) for _ in range(2))
+    assert len(targets(data)) == 2
+    with pytest.raises(DataError, match="only once"):
+        targets(data, 1)
+
+
+def test_steps_beyond_the_end_of_a_generator():
+    with pytest.raises(DataError, match="only 2 of the 3 batches"):
+        targets(stream(((np.ones(2), np.ones(2)) for _ in range(2)), steps=3))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: stream(np.ones((0, 2)), np.ones(0)), "empty"),
+        (lambda: stream(np.ones(4), np.ones(5)), r"equally many rows, got \[4, 5\]"),
+        (lambda: stream({"a": np.ones(4), "b": np.ones(3)}, np.ones(4)), r"got \[4, 3, 4\]"),
+        (lambda: stream(Rows(0)), "empty"),
+        (lambda: stream(DataLoader(TensorDataset(torch.ones(0)))), "empty"),
+        (lambda: targets(stream([])), "no batches"),
+        (lambda: stream(7), "arrays, tensors, a Dataset"),
+        (lambda: stream(np.array(7)), "single number"),
+        (lambda: stream(np.array(["a", "b"])), "arrays of numbers"),
+        (lambda: unpack((1, 2, 3, 4)), "got 4 items"),
+    ],
+)
+def test_bad_data(data, message):
+    with pytest.raises(DataError, match=message):
+        data()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: stream(np.ones(4), batch_size=0), "batch_size must be"),
+        (lambda: stream(np.ones(4), batch_size=2.5), "batch_size must be"),
+        (lambda: stream(np.ones(4), steps=0), "steps must be"),
+        (lambda: stream(DataLoader(Rows(4), batch_size=2), batch_size=4), "Leave batch_size out"),
+        (lambda: stream(Rows(4), np.ones(4)), "must yield them itself"),
+        (lambda: hold_out(np.ones(4), None, None, 1.5), "between 0 and 1"),
+        (lambda: hold_out(iter([1]), None, None, 0.5), "arrays or a map-style dataset"),
+    ],
+)
+def test_arguments_that_do_not_go_together(data, message):
+    with pytest.raises(ArgumentError, match=message):
+        data()
+
+
+def test_a_batch_size_for_an_iterable_is_said_to_be_useless():
+    with pytest.warns(UserWarning, match="makes its own batches"):
+        stream([(np.ones(2), np.ones(2))], batch_size=4)
+
+
+def test_the_last_rows_are_held_out():
+    x, y, weight, held = hold_out(np.arange(10.0), np.arange(10), None, 0.3)
+    assert y.tolist() == list(range(7)) and weight is None
+    assert [part.tolist() for part in held] == [[7.0, 8.0, 9.0], [7, 8, 9]]
+    train, _, _, held = hold_out(Rows(10), None, None, 0.3)
+    assert len(train) == 7 and [held[i][1] for i in range(3)] == [7, 8, 9]
+
+
+def test_holding_out_everything_or_nothing():
+    with pytest.raises(DataError, match="leaves none"):
+        hold_out(np.ones(1), np.ones(1), None, 0.5)

@@ -1,0 +1,213 @@
+"""Starting the cores: what may be asked for where, and what a wrong wish is answered with."""
+
+import os
+import textwrap
+
+import fake_torch_xla
+import pytest
+
+from tpufit.errors import ArgumentError, CoresError, StartError, VersionError
+from tpufit.runtime import devices
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Each test is a process of its own that has settled nothing."""
+    monkeypatch.setattr(devices, "_settled", None)
+    monkeypatch.setenv("CPU_NUM_DEVICES", "1")  # so that what a test sets is taken back
+
+
+def start(cores):
+    return devices.start(cores, f"fit(cores={cores!r})")
+
+
+@pytest.mark.parametrize(
+    ("cores", "count", "index"),
+    [("auto", 4, 0), (None, 4, 0), (4, 4, 0), ("4", 4, 0), (1, 1, 0), ("1", 1, 0), ([0], 1, 0), ([3], 1, 3)],
+)
+def test_what_a_tpu_of_four_cores_can_be(monkeypatch, cores, count, index):
+    fake = fake_torch_xla.install(monkeypatch, devices=4)
+    settled = start(cores)
+    assert (settled.count, settled.index, settled.platform) == (count, index, "TPU")
+    assert fake.calls == (["start", "use_spmd"] if count > 1 else ["start"])  # one core is driven without SPMD
+
+
+@pytest.mark.parametrize("cores", [8, "8", 2, 3])
+def test_what_it_cannot_be_names_what_there_is(monkeypatch, cores):
+    fake_torch_xla.install(monkeypatch, devices=4)
+    with pytest.raises(CoresError, match=rf"{cores} cores asked for, but this host has 4 TPU cores.*cores='auto'"):
+        start(cores)
+
+
+def test_a_core_that_is_not_there(monkeypatch):
+    fake_torch_xla.install(monkeypatch, devices=4)
+    with pytest.raises(CoresError, match=r"cores=\[4\] asked for, but this host has 4 TPU cores, numbered from 0"):
+        start([4])
+
+
+@pytest.mark.parametrize("cores", [0, -1, 1.0, True, "eight", "1,", [], [0, 1], [-1], [True], {"a": 1}])
+def test_what_is_no_number_of_cores(monkeypatch, cores):
+    fake = fake_torch_xla.install(monkeypatch)
+    with pytest.raises(ArgumentError, match="cores must be 'auto'"):
+        start(cores)
+    assert fake.calls == []  # nothing was started for it
+
+
+@pytest.mark.parametrize(("cores", "virtual"), [("auto", 1), (8, 8), ("3", 3), ([5], 6)])
+def test_a_cpu_has_as_many_cores_as_are_asked_for(monkeypatch, cores, virtual):
+    fake = fake_torch_xla.install(monkeypatch, platform="CPU", devices=virtual)
+    assert start(cores).count == (1 if cores == [5] else virtual)
+    assert os.environ["CPU_NUM_DEVICES"] == str(virtual)
+    assert "start" in fake.calls
+
+
+def test_what_is_settled_stays(monkeypatch):
+    fake_torch_xla.install(monkeypatch, devices=4)
+    first = devices.start(4, "fit(cores=4)")
+    assert start("auto") is start(None) is start(4) is start("4") is first
+    for other in (1, [0], [2]):
+        with pytest.raises(CoresError) as error:
+            start(other)
+        assert "4 cores" in str(error.value)  # what it is
+        assert "1 core asked for" in str(error.value) or f"cores={other!r}" in str(error.value)  # what it can't become
+        assert "fit(cores=4) at test_devices.py:" in str(error.value)  # who settled it
+        assert "tpufit.init(cores=" in str(error.value)  # what to do
+
+
+def test_one_core_is_not_another(monkeypatch):
+    fake_torch_xla.install(monkeypatch, devices=4)
+    start([2])
+    assert start(1).index == start([2]).index == 2
+    with pytest.raises(CoresError, match=r"cores=\[1\] asked for, but this process computes on 1 core \(number 2\)"):
+        start([1])
+
+
+def test_a_runtime_that_was_started_with_other_cores(monkeypatch):
+    fake_torch_xla.install(monkeypatch, platform="CPU", devices=2, started=True)
+    with pytest.raises(CoresError, match="8 cores asked for, but this process was started with 2 CPU cores"):
+        start(8)
+
+
+def test_a_process_in_spmd_mode_already(monkeypatch):
+    fake = fake_torch_xla.install(monkeypatch, platform="CPU", devices=2, started=True, spmd=True)
+    with pytest.raises(CoresError, match="in SPMD mode, which uses all of them; pass cores=2"):
+        start(1)
+    assert start("auto").count == 2
+    assert "use_spmd" not in fake.calls
+
+
+def test_one_device_work_before_many_cores(monkeypatch):
+    fake = fake_torch_xla.install(monkeypatch, devices=8, started=True, locked=True)
+    with pytest.raises(CoresError, match=r"already computed on one XLA device.*tpufit.init\(cores=8\) first"):
+        start(8)
+    assert "use_spmd" not in fake.calls  # it would be a segmentation fault
+    assert start(1).count == 1
+
+
+def test_one_process_of_several(monkeypatch):
+    fake_torch_xla.install(monkeypatch, devices=8, processes=4)
+    with pytest.raises(StartError, match="one of 4 processes"):
+        start("auto")
+
+
+def test_a_runtime_that_does_not_start(monkeypatch):
+    fake_torch_xla.install(monkeypatch, fails="The TPU is already in use by process with pid 17")
+    with pytest.raises(StartError, match=r"did not start.*another process holds the TPU.*pid 17"):
+        start("auto")
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "xla_version", "message"),
+    [
+        ("2.13.0", "2.9.0", "here are torch 2.13.0 and torch_xla 2.9.0"),
+        ("2.9.0", "2.8.1", "here are torch 2.9.0 and torch_xla 2.8.1"),
+        ("2.8.0", "2.8.0", "needs torch 2.9 and torch_xla 2.9"),
+        ("2.9.0", None, "torch_xla is not installed"),
+        (None, "2.9.0", "torch is not installed"),
+    ],
+)
+def test_versions_that_do_not_belong_together(torch_version, xla_version, message):
+    with pytest.raises(VersionError, match=message) as error:
+        devices.check_versions(torch_version, xla_version)
+    assert "pip install torch==2.9.0 torch_xla==2.9.0" in str(error.value)
+
+
+def test_versions_that_do():
+    devices.check_versions("2.9.0+cpu", "2.9.0")
+
+
+def test_versions_are_looked_at_before_anything_is_started(monkeypatch):
+    fake = fake_torch_xla.install(monkeypatch)
+    monkeypatch.setattr(devices, "_version", {"torch": "2.13.0", "torch_xla": "2.9.0"}.get)
+    with pytest.raises(VersionError):
+        start(8)
+    assert fake.calls == []
+
+
+def test_what_fit_prints_of_the_cores():
+    assert str(devices.Cores(8, 0, "CPU", "")) == "8 cores (XLA:CPU, virtual)"
+    assert str(devices.Cores(1, 0, "TPU", "")) == "1 core (XLA:TPU)"
+    assert str(devices.Cores(1, 3, "TPU", "")) == "1 core (number 3) (XLA:TPU)"
+
+
+FIT = """
+import numpy as np, torch, tpufit
+model = tpufit.Model(torch.nn.Linear(2, 3))
+model.compile("sgd", "cross_entropy")
+def fit(cores=None):
+    model.fit(np.ones((20, 2), "float32"), np.zeros(20, int), verbose=0, cores=cores)
+"""
+
+
+def last_line(process):
+    assert process.returncode == 1, process.stderr  # an exception, not a signal
+    return process.stderr.strip().splitlines()[-1]
+
+
+def test_really_changing_the_cores(run_python):
+    line = last_line(run_python(FIT + "fit(4)\nfit()\nfit(8)"))
+    assert "8 cores asked for, but this process computes on 4 cores (XLA:CPU, virtual)" in line
+    assert "settled by fit(cores=4) at <string>:6" in line and "tpufit.init(cores=8)" in line
+
+
+def test_really_after_a_runtime_started_by_the_user(run_python):
+    code = "import torch_xla.runtime as xr\nxr.global_runtime_device_count()\n"
+    line = last_line(run_python(code + FIT + "fit(8)", env={"CPU_NUM_DEVICES": "2"}))
+    assert "8 cores asked for, but this process was started with 2 CPU cores" in line
+
+
+def test_really_after_the_users_own_work_on_one_device(run_python):
+    code = "import torch, torch_xla\ntorch.ones(2, device='xla').add_(1).cpu()\n"
+    line = last_line(run_python(code + FIT + "fit(8)", env={"CPU_NUM_DEVICES": "8"}))
+    assert "already computed on one XLA device" in line
+
+
+def test_really_on_one_particular_core(run_python):
+    code = """
+    model.fit(np.ones((20, 2), "float32"), np.zeros(20, int), verbose=0, cores=[2])
+    import torch_xla
+    assert str(model.module.weight.device) == str(torch_xla.devices()[2]) == "xla:2", model.module.weight.device
+    assert model.predict(np.ones((5, 2), "float32"), verbose=0).shape == (5, 3)
+    print("done")
+    """
+    process = run_python(FIT + textwrap.dedent(code))
+    assert "done" in process.stdout, process.stderr
+
+
+def test_init_settles(run_python):
+    process = run_python(FIT + "tpufit.init(cores=2)\nfit()\nprint(tpufit.runtime.settled())")
+    assert process.stdout.strip() == "2 cores (XLA:CPU, virtual)", process.stderr
+
+
+def test_predicting_first_does_not_settle_the_cores(run_python):
+    code = """
+    x = np.ones((5, 2), "float32")
+    before = model.predict(x, verbose=0)
+    assert tpufit.runtime.settled() is None
+    assert np.allclose(before, model.module(torch.ones(5, 2)).detach().numpy())
+    fit(8)
+    assert model.predict(x, verbose=0).shape == (5, 3)
+    print("done")
+    """
+    process = run_python(FIT + textwrap.dedent(code))
+    assert "done" in process.stdout, process.stderr

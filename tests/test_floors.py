@@ -1,0 +1,151 @@
+"""The house stands as CONTRIBUTING.md draws it: imports point down, and torch_xla is named in one package."""
+
+import ast
+import configparser
+import importlib.util
+import os
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What stands in tpufit/ (callbacks/ too, by the link) and its floor. A file imports from its own floor and those below.
+FLOORS = {
+    "errors": 0,
+    "seeds": 0,
+    "runtime": 0,
+    "data": 1,
+    "losses": 1,
+    "metrics": 1,
+    "optimizers": 1,
+    "precision": 1,
+    "summary": 1,
+    "step": 2,
+    "checkpoint": 2,
+    "callbacks": 3,
+    "loop": 4,
+    "model": 4,
+    "__init__": 5,
+    "__main__": 5,
+}
+
+
+def module_of(path):
+    """`callbacks/base.py` -> `tpufit.callbacks.base`; a package's `__init__.py` goes by the package's name."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "tpufit" else ("tpufit", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources():
+    # pathlib follows no link, so the files of callbacks/ come once.
+    files = [path for folder in ("tpufit", "callbacks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {module_of(path): (path, ast.parse(path.read_text())) for path in files}
+
+
+SOURCES = sources()
+
+
+def imports(module):
+    """The modules of tpufit that a module's file imports anywhere, with the line: `(tpufit.errors, 9)`."""
+    path, tree = SOURCES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            relative = "." * node.level + (node.module or "")
+            start = importlib.util.resolve_name(relative, package)
+            # In `from . import loop` it is the module loop that is imported, not the package.
+            names = [name if (name := f"{start}.{alias.name}") in SOURCES else start for alias in node.names]
+        else:
+            continue
+        yield from ((name, node.lineno) for name in names if name.partition(".")[0] in ("tpufit", "callbacks"))
+
+
+def floor_of(module):
+    """The floor, or None for what has none yet."""
+    return FLOORS.get([*module.split("."), "__init__"][1])
+
+
+def test_every_file_has_a_floor():
+    homeless = [str(path.relative_to(ROOT)) for module, (path, _) in SOURCES.items() if floor_of(module) is None]
+    assert not homeless, f"give these a floor, in CONTRIBUTING.md and in FLOORS of {Path(__file__).name}: {homeless}"
+
+
+def test_imports_point_down():
+    up = [
+        f"{path.relative_to(ROOT)}:{line} imports {target}, which is on a higher floor"
+        for module, (path, _) in SOURCES.items()
+        for target, line in imports(module)
+        if None not in (floor_of(module), floor_of(target)) and floor_of(target) > floor_of(module)
+    ]
+    assert not up, "\n".join(up)
+
+
+def test_no_file_imports_callbacks_by_its_folder():
+    # `import callbacks` works at the root of a checkout, and makes a second copy of every class.
+    wrong = [module for module in SOURCES for target, _ in imports(module) if target.startswith("callbacks")]
+    assert not wrong, f"import tpufit.callbacks, not callbacks, in {wrong}"
+
+
+def test_no_import_goes_round_in_a_circle():
+    graph = {module: {target for target, _ in imports(module)} for module in SOURCES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("imports go round: " + " <- ".join(error.args[1]))
+
+
+def strings(tree):
+    """Every name and string in the code, with its line; docstrings and other strings that stand alone left out."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) in alone:
+            continue
+        for _, value in ast.iter_fields(node):
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str):
+                    yield text, getattr(node, "lineno", 0)
+
+
+def test_torch_xla_is_named_in_the_runtime_only():
+    named = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for module, (path, tree) in SOURCES.items()
+        for text, line in strings(tree)
+        if ("torch_xla" in text or "_XLAC" in text) and not module.startswith(("tpufit.runtime", "tpufit.errors"))
+    ]
+    assert not named, f"only tpufit/runtime/ may name torch_xla (and tpufit/errors.py in messages): {named}"
+
+
+def test_importing_tpufit_leaves_the_device_alone(run_python):
+    result = run_python("""
+        import sys, tpufit, tpufit.data, tpufit.callbacks
+        print(*{"torch_xla", "_XLAC", "tensorflow", "jax"} & set(sys.modules))
+    """)
+    assert (result.stdout.strip(), result.returncode) == ("", 0), result.stderr
+
+
+@pytest.mark.parametrize("name", ["tpufit", "tpufit.callbacks", "tpufit.data", "tpufit.runtime"])
+def test_public_names_exist(name):
+    # That each public import is listed, and the order, are ruff's to check (F401, RUF022).
+    module = importlib.import_module(name)
+    assert [public for public in module.__all__ if not hasattr(module, public)] == []
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+def test_every_package_is_shipped():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    folders = {path.parent for path, _ in SOURCES.values()}
+    assert sorted(setup["options"]["packages"].split()) == sorted(
+        module_of(folder / "__init__.py") for folder in folders
+    )
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_callbacks_is_linked_into_the_package():
+    assert os.readlink(ROOT / "tpufit" / "callbacks") == os.path.join("..", "callbacks")

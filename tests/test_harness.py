@@ -1,0 +1,321 @@
+"""The processes that tests run in: pytests of their own run small test files through this folder's harness."""
+
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import processes
+import pytest
+
+pytest_plugins = ["pytester"]
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture
+def nested(pytester):
+    """Run pytest on one test file with this project's settings and harness."""
+    tests = pytester.mkdir("tests")
+    for name in ("conftest.py", "on_cores.py", "processes.py"):
+        shutil.copy(HERE / name, tests)
+    shutil.copy(HERE.parent / "setup.cfg", pytester.path)
+
+    def run(source, *arguments):
+        (tests / "test_inner.py").write_text(f"import os, pathlib, signal, subprocess, sys, time, pytest\n\n{source}")
+        return pytester.runpytest_subprocess("-rA", *arguments, timeout=100)
+
+    return run
+
+
+def dies(pid):
+    """Whether a process is gone, or a zombie (its adoptive parent may not care), in a few seconds at the latest."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+NOTES = """
+def note(name, cores):
+    with open("notes", "a") as file:
+        print(name, cores, os.getpid(), os.getppid(), file=file)
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("word", ["a b", "c::d[e]"])
+def test_words(word, cores, tmp_path, capsys):
+    note("words", cores)
+    print(word)
+    assert capsys.readouterr().out == word + "\\n"
+    assert os.environ["PJRT_DEVICE"] == "CPU" and "CPU_NUM_DEVICES" not in os.environ
+
+@pytest.fixture(scope="module")
+def trained(cores):
+    note("trained", cores)
+    return cores
+
+@pytest.mark.cores(8)
+def test_trained(trained):
+    assert trained == 8
+
+@pytest.mark.cores(8)
+def test_no_argument():
+    note("no argument", 8)
+
+def test_here():
+    note("here", 0)
+"""
+
+
+def notes(path):
+    """What the test file above wrote: (name, cores) pairs, and the process ids of each number of cores."""
+    lines = [line.rsplit(maxsplit=3) for line in (path / "notes").read_text().splitlines()]
+    pids = {}
+    for _, cores, pid, _ in lines:
+        pids.setdefault(int(cores), set()).add(int(pid))
+    return [(name, int(cores)) for name, cores, _, _ in lines], pids
+
+
+def test_each_number_of_cores_has_one_process(nested, pytester):
+    nested(NOTES).assert_outcomes(passed=7)
+    names, pids = notes(pytester.path)
+    assert sorted(names) == sorted([("words", 1), ("words", 8)] * 2 + [("trained", 8), ("no argument", 8), ("here", 0)])
+    assert {cores: len(of_it) for cores, of_it in pids.items()} == {0: 1, 1: 1, 8: 1}
+    assert len(set.union(*pids.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["-k", "words and cores8"], [("words", 8), ("words", 8)]),
+        (["tests/test_inner.py::test_words[cores1-c::d[e]]"], [("words", 1)]),
+        (["tests/test_inner.py::test_no_argument"], [("no argument", 8)]),
+    ],
+)
+def test_only_selected_tests_run(nested, pytester, arguments, expected):
+    nested(NOTES, *arguments).assert_outcomes(passed=len(expected), deselected=7 - 2 if "-k" in arguments else 0)
+    assert notes(pytester.path)[0] == expected
+
+
+def test_on_cores_runs_the_tests_right_here(nested, pytester):
+    nested(NOTES, "--on-cores=1").assert_outcomes(passed=2, deselected=5)
+    assert set(notes(pytester.path)[1]) == {1}
+
+
+def test_failures_show_the_traceback_and_the_output(nested):
+    result = nested(
+        """
+@pytest.mark.cores(2)
+def test_fails(cores):
+    print("printed before")
+    assert cores == 3, "the reason"
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("no fixture")
+
+@pytest.mark.cores(2)
+def test_errs(broken): pass
+
+@pytest.mark.cores(2)
+def test_skips(): pytest.skip("a skip's reason")
+
+@pytest.mark.cores(2)
+@pytest.mark.xfail(raises=ValueError, reason="known")
+def test_known_failure(): raise ValueError
+
+@pytest.mark.cores(2)
+@pytest.mark.xfail(raises=ValueError, reason="known")
+def test_other_failure(): raise KeyError("another")
+
+@pytest.mark.cores(2)
+@pytest.mark.xfail(reason="believed broken")
+def test_repaired(): pass
+
+@pytest.mark.cores(2)
+@pytest.mark.skipif(True, reason="known before it starts")
+def test_skipped(): pass
+"""
+    )
+    result.assert_outcomes(failed=3, errors=1, skipped=2, xfailed=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            '>       assert cores == 3, "the reason"',
+            "E       AssertionError: the reason",
+            "printed before",
+            "E       RuntimeError: no fixture",
+            "E   KeyError: 'another'",
+            "*XPASS(strict)*believed broken*",
+            "SKIPPED *a skip's reason",
+        ]
+    )
+
+
+def test_a_hanging_test_is_killed_with_all_it_started(nested, pytester):
+    result = nested(
+        """
+@pytest.mark.cores(2)
+def test_before(): pass
+
+@pytest.mark.cores(2, timeout=1)
+def test_hangs():
+    print("on the way")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path("pid").write_text(str(child.pid))
+    time.sleep(600)
+
+@pytest.mark.cores(2)
+def test_after(): pass
+"""
+    )
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*_ test_hangs?cores2? _*",
+            "the process (2 cores) ended in this test: nothing was heard from it for 1 s, and it was killed",
+            "*on the way*",
+            '*test_inner.py", line *in test_hangs',
+        ]
+    )
+    assert dies((pytester.path / "pid").read_text())
+
+
+def test_a_dying_process_fails_only_the_test_it_was_in(nested):
+    result = nested(
+        """
+@pytest.mark.cores(2)
+def test_before(): pass
+
+@pytest.mark.cores(2)
+def test_aborts():
+    os.write(2, b"written by native code\\n")
+    os.abort()
+
+@pytest.mark.cores(2)
+def test_after(): pass
+"""
+    )
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*_ test_aborts?cores2? _*",
+            "the process (2 cores) ended in this test: it died of SIGABRT",
+            "*written by native code*",
+            "Fatal Python error: Aborted",
+        ]
+    )
+
+
+@pytest.mark.parametrize(("leave", "cause"), [("os._exit(0)", "exit code 0"), ("pytest.exit('bye')", "exit code 2")])
+def test_a_process_that_leaves_early_is_a_failure(nested, leave, cause):
+    result = nested(f"@pytest.mark.cores(2)\ndef test_leaves(): {leave}")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"*ended in this test: it ended with {cause}"])
+
+
+def test_no_third_process_is_started(nested):
+    source = "".join(
+        f"@pytest.mark.cores(2)\ndef test_{name}(): {body}\n"
+        for name, body in [("a", "os.abort()"), ("b", "os.abort()"), ("c", "pass")]
+    )
+    result = nested(source)
+    result.assert_outcomes(failed=2, errors=1)
+    result.stdout.fnmatch_lines(["*_ ERROR at setup of test_c?cores2? _*", "not run: two processes died *"])
+
+
+def test_dying_outside_of_a_test_is_a_failure_too(nested):
+    result = nested(
+        """
+@pytest.fixture(scope="session", autouse=True)
+def crash_at_the_end():
+    yield
+    import atexit
+    atexit.register(os.abort)
+
+@pytest.mark.cores(2)
+def test_passes(): pass
+"""
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["the process (2 cores) ended outside of a test: it died of SIGABRT"])
+
+
+def test_exitfirst_stops_both_processes(nested, pytester):
+    result = nested(
+        """
+@pytest.mark.cores(2)
+def test_fails(): assert False
+
+@pytest.mark.cores(2)
+def test_never(): pathlib.Path("ran").touch()
+""",
+        "-x",
+    )
+    result.assert_outcomes(failed=1)
+    assert not (pytester.path / "ran").exists()
+
+
+def test_importing_the_device_here_is_a_failure(nested, pytester):
+    pytester.makepyfile(torch_xla="")  # a stand-in: the real one takes seconds
+    nested(
+        """
+def test_imports(): import torch_xla
+
+@pytest.mark.cores(2)
+def test_may_import(): import torch_xla
+"""
+    ).assert_outcomes(passed=2, errors=1)
+    result = nested("import torch_xla\ndef test_nothing(): pass")
+    result.stderr.fnmatch_lines(["*collecting the tests imported torch_xla*"])
+
+
+def test_cores_without_the_marker_is_explained(nested):
+    result = nested("def test_forgot(cores): pass")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*is marked with the numbers: @pytest.mark.cores(1, 8)"])
+
+
+def test_run_python(run_python, tmp_path):
+    result = run_python(
+        """
+        import os, sys
+        print(os.getcwd(), os.environ["WORD"], "PJRT_DEVICE" in os.environ)
+        sys.exit("said on stderr")
+        """,
+        env={"WORD": "word", "PJRT_DEVICE": None},
+    )
+    assert (result.stdout, result.stderr) == (f"{tmp_path} word False\n", "said on stderr\n")
+    assert result.returncode == 1
+
+
+def test_run_python_kills_at_the_timeout(run_python, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(
+        pytest.fail.Exception, match=r"(?s)still running after 1 s.*half a line.*most recent call first"
+    ):
+        run_python(
+            """
+            import pathlib, subprocess, sys, time
+            # A grandchild that keeps the output open.
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            pathlib.Path("pid").write_text(str(child.pid))
+            print("half a line", end="", flush=True)
+            time.sleep(600)
+            """,
+            timeout=1,
+        )
+    assert time.monotonic() - start < 30
+    assert dies((tmp_path / "pid").read_text())
+
+
+def test_a_process_group_ends_with_its_block():
+    with processes.process_group([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        assert process.poll() is None
+    assert process.returncode == -signal.SIGKILL

@@ -1,0 +1,99 @@
+"""Losses: names and objects mean what PyTorch means, rows are weighed as in Keras, and labels are checked."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tpufit.errors import ArgumentError, LabelError, NotCompiledError, UnknownNameError
+from tpufit.losses import NAMES, Loss, required
+
+LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.1, 3.0], [0.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+CLASSES = torch.tensor([0, 2, 2, 1])
+
+
+def test_a_name_a_module_and_a_function_are_the_same_loss():
+    expected = F.cross_entropy(LOGITS, CLASSES)
+    for loss in ("cross_entropy", nn.CrossEntropyLoss(), F.cross_entropy, lambda p, t: F.cross_entropy(p, t)):
+        assert torch.equal(Loss(loss)(LOGITS, CLASSES), expected)
+
+
+def test_every_name_computes():
+    for name in NAMES:
+        classes = name in ("cross_entropy", "nll_loss")
+        prediction = LOGITS.log_softmax(1) if classes else LOGITS.sigmoid()
+        assert Loss(name)(prediction, CLASSES if classes else LOGITS.sigmoid()).dim() == 0
+
+
+def test_bfloat16_outputs_are_compared_in_float32():
+    assert Loss("mse_loss")(torch.ones(2, dtype=torch.bfloat16), torch.zeros(2)).dtype is torch.float32
+
+
+def test_weights_of_rows_are_summed_over_the_number_of_rows_as_in_keras():
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.5])
+    expected = (F.cross_entropy(LOGITS, CLASSES, reduction="none") * weights).sum() / 4
+    for loss in ("cross_entropy", nn.CrossEntropyLoss(), lambda p, t: F.cross_entropy(p, t, reduction="none")):
+        torch.testing.assert_close(Loss(loss)(LOGITS, CLASSES, weights), expected)
+
+
+@pytest.mark.parametrize("module", [nn.KLDivLoss(reduction="batchmean"), nn.MSELoss(reduction="sum"), nn.MSELoss()])
+def test_weights_of_one_change_nothing_whatever_the_reduction(module):
+    prediction, target = LOGITS.log_softmax(1), LOGITS.softmax(1)
+    torch.testing.assert_close(Loss(module)(prediction, target, torch.ones(4)), module(prediction, target))
+
+
+def test_the_users_loss_module_is_not_changed_by_weights():
+    module = nn.CrossEntropyLoss()
+    Loss(module)(LOGITS, CLASSES, torch.ones(4))
+    assert module.reduction == "mean"
+
+
+def test_weights_need_the_loss_of_each_row():
+    with pytest.raises(ArgumentError, match="loss of each row"):
+        Loss(lambda p, t: F.cross_entropy(p, t))(LOGITS, CLASSES, torch.ones(4))
+
+
+def test_a_loss_that_is_no_tensor():
+    with pytest.raises(ArgumentError, match="must return a tensor, got float"):
+        Loss(lambda p, t: 1.0)(LOGITS, CLASSES)
+
+
+@pytest.mark.parametrize(("label", "named"), [(3, "label 3"), (-1, "label -1"), (99, "label 99")])
+def test_a_label_outside_the_classes(label, named):
+    loss = Loss("cross_entropy")
+    found = loss.label_range(torch.tensor([0, 1, label]))
+    with pytest.raises(LabelError, match=f"{named} is outside the module's 3 classes"):
+        loss.check_labels(found, LOGITS)
+
+
+def test_labels_that_are_fine():
+    for loss, labels in [
+        (Loss("cross_entropy"), [0, 2, -100]),  # PyTorch's default ignore_index
+        (Loss(nn.CrossEntropyLoss(ignore_index=255)), [0, 2, 255]),
+        (Loss("cross_entropy"), [-100, -100]),
+    ]:
+        loss.check_labels(loss.label_range(torch.tensor(labels)), LOGITS)
+
+
+def test_only_classes_are_checked():
+    assert Loss("cross_entropy").label_range(LOGITS.softmax(1)) is None  # probabilities as targets
+    assert Loss("mse_loss").label_range(torch.tensor([7])) is None
+    assert Loss(lambda p, t: p.mean()).label_range(torch.tensor([7])) is None
+
+
+def test_unknown_names():
+    with pytest.raises(UnknownNameError, match="did you mean 'cross_entropy'"):
+        Loss("crossentropy")
+    with pytest.raises(UnknownNameError, match="In PyTorch that is 'cross_entropy'.*takes logits"):
+        Loss("sparse_categorical_crossentropy")
+
+
+@pytest.mark.parametrize("wrong", [nn.CrossEntropyLoss, 3, None])
+def test_what_is_no_loss(wrong):
+    with pytest.raises(ArgumentError, match="loss must be a name"):
+        Loss(wrong)
+
+
+def test_a_missing_loss_says_how_to_give_one():
+    with pytest.raises(NotCompiledError, match="fit needs a loss"):
+        required(None, "fit")

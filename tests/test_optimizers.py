@@ -1,0 +1,131 @@
+"""Optimizers: every form is PyTorch's own, and so is its state, made before the first step."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tpufit import optimizers
+from tpufit.errors import ArgumentError, UnknownNameError
+from tpufit.runtime import HOST
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def train(module, optimizer, steps, begin=lambda: None):
+    x = torch.linspace(-1, 1, 24).reshape(6, 4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(x).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("form", ["sgd", torch.optim.SGD, partial(torch.optim.SGD), lambda p: torch.optim.SGD(p)])
+def test_forms(form):
+    module = net()
+    built = optimizers.build(form, module)
+    assert isinstance(built, torch.optim.SGD)
+    assert [id(p) for p in built.param_groups[0]["params"]] == [id(p) for p in module.parameters()]
+
+
+def test_an_instance_is_kept():
+    module = net()
+    given = torch.optim.AdamW(module.parameters())
+    assert optimizers.build(given, module) is given
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (lambda module: 7, "must be a name"),
+        (lambda module: lambda params: 7, "must return a torch.optim.Optimizer"),
+        (lambda module: torch.optim.SGD(net().parameters()), "4 parameter.s. that are not the module's"),
+        (lambda module: torch.optim.LBFGS(module.parameters()), "can't run inside one XLA graph"),
+    ],
+)
+def test_what_is_no_optimizer(form, message):
+    module = net()
+    with pytest.raises(ArgumentError, match=message):
+        optimizers.build(form(module), module)
+
+
+def test_unknown_name():
+    with pytest.raises(UnknownNameError, match="did you mean 'adamw'"):
+        optimizers.build("adamww", net())
+
+
+FORMS = [
+    *(value for name, value in optimizers.NAMES.items() if name != "muon"),  # Muon takes matrices only
+    partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
+    partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
+    partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+    partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: str(getattr(form, "__name__", form))[:60])
+def test_state_made_beforehand_changes_nothing(form):
+    ours, theirs = net(), net()
+    optimizer = form(ours.parameters())
+    optimizers.create_state(optimizer)
+    assert all(p.grad is None for p in ours.parameters())
+    for a, b in zip(train(ours, optimizer, 3), train(theirs, form(theirs.parameters()), 3), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: str(getattr(form, "__name__", form))[:60])
+def test_no_state_is_left_to_be_made_in_the_first_step(form):
+    module = net()
+    optimizer = form(module.parameters())
+    optimizers.create_state(optimizer)
+    before = {id(p): sorted(s) for p, s in copy.copy(optimizer.state).items()}
+    train(module, optimizer, 1)
+    if getattr(form, "keywords", {}).get("dampening"):
+        return  # the one whose first step differs from the others: its buffer is the first gradient, undampened
+    made = {id(p): sorted(k for k, v in s.items() if v is not None) for p, s in optimizer.state.items()}
+    assert {k: v for k, v in made.items() if v} == {k: v for k, v in before.items() if v}
+
+
+def test_state_that_is_there_stays():
+    module = net()
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer, 2)
+    before = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    optimizers.create_state(optimizer)
+    after = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_rates_are_scaled_once():
+    module = net()
+    first, second = list(module[0].parameters()), list(module[2].parameters())
+    optimizer = torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.01}])
+    optimizers.scale_rates(optimizer, 8.0)
+    optimizers.scale_rates(optimizer, 8.0)
+    assert optimizers.rates(optimizer) == pytest.approx([0.8, 0.08])
+
+
+# Those that compute with the rate on any device; the others insist on one that can capture.
+@pytest.mark.parametrize("form", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta])
+def test_a_rate_in_a_tensor_gives_what_the_number_gives(form, monkeypatch):
+    monkeypatch.setattr(optimizers, "_counts_on_device", lambda optimizer: False)  # the CPU can't count in a graph
+    ours, theirs = net(), net()
+    optimizer = form(ours.parameters(), lr=0.05)
+    rates = optimizers.DeviceRates(optimizer, HOST)
+    x = torch.linspace(-1, 1, 24).reshape(6, 4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ours(x).square().sum().backward()
+        with rates.in_graph():
+            assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+            optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    expected = train(theirs, form(theirs.parameters(), lr=0.05), 3)
+    for a, b in zip(ours.parameters(), expected, strict=True):
+        torch.testing.assert_close(a.detach(), b, rtol=1e-6, atol=1e-7)

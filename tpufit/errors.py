@@ -1,0 +1,85 @@
+"""What tpufit raises. Each message says what was expected, what came, and what to do.
+
+TpufitError
+|-- ArgumentError (ValueError)          an argument of a call has a value that it can't have
+|   `-- UnknownNameError                a name that nothing goes by; the nearest ones are suggested
+|-- NotCompiledError (RuntimeError)     fit, evaluate or a step before compile gave what it needs
+|-- DataError (ValueError)              the data are empty, of unequal lengths or of an unusable form
+|   `-- LabelError                      a class label lies outside the module's classes
+|-- WeightsError (ValueError)           weights that don't fit the module, or a file that holds none
+|-- StartError (RuntimeError)           the device runtime can't be started as asked
+|   |-- CoresError                      a number of cores that this host or process can't give
+|   `-- VersionError                    torch and torch_xla versions that don't belong together
+|-- PlacementError (RuntimeError)       a tensor that can't be moved to the device as it is
+`-- CallbackError (RuntimeError)        a callback's hook raised; the cause is chained to it
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TpufitError(Exception):
+    """The root of everything that tpufit raises on purpose."""
+
+
+class ArgumentError(TpufitError, ValueError):
+    """An argument of a call has a value that it can't have."""
+
+
+class UnknownNameError(ArgumentError):
+    """A name (of a loss, an optimizer, ...) that nothing goes by.
+
+    Args:
+        kind: What was named, e.g. `"optimizer"`.
+        name: The name that came.
+        known: The names there are.
+        hint: One more sentence, for a name that has a known meaning elsewhere.
+
+    Example:
+        >>> print(UnknownNameError("optimizer", "adamv", ["adam", "adamw", "sgd"]))
+        unknown optimizer 'adamv': did you mean 'adamw' or 'adam'? Known: adam, adamw, sgd
+    """
+
+    def __init__(self, kind: str, name: object, known: Iterable[str], hint: str = "") -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(str(name).lower(), known, n=2)
+        question = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        super().__init__(f"unknown {kind} {name!r}: {question}{hint + ' ' if hint else ''}Known: {', '.join(known)}")
+
+
+class NotCompiledError(TpufitError, RuntimeError):
+    """A method needs something that `compile` has not given yet."""
+
+
+class DataError(TpufitError, ValueError):
+    """The data are empty, of unequal lengths or of a form that can't be batched."""
+
+
+class LabelError(DataError):
+    """A class label lies outside the classes that the module tells apart."""
+
+
+class WeightsError(TpufitError, ValueError):
+    """Weights don't fit the module, or the file is not one of weights."""
+
+
+class StartError(TpufitError, RuntimeError):
+    """The device runtime can't be started as asked."""
+
+
+class CoresError(StartError):
+    """A number of cores that this host doesn't have, or that this process can't change to."""
+
+
+class VersionError(StartError):
+    """The installed versions of torch and torch_xla don't belong together."""
+
+
+class PlacementError(TpufitError, RuntimeError):
+    """A tensor of the module or the optimizer can't be moved to the device as it is."""
+
+
+class CallbackError(TpufitError, RuntimeError):
+    """A callback's hook raised; the original error is its `__cause__`."""

@@ -1,0 +1,179 @@
+"""The loop: one for training and evaluation. Its order is part of the interface, so it is written out here.
+
+fit
+    on_train_begin
+    for each epoch
+        on_epoch_begin
+        for each batch
+            on_train_batch_begin
+            step                        one graph, started and not waited for
+            on_train_batch_end          its logs wait only if one is read
+            leave the epoch if a callback asked to stop
+        read the epoch's logs           the epoch's one wait for the device
+        if validation is due
+            evaluate                    on_test_begin ... on_test_end, one wait
+        on_epoch_end
+        leave if a callback asked to stop
+    on_train_end                        of every callback, also after an error
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .callbacks.dispatch import CallbackList
+from .data import Stream
+from .runtime import agree
+from .step import StepRunner, Steps, fetch
+
+# Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
+_OUTPUTS_IN_FLIGHT = 2
+
+
+class Trainee(Steps):
+    """What the loop needs of a model: its steps, and where a callback asks to stop."""
+
+    stop_training: bool
+    stop_evaluating: bool
+    stop_predicting: bool
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What to validate on, and after which epochs.
+
+    Attributes:
+        stream: The data.
+        due: The epochs, counted from 1, that end with a validation; or every how many.
+    """
+
+    stream: Stream
+    due: int | Container[int]
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether the epoch (from 0) ends with a validation."""
+        return (epoch + 1) % self.due == 0 if isinstance(self.due, int) else epoch + 1 in self.due
+
+
+def fit(
+    model: Trainee,
+    train: Stream,
+    validation: Validation | None,
+    callbacks: CallbackList,
+    epochs: Iterable[int],
+) -> None:
+    """Train for some epochs.
+
+    Args:
+        model: What to train.
+        train: The training data.
+        validation: What to validate on, if anything.
+        callbacks: Whom to tell.
+        epochs: The epochs' numbers, from 0.
+    """
+    model.stop_training = False
+    logs: dict[str, Any] = {}
+    with _closing(callbacks, model):
+        callbacks.call("on_train_begin")
+        for epoch in epochs:
+            callbacks.call("on_epoch_begin", epoch)
+            run = StepRunner(model, "train")
+            model.module.train()
+            _run_pass(run, train.epoch(epoch), callbacks, "train", lambda: agree(model.stop_training))
+            logs = run.results()
+            if validation is not None and validation.is_due(epoch):
+                logs |= {f"val_{name}": value for name, value in evaluate(model, validation.stream, callbacks).items()}
+            callbacks.call("on_epoch_end", epoch, logs)
+            if agree(model.stop_training):
+                break
+        callbacks.call("on_train_end", logs)
+
+
+def evaluate(model: Trainee, data: Stream, callbacks: CallbackList) -> dict[str, Any]:
+    """Evaluate once over the data.
+
+    Returns:
+        The loss and the metrics over exactly the rows of the data.
+    """
+    model.stop_evaluating = False
+    with _closing(callbacks, model):
+        callbacks.call("on_test_begin")
+        run = StepRunner(model, "eval")
+        model.module.eval()
+        _run_pass(run, data.epoch(0), callbacks, "test", lambda: agree(model.stop_evaluating))
+        logs = run.results()
+        callbacks.call("on_test_end", logs)
+    return logs
+
+
+def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
+    """Predict once over the data.
+
+    Returns:
+        The outputs of each batch, on the host, in order.
+    """
+    model.stop_predicting = False
+    flying: deque[Any] = deque()
+    landed: list[Any] = []
+    with _closing(callbacks, model):
+        callbacks.call("on_predict_begin")
+        run = StepRunner(model, "predict")
+        model.module.eval()
+
+        def step(batch: Any) -> dict[str, Any]:
+            flying.append(run(batch))
+            if len(flying) > _OUTPUTS_IN_FLIGHT:
+                landed.append(fetch(flying.popleft(), "outputs"))
+            return {"outputs": flying[-1]}
+
+        _run_pass(step, data.epoch(0), callbacks, "predict", lambda: agree(model.stop_predicting))
+        landed.extend(fetch(outputs, "outputs") for outputs in flying)
+        callbacks.call("on_predict_end")
+    return landed
+
+
+@contextmanager
+def _closing(callbacks: CallbackList, model: Trainee) -> Iterator[None]:
+    """End the callbacks whatever happens, and leave the module ready to be used."""
+    try:
+        yield
+    except BaseException as error:
+        callbacks.close_after_error(error)
+        raise
+    finally:
+        model.module.eval()
+
+
+def _run_pass(
+    step: Callable[[Any], Any],
+    batches: Iterable[Any],
+    callbacks: CallbackList,
+    name: str,
+    stop: Callable[[], bool],
+) -> None:
+    begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
+    for index, batch in enumerate(batches):
+        callbacks.call(begin, index)
+        logs = step(batch)
+        callbacks.call(end, index, logs)
+        if stop():
+            break
+
+
+def concatenate(outputs: list[Any]) -> Any:
+    """The outputs of all batches as one nest of NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
+
+    def join(*parts: Any) -> Any:
+        if not isinstance(parts[0], torch.Tensor):
+            return list(parts)
+        parts = tuple(p.float() if p.dtype is torch.bfloat16 else p for p in parts)
+        return (torch.cat(parts) if parts[0].dim() else torch.stack(parts)).numpy()
+
+    return tree_map(join, *outputs)

@@ -1,0 +1,419 @@
+"""`Model`: Keras's `compile`, `fit`, `evaluate` and `predict` around any `torch.nn.Module`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import loop, losses, optimizers
+from . import metrics as metric_objects
+from .callbacks import Callback, History
+from .callbacks.dispatch import CallbackList
+from .callbacks.progress import ProgbarLogger, resolve_verbose
+from .checkpoint import match_weights, named_tensors, read_weights, write_weights
+from .data import Stream, hold_out, stream
+from .errors import ArgumentError, NotCompiledError
+from .losses import Loss, LossArgument
+from .metrics import MetricsArgument
+from .optimizers import OptimizerArgument
+from .precision import check as check_precision
+from .runtime import HOST, Cores, CoresArgument, Placement, overwrite, platform, settled, start
+from .step import fetch
+from .summary import table
+
+Callbacks = Callback | Sequence[Callback] | None
+_SCALINGS: dict[str | None, Callable[[int], float]] = {
+    "linear": float,
+    "sqrt": lambda cores: cores**0.5,
+    None: lambda cores: 1.0,
+}
+
+
+class Model(loop.Trainee):
+    """A `torch.nn.Module` with Keras's training methods, on one core or all of them.
+
+    Args:
+        module: Any module. It is used as it is: its parameters move to the device in place, so ties, optimizers built
+            on them and your own references to them stay valid.
+
+    Attributes:
+        module: The module.
+        optimizer: The optimizer of `compile`; the rates in its `param_groups` are numbers that may be set at any time.
+        metrics: The metrics of `compile`.
+        history: The `History` of the last `fit`.
+        stop_training: Set it to True in a callback to end training after the current batch.
+
+    Example:
+        >>> import torch, tpufit
+        >>> from torch import nn
+        >>> x = torch.arange(12.0).reshape(6, 2)
+        >>> y = torch.tensor([0, 0, 0, 1, 1, 1])
+        >>> model = tpufit.Model(nn.Linear(2, 2))
+        >>> model.compile(optimizer="adamw", loss="cross_entropy", metrics=["accuracy"])
+        >>> history = model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+        >>> sorted(history.history)
+        ['accuracy', 'loss']
+        >>> model.predict(x, verbose=0).shape
+        (6, 2)
+
+    Source: `keras.Model`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise ArgumentError(f"tpufit.Model wraps a torch.nn.Module (an instance), got {module!r}")
+        super().__init__(module)
+        self.history: History | None = None
+        self.stop_training = self.stop_evaluating = self.stop_predicting = False
+        self._scale_lr: str | None = "linear"
+        self._compiled = False
+
+    def compile(
+        self,
+        optimizer: OptimizerArgument,
+        loss: LossArgument | None = None,
+        metrics: MetricsArgument = None,
+        *,
+        precision: str = "fp32",
+        scale_lr: str | None = "linear",
+    ) -> None:
+        """Say how to train.
+
+        Args:
+            optimizer: A name of `torch.optim` in lower case (`"adamw"`), a class, a function of the parameters
+                (`lambda params: torch.optim.SGD(params, lr=0.1)`), or an optimizer built on the module's parameters.
+            loss: A name of `torch.nn.functional` (`"cross_entropy"`), a loss module or a function of (prediction,
+                target). It may be left out where `compute_loss` or `train_step` is overridden.
+            metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict.
+            precision: `"fp32"` (default), or `"bf16"`: the module computes in bfloat16 by autocast; weights, optimizer
+                and loss stay in float32.
+            scale_lr: How the learning rate grows with the cores, as the batch does: `"linear"` (default; Goyal et al.,
+                "Accurate, large minibatch SGD", 2017), `"sqrt"` or None. The rate given here is multiplied once, at the
+                first `fit`; rates set later are taken as they are.
+
+        Raises:
+            UnknownNameError: A name that nothing goes by; the nearest ones are suggested.
+            ArgumentError: A value of the wrong kind, float16 among them.
+
+        Source: `keras.Model.compile`.
+        """
+        if scale_lr not in _SCALINGS:
+            raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {scale_lr!r}")
+        check_precision(precision)
+        built_loss = None if loss is None else Loss(loss)
+        built_metrics = metric_objects.build(metrics)
+        self.optimizer = optimizers.build(optimizer, self.module)
+        self._loss, self.metrics, self._precision, self._scale_lr = built_loss, built_metrics, precision, scale_lr
+        self._rates.clear()
+        self._compiled = True
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: Callbacks = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Container[int] = 1,
+        *,
+        cores: CoresArgument = None,
+    ) -> History:
+        """Train for a number of epochs.
+
+        Args:
+            x: Arrays or tensors (or a tuple or dict of them), a map-style or iterable `Dataset`, a `DataLoader`, or
+                any iterable of batches `(x, y)`.
+            y: Targets, with arrays.
+            batch_size: Rows per core (default 32): the global batch is `batch_size * cores`. A `DataLoader`'s batches
+                are joined likewise, an iterable's too.
+            epochs: The number of the last epoch: training runs from `initial_epoch` to it.
+            verbose: `"auto"` (default), 0 (silent), 1 (a progress bar) or 2 (a line an epoch).
+            callbacks: `Callback` objects.
+            validation_split: The share of the rows, taken from the end before shuffling, to validate on (arrays and
+                map-style datasets).
+            validation_data: `(x, y)` or `(x, y, sample_weight)` as arrays, or a data set, loader or iterable.
+            shuffle: Whether arrays and map-style datasets are shuffled anew each epoch; loaders and iterables never.
+            sample_weight: One weight a row, with arrays.
+            initial_epoch: The epoch to begin with, from 0.
+            steps_per_epoch: Global batches an epoch; needed for endless data.
+            validation_steps: Batches a validation, each time from the start of its data.
+            validation_batch_size: Rows per core when validating (default: `batch_size`).
+            validation_freq: Validate every so many epochs, or after the epochs (from 1) in a container.
+            cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
+                in a process settles it, see `tpufit.init`.
+
+        Returns:
+            The `History`: its `history` holds a list of floats for each log, one an epoch.
+
+        Raises:
+            NotCompiledError: `compile` has not been called.
+            ArgumentError, DataError, CoresError: See their messages; raised before anything is compiled.
+            LabelError: A class label outside the module's classes.
+            CallbackError: A callback raised; the others' `on_train_end` has run.
+
+        Source: `keras.Model.fit`.
+        """
+        self._require_compiled("fit")
+        verbosity = resolve_verbose(verbose)
+        if epochs < 1 or initial_epoch < 0:
+            raise ArgumentError(f"epochs must be at least 1 and initial_epoch 0, got {epochs!r} and {initial_epoch!r}")
+        settled_cores = start(cores, f"fit(cores={cores!r})")
+        if validation_split and validation_data is None:
+            x, y, sample_weight, validation_data = hold_out(x, y, sample_weight, validation_split)
+        self._seed = torch.initial_seed()
+        train = stream(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            cores=settled_cores.count,
+            shuffle=shuffle,
+            seed=self._seed,
+            steps=steps_per_epoch,
+            name="x",
+        )
+        validation = None
+        if validation_data is not None:
+            size = validation_batch_size if validation_batch_size is not None else batch_size
+            held_out = self._evaluation_stream(validation_data, size, settled_cores, validation_steps)
+            validation = loop.Validation(held_out, validation_freq)
+        before = optimizers.rates(self._require_optimizer())
+        optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](settled_cores.count))
+        self._move_to(Placement(settled_cores))
+        if verbosity:
+            print(self._headline(settled_cores, train.batch_size, before), flush=True)
+        history = History()
+        params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
+        everyone = self._callbacks([history, *_as_list(callbacks), ProgbarLogger()], params)
+        self.history = history
+        loop.fit(self, train, validation, everyone, range(initial_epoch, epochs))
+        return history
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        return_dict: bool = False,
+        *,
+        cores: CoresArgument = None,
+    ) -> Any:
+        """Compute the loss and the metrics over data, each row counted exactly once on any number of cores.
+
+        Args:
+            x: As in `fit`.
+            y: Targets, with arrays.
+            batch_size: Rows per core (default 32).
+            verbose: As in `fit`.
+            sample_weight: One weight a row, with arrays.
+            steps: Batches to evaluate (default: all).
+            callbacks: `Callback` objects.
+            return_dict: Return the values by name.
+            cores: As in `fit`.
+
+        Returns:
+            The loss alone if there are no metrics, else a list `[loss, *metrics]`; a dict if `return_dict`.
+
+        Raises:
+            NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
+
+        Source: `keras.Model.evaluate`.
+        """
+        self._require_compiled("evaluate")
+        verbosity = resolve_verbose(verbose)
+        settled_cores = start(cores, f"evaluate(cores={cores!r})")
+        data = x if y is None and sample_weight is None else (x, y, sample_weight)[: 2 if sample_weight is None else 3]
+        held_out = self._evaluation_stream(data, batch_size, settled_cores, steps, name="x")
+        self._move_to(Placement(settled_cores))
+        params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
+        logs = loop.evaluate(self, held_out, self._callbacks([*_as_list(callbacks), ProgbarLogger()], params))
+        if return_dict:
+            return logs
+        values = list(logs.values())
+        return values[0] if len(values) == 1 else values
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        callbacks: Callbacks = None,
+        *,
+        cores: CoresArgument = None,
+    ) -> Any:
+        """The module's outputs for data, every row, in order.
+
+        Before anything has settled the cores, a `predict` without `cores` on a machine without a TPU runs in plain
+        PyTorch and settles nothing, so that a `fit(cores=8)` may follow.
+
+        Args:
+            x: As in `fit`; targets that the data yield are left aside.
+            batch_size: Rows per core (default 32).
+            verbose: As in `fit`.
+            steps: Batches to predict (default: all).
+            callbacks: `Callback` objects.
+            cores: As in `fit`.
+
+        Returns:
+            A NumPy array with the rows of all batches, or a nest of arrays as the module returns them.
+
+        Raises:
+            ArgumentError, DataError, CoresError: As in `fit`.
+
+        Source: `keras.Model.predict`.
+        """
+        verbosity = resolve_verbose(verbose)
+        place = self._place if cores is None and settled() is None and self._host_is_equal() else None
+        if place is None:
+            place = Placement(start(cores, f"predict(cores={cores!r})"))
+        data = stream(x, batch_size=batch_size, cores=place.count, steps=steps, restart=True)
+        self._move_to(place)
+        params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
+        outputs = loop.predict(self, data, self._callbacks([*_as_list(callbacks), ProgbarLogger()], params))
+        return loop.concatenate(outputs)
+
+    def summary(self, print_fn: Callable[[str], object] | None = None) -> None:
+        """Print the layers with their parameters, and the totals.
+
+        Args:
+            print_fn: What takes the text (default: `print`).
+
+        Source: `keras.Model.summary`.
+        """
+        (print_fn or print)(table(self.module))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The module's parameters and buffers as host tensors, by name. This waits for the device, once.
+
+        Source: `torch.nn.Module.state_dict`.
+        """
+        own = named_tensors(self.module)
+        unique = {id(tensor): tensor for tensor in own.values()}
+        host = dict(zip(unique, fetch(list(unique.values()), "state"), strict=True))
+        # On the host a fetched tensor is the module's own memory; a state must not change when training goes on.
+        copies = {key: value.clone() if unique[key].device.type == "cpu" else value for key, value in host.items()}
+        return {name: copies[id(tensor)] for name, tensor in own.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], skip_mismatch: bool = False) -> None:
+        """Put weights into the module in place, wherever it is.
+
+        Args:
+            state: Host tensors by name, as `state_dict` gives them.
+            skip_mismatch: Load what fits and warn of the rest, instead of raising.
+
+        Raises:
+            WeightsError: A name is missing or unknown, or a shape differs.
+        """
+        own = named_tensors(self.module)
+        fitting = match_weights(own, state, skip_mismatch)
+        overwrite([own[name] for name in fitting], list(fitting.values()), self._place)
+
+    def save_weights(self, filepath: str | os.PathLike[str]) -> None:
+        """Save the weights as safetensors. The file is replaced in one instant, or not at all.
+
+        Args:
+            filepath: A path ending in `.safetensors`.
+
+        Raises:
+            ArgumentError: Another suffix.
+            OSError: The file system refused.
+
+        Source: `keras.Model.save_weights`.
+        """
+        write_weights(filepath, self.state_dict())
+
+    def load_weights(self, filepath: str | os.PathLike[str], skip_mismatch: bool = False) -> None:
+        """Load weights from a safetensors file into the module, in place.
+
+        Args:
+            filepath: A path ending in `.safetensors`.
+            skip_mismatch: Load what fits and warn of the rest, instead of raising.
+
+        Raises:
+            WeightsError: The file is no safetensors file, or doesn't fit the module.
+            FileNotFoundError: There is no such file.
+
+        Source: `keras.Model.load_weights`.
+        """
+        self.load_state_dict(read_weights(Path(filepath)), skip_mismatch)
+
+    def to_cpu(self) -> nn.Module:
+        """Bring the module and the optimizer's state back to the host, in place. The next `fit` moves them again.
+
+        Returns:
+            The very module that was given, now an ordinary one of PyTorch's on the CPU.
+        """
+        self._move_to(HOST)
+        return self.module
+
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise NotCompiledError("there is no optimizer: call model.compile(optimizer='adamw', ...) first")
+        return self.optimizer
+
+    def higher_is_better(self, name: str) -> bool | None:
+        """Whether a log gets better as it rises, for callbacks with `mode="auto"`; None if its metric doesn't say.
+
+        Args:
+            name: The log's name, with or without `val_`.
+        """
+        plain = name.removeprefix("val_")
+        if plain == "loss":
+            return False
+        return next((metric.higher_is_better for metric in self.metrics if metric.name == plain), None)
+
+    def _require_compiled(self, method: str) -> None:
+        if not self._compiled:
+            raise NotCompiledError(
+                f"{method} needs a compiled model: call model.compile(optimizer='adamw', loss='cross_entropy') first"
+            )
+        default_steps = type(self).train_step is Model.train_step and type(self).compute_loss is Model.compute_loss
+        if default_steps:
+            losses.required(self._loss, method)
+
+    def _host_is_equal(self) -> bool:
+        """Whether plain PyTorch on the host gives what the device would."""
+        return self._place.on_host and self._precision == "fp32" and platform() == "CPU"
+
+    def _evaluation_stream(
+        self, data: Any, batch_size: int | None, cores: Cores, steps: int | None, name: str = "validation_data"
+    ) -> Stream:
+        parts = data if isinstance(data, tuple) and 2 <= len(data) <= 3 else (data,)
+        return stream(*parts, batch_size=batch_size, cores=cores.count, steps=steps, restart=True, name=name)
+
+    def _callbacks(self, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:
+        return CallbackList(callbacks, self, params)
+
+    def _headline(self, cores: Cores, size: int | None, before: list[float]) -> str:
+        """What is scaled and how, in one line: cores, batch, rate and precision."""
+        batch = f"batch {size} x {cores.count} = {size * cores.count}" if size else f"{cores.count} batches a step"
+        after = optimizers.rates(self._require_optimizer())
+        rate = f"lr {after[0]:g}"
+        if before != after:
+            rate = f"lr {before[0]:g} x {after[0] / before[0]:.4g} = {after[0]:g} ({self._scale_lr})"
+        return f"{cores} | {batch} | {rate} | {self._precision}"
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]

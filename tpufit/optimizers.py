@@ -1,0 +1,198 @@
+"""Optimizers: PyTorch's, by name or as objects, and what makes them run inside a graph without a wait.
+
+The rates in `param_groups` stay Python numbers, to be read and set by anyone at any time. Only while a step is traced
+they are entries of one device vector, an input of the graph, so that a new rate needs no new graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from .errors import ArgumentError, UnknownNameError
+from .runtime import Layout, Placement, to_device
+
+OptimizerArgument = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+
+# They evaluate the loss several times a step, or need sparse gradients, which XLA doesn't have.
+_UNSUPPORTED = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+NAMES: dict[str, type[Optimizer]] = {
+    name.lower(): value
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, Optimizer) and value not in (Optimizer, *_UNSUPPORTED)
+}
+
+
+def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
+    """An optimizer of the module's parameters.
+
+    Args:
+        optimizer: A name (`"adamw"`: any of `torch.optim`, in lower case, with its default rate), a class, a partial or
+            any function of the parameters that returns an optimizer, or an optimizer of the module's parameters.
+        module: The module.
+
+    Returns:
+        The optimizer; a given one is returned as it is.
+
+    Raises:
+        UnknownNameError: Nothing goes by that name.
+        ArgumentError: Not an optimizer, one of other parameters, or one that can't run on XLA.
+
+    Example:
+        >>> from functools import partial
+        >>> from torch import nn, optim
+        >>> build(partial(optim.SGD, lr=0.1, momentum=0.9), nn.Linear(2, 1)).param_groups[0]["momentum"]
+        0.9
+    """
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in NAMES:
+            raise UnknownNameError("optimizer", optimizer, NAMES)
+        optimizer = cast("Callable[[Iterable[nn.Parameter]], Optimizer]", NAMES[optimizer.lower()])
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer):
+            raise ArgumentError(
+                "optimizer must be a name, a torch.optim class, a function of the parameters or an optimizer, got "
+                f"{optimizer!r}"
+            )
+        optimizer = optimizer(module.parameters())
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentError(f"the optimizer function must return a torch.optim.Optimizer, got {optimizer!r}")
+    if isinstance(optimizer, _UNSUPPORTED):
+        raise ArgumentError(
+            f"{type(optimizer).__name__} can't run inside one XLA graph; use another optimizer, e.g. 'adamw'"
+        )
+    own = {id(p) for p in module.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise ArgumentError(
+            f"the optimizer holds {len(foreign)} parameter(s) that are not the module's, e.g. one of shape "
+            f"{tuple(foreign[0].shape)}. Build it on module.parameters() of the very module given to tpufit.Model, or "
+            "pass a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+    return optimizer
+
+
+def create_state(optimizer: Optimizer) -> None:
+    """Create the state that PyTorch's optimizers make in their first step, so that step 1 and 2 have one graph.
+
+    An optimizer that isn't PyTorch's makes its state in the first step, and then has one graph more.
+
+    Args:
+        optimizer: Any optimizer; state that is there already stays.
+    """
+    initialize = getattr(optimizer, "_init_group", None)
+    if initialize is None:
+        return
+    lists = len(inspect.signature(initialize).parameters) - 1
+    for group in optimizer.param_groups:
+        waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+        everyone, group["params"] = group["params"], waiting
+        for p in waiting:
+            p.grad = torch.zeros_like(p)
+        try:
+            initialize(group, *([] for _ in range(lists)))
+        finally:
+            group["params"] = everyone
+            for p in waiting:
+                p.grad = None
+        # SGD makes its buffer from the first gradient g. A zero buffer gives the same, 0 * momentum + g, unless g is
+        # dampened; then SGD keeps its own way, and its second graph.
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+            for p in waiting:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def device_state(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors of the optimizer's state that belong on the device.
+
+    The step counter of an optimizer that can't count on the device stays on the host, where reading it costs nothing.
+    """
+    counts_there = _counts_on_device(optimizer)
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor) and (value.dim() or counts_there)]
+
+
+def rates(optimizer: Optimizer) -> list[float]:
+    """The learning rates of the optimizer's groups."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def scale_rates(optimizer: Optimizer, factor: float) -> None:
+    """Multiply the rate of each group, once: the factor is kept in the group, and a group that has one is left alone.
+
+    Args:
+        optimizer: The optimizer; its `state_dict` holds the factor as `lr_factor`.
+        factor: What to multiply by.
+    """
+    for group in optimizer.param_groups:
+        if "lr_factor" not in group:
+            group["lr"] = float(group["lr"]) * factor
+            group["lr_factor"] = factor
+
+
+class DeviceRates:
+    """The rates of an optimizer as one vector on the device, sent anew only when they have changed.
+
+    Args:
+        optimizer: The optimizer.
+        placement: Where its parameters are.
+    """
+
+    def __init__(self, optimizer: Optimizer, placement: Placement) -> None:
+        self._optimizer, self._placement = optimizer, placement
+        self._sent: list[float] | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Send the rates if they have changed: called before a step, never inside one."""
+        now = rates(self._optimizer)
+        if now != self._sent:
+            self._sent = now
+            (self.vector,) = to_device([torch.tensor(now)], self._placement, Layout.WHOLE)
+
+    @contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Let the optimizer compute with the device's rates, and count its steps there."""
+        groups = self._optimizer.param_groups
+        kept = [dict(group) for group in groups]
+        ours: dict[str, Any] = {"foreach": False, "fused": False}
+        if _counts_on_device(self._optimizer):
+            ours["capturable"] = True
+        for i, group in enumerate(groups):
+            group["lr"] = self.vector[i]
+            group.update({key: value for key, value in ours.items() if key in group})
+        try:
+            with _TensorScalars():
+                yield
+        finally:
+            for group, before in zip(groups, kept, strict=True):
+                group.update(before)
+
+
+class _TensorScalars(TorchFunctionMode):
+    """Multiplies by a tensor where PyTorch's optimizers pass it as a scalar, for which PyTorch would read its value."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for scalar in ("alpha", "value"):
+            if isinstance(kwargs.get(scalar), Tensor):
+                target, first, *rest = args
+                factor = kwargs[scalar]
+                kwargs = {key: value for key, value in kwargs.items() if key != scalar}
+                args = (target, first * factor, *rest)
+        return func(*args, **kwargs)
+
+
+def _counts_on_device(optimizer: Optimizer) -> bool:
+    """Whether the optimizer can keep its step counter on an XLA device (PyTorch calls that capturable)."""
+    return "capturable" in optimizer.param_groups[0] and not isinstance(optimizer, torch.optim.Adadelta)

@@ -1,0 +1,38 @@
+"""The device: everything that names torch_xla is in this package, so that another backend replaces it and nothing else.
+
+| file | its idea |
+| --- | --- |
+| `devices` | find and start the cores |
+| `mesh` | where rows and parameters live |
+| `graph` | run a step as one graph |
+| `transfer` | host to device and back; the one function that waits |
+| `report` | counters of compilations, waits and fallbacks |
+"""
+
+from .devices import Cores, CoresArgument, agree, init, platform, settled, start
+from .graph import launch, run, tracing
+from .mesh import HOST, Layout, Placement
+from .report import Counts, counts
+from .transfer import move, overwrite, to_device, to_host
+
+__all__ = [
+    "HOST",
+    "Cores",
+    "CoresArgument",
+    "Counts",
+    "Layout",
+    "Placement",
+    "agree",
+    "counts",
+    "init",
+    "launch",
+    "move",
+    "overwrite",
+    "platform",
+    "run",
+    "settled",
+    "start",
+    "to_device",
+    "to_host",
+    "tracing",
+]

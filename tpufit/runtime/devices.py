@@ -1,0 +1,247 @@
+"""Find and start the cores. How many a process computes on is settled once, by whoever asks first.
+
+Nothing is imported or started before a device is needed, because the number of virtual cores on a CPU is read from the
+environment when the runtime starts, and is then fixed for the process, as is the choice between one core and many.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from ..errors import ArgumentError, CoresError, StartError, VersionError
+
+CoresArgument = int | str | list[int] | None
+"""What `cores=` takes: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
+
+# Everything about replay, sharding and seeds was measured with this version of both, and torch_xla is frozen there.
+SUPPORTED = "2.9"
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The cores that this process computes on.
+
+    Attributes:
+        count: How many, at least 1.
+        index: Which one, from 0, if it is one; with several, all of the host's are used.
+        platform: What they are, e.g. `"CPU"` or `"TPU"`.
+        settled_by: Who settled it: the call and its place, for messages.
+    """
+
+    count: int
+    index: int
+    platform: str
+    settled_by: str
+
+    @property
+    def spmd(self) -> bool:
+        """Whether one program runs on several cores; one core is driven without SPMD."""
+        return self.count > 1
+
+    def __str__(self) -> str:
+        which = f" (number {self.index})" if self.index else ""
+        virtual = ", virtual" if self.platform == "CPU" and self.spmd else ""
+        return f"{self.count} core{'s' * self.spmd}{which} (XLA:{self.platform}{virtual})"
+
+
+@dataclass(frozen=True)
+class _Request:
+    count: int | None  # None: whatever there is
+    index: int | None
+
+
+_settled: Cores | None = None
+
+
+def settled() -> Cores | None:
+    """The cores of this process, or None as long as nobody has asked for any."""
+    return _settled
+
+
+def init(cores: CoresArgument = "auto") -> None:
+    """Settle which cores this process computes on, before any `fit`, `evaluate` or `predict` does.
+
+    Args:
+        cores: `"auto"` (default): every core of the TPU, or one of the CPU. A count, as `8` or `"8"`: on a TPU 1 or
+            all, on a CPU as many virtual cores as you like. `[i]`: the one core with that number, from 0.
+
+    Raises:
+        ArgumentError: `cores` is none of these.
+        CoresError: This host doesn't have such cores, or the process already computes on others.
+        StartError: The runtime can't be started.
+        VersionError: The versions of torch and torch_xla don't belong together.
+
+    Example:
+        >>> import tpufit
+        >>> tpufit.init(cores=1)
+    """
+    start(cores, f"tpufit.init(cores={cores!r})")
+
+
+def start(cores: CoresArgument, asked_by: str) -> Cores:
+    """Start the runtime on these cores, or make sure that it already runs on them.
+
+    Args:
+        cores: As in `init`; `None` is `"auto"`. Once settled, `"auto"` and `None` mean what was settled.
+        asked_by: Who asks, e.g. `"fit(cores=8)"`, for the message to whoever asks for something else later.
+
+    Returns:
+        The cores of this process.
+    """
+    global _settled
+    request = _parse(cores)
+    if _settled is not None:
+        _agree(request, _settled, cores)
+        return _settled
+    check_versions(_version("torch"), _version("torch_xla"))
+    runtime = _import_runtime()
+    started = runtime._XLAC._xla_runtime_is_initialized()
+    platform = runtime.runtime.device_type()
+    if platform == "CPU" and not started:
+        wanted = request.count or 1
+        os.environ["CPU_NUM_DEVICES"] = str(wanted if request.index is None else request.index + 1)
+    try:
+        available = runtime.runtime.global_runtime_device_count()
+        processes = runtime.runtime.process_count()
+    except RuntimeError as error:
+        raise StartError(
+            f"the {platform} runtime of torch_xla did not start. If another process holds the TPU, end it; if there is "
+            f"no TPU, unset PJRT_DEVICE (now {os.environ.get('PJRT_DEVICE')!r}). torch_xla says: {error}"
+        ) from error
+    if processes > 1:
+        raise StartError(
+            f"this is one of {processes} processes, and tpufit runs one process on one host so far. Start it on a "
+            "single host, and without torch_xla's launch, spawn or xla_dist"
+        )
+    index, count = _choose(request, available, platform, started, runtime.runtime.is_spmd(), cores)
+    if count > 1 and not runtime.runtime.is_spmd():
+        if runtime._XLAC._xla_get_spmd_config_is_locked():  # going on would be a segmentation fault in torch_xla 2.9
+            raise CoresError(
+                f"{asked_by} needs {count} cores, but this process has already computed on one XLA device without "
+                "tpufit, and torch_xla can't change from one to many in a process. Restart it (in a notebook: the "
+                f"kernel) and call tpufit.init(cores={count}) first"
+            )
+        runtime.runtime.use_spmd()
+    _settled = Cores(count, index, platform, f"{asked_by} {_caller()}")
+    return _settled
+
+
+def platform() -> str:
+    """What `"auto"` would compute on, e.g. `"TPU"` or `"CPU"`, without starting the runtime."""
+    if _settled is not None:
+        return _settled.platform
+    check_versions(_version("torch"), _version("torch_xla"))
+    return str(_import_runtime().runtime.device_type())
+
+
+def agree(value: Any) -> Any:
+    """The value that all hosts go by, wherever one decides which program runs next. With one host: that value."""
+    return value
+
+
+def check_versions(torch_version: str | None, xla_version: str | None) -> None:
+    """Raise `VersionError` unless both are installed and of the release that tpufit was made for.
+
+    Args:
+        torch_version: The installed version of torch, or None.
+        xla_version: The installed version of torch_xla, or None.
+    """
+    cure = f"pip install torch=={SUPPORTED}.0 torch_xla=={SUPPORTED}.0 (on a TPU: 'torch_xla[tpu]=={SUPPORTED}.0')"
+    for name, version in (("torch", torch_version), ("torch_xla", xla_version)):
+        if version is None:
+            raise VersionError(f"{name} is not installed. Run: {cure}")
+    if [str(v).split(".")[:2] for v in (torch_version, xla_version)] != [SUPPORTED.split(".")] * 2:
+        raise VersionError(
+            f"tpufit needs torch {SUPPORTED} and torch_xla {SUPPORTED}, which belong together; here are torch "
+            f"{torch_version} and torch_xla {xla_version}. Run: {cure}"
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _import_runtime() -> Any:
+    """Import torch_xla, quietly: it logs the platform it found, which `fit` prints better."""
+    if "torch_xla" not in sys.modules:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
+        logging.disable(logging.WARNING)
+        try:
+            torch_xla = importlib.import_module("torch_xla")
+        finally:
+            logging.disable(logging.NOTSET)
+    else:
+        torch_xla = sys.modules["torch_xla"]
+    importlib.import_module("torch_xla.runtime")
+    return torch_xla
+
+
+def _parse(cores: CoresArgument) -> _Request:
+    if cores is None or cores == "auto":
+        return _Request(None, None)
+    if isinstance(cores, str) and cores.strip().isdecimal():
+        cores = int(cores)
+    if isinstance(cores, int) and not isinstance(cores, bool) and cores >= 1:
+        return _Request(cores, None)
+    if isinstance(cores, (list, tuple)) and len(cores) == 1:
+        index = cores[0]
+        if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
+            return _Request(1, index)
+    raise ArgumentError(
+        f"cores must be 'auto', a count of at least 1 such as 8 or '8', or a list with one core's number from 0 such "
+        f"as [0]; got {cores!r}"
+    )
+
+
+def _agree(request: _Request, now: Cores, cores: CoresArgument) -> None:
+    if request.count in (None, now.count) and request.index in (None, now.index):
+        return
+    wanted = f"cores={cores!r}" if request.index is not None else f"{request.count} core{'s' * (request.count != 1)}"
+    raise CoresError(
+        f"{wanted} asked for, but this process computes on {now}, settled by {now.settled_by}, and a process can't "
+        f"change that. Restart it (in a notebook: the kernel) and pass cores={cores!r} there too, or begin with "
+        f"tpufit.init(cores={cores!r})"
+    )
+
+
+def _choose(
+    request: _Request, available: int, platform: str, started: bool, spmd: bool, cores: CoresArgument
+) -> tuple[int, int]:
+    """The core's number and the count, out of `available`; an error names what this host has."""
+    who = "this process was started with" if started else "this host has"
+    have = f"{who} {available} {platform} core{'s' * (available != 1)}"
+    if request.index is not None and request.index >= available:
+        raise CoresError(f"cores={cores!r} asked for, but {have}, numbered from 0; cores='auto' uses them all")
+    count = request.count
+    if count is None:
+        count = available if platform != "CPU" or spmd else 1
+    if spmd and count != available:  # someone else called use_spmd, which can't be undone
+        raise CoresError(
+            f"cores={cores!r} asked for, but {have} in SPMD mode, which uses all of them; pass cores={available} or "
+            "cores='auto', or restart without torch_xla's use_spmd"
+        )
+    if count not in (1, available):
+        cure = "start nothing on the device before tpufit" if platform == "CPU" else "use cores=1"
+        raise CoresError(
+            f"{count} cores asked for, but {have}: it can be 1, {available} or [i] for one core from 0. Pass "
+            f"cores='auto' for all of them, or {cure}"
+        )
+    return request.index or 0, count
+
+
+def _caller() -> str:
+    """Where in the user's code we were called from, e.g. `at train.py:12`."""
+    package = __name__.split(".")[0]
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == package:
+        frame = frame.f_back
+    return f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

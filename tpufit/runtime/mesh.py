@@ -1,0 +1,111 @@
+"""Where rows and parameters live: on the host, on one core, or over a mesh of cores.
+
+Over a mesh, a batch is split by its rows and everything else is whole on every core. Rows need not be divisible by the
+cores: the partitioner pads and masks them itself, exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .devices import Cores
+
+
+class Layout(Enum):
+    """How a tensor lies over the cores."""
+
+    ROWS = "split by its first dimension"
+    WHOLE = "whole on every core"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A place to compute at: the host (`cores` is None), one core, or all cores as one.
+
+    Attributes:
+        cores: The cores of the process, or None for plain PyTorch on the host.
+    """
+
+    cores: Cores | None
+    _specs: dict[tuple[Layout, int], Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether this is plain PyTorch, without the device runtime."""
+        return self.cores is None
+
+    @property
+    def count(self) -> int:
+        """How many cores share a batch, at least 1."""
+        return 1 if self.cores is None else self.cores.count
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of every tensor here. With several cores it is one virtual device."""
+        if self.cores is None:
+            return torch.device("cpu")
+        import torch_xla
+
+        # The index must be passed even where it is 0: it also makes that core the default for seeds and syncs.
+        device: torch.device = torch_xla.device() if self.cores.spmd else torch_xla.device(self.cores.index)
+        return device
+
+    @cached_property
+    def _mesh(self) -> Any:
+        import torch_xla.distributed.spmd as spmd
+
+        return spmd.Mesh(np.arange(self.count), (self.count,), ("data",))
+
+    def sharding(self, layout: Layout, ndim: int) -> Any:
+        """torch_xla's sharding of a tensor of `ndim` dimensions, or None without a mesh."""
+        if self.cores is None or not self.cores.spmd:
+            return None
+        spec = self._specs.get((layout, ndim))
+        if spec is None:
+            import torch_xla.distributed.spmd as spmd
+
+            axes = ("data" if layout is Layout.ROWS else None, *(None,) * (ndim - 1)) if ndim else ()
+            spec = self._specs[layout, ndim] = spmd.ShardingSpec(self._mesh, axes)
+        return spec
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Say, in the graph being traced, that `tensor` is whole on every core; else the partitioner may split it.
+
+        Args:
+            tensor: A result of the step that is kept for the next one: a parameter, a sum.
+
+        Returns:
+            The same tensor.
+        """
+        if self.cores is not None and self.cores.spmd:
+            import torch_xla
+
+            torch_xla._XLAC._xla_mark_sharding(tensor, self._whole(tensor))
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The same values, whole on every core, in the graph being traced.
+
+        Args:
+            tensor: Any tensor of a traced step, such as rows that are split over the cores.
+        """
+        if self.cores is None or not self.cores.spmd:
+            return tensor
+        import torch_xla
+
+        gathered = tensor.clone()  # `tensor` stays split
+        torch_xla._XLAC._xla_annotate_custom_sharding(gathered, self._whole(tensor))
+        return gathered
+
+    def _whole(self, tensor: Tensor) -> Any:
+        return self._mesh.get_op_sharding((None,) * tensor.dim())
+
+
+HOST = Placement(None)

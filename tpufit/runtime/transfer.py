@@ -1,0 +1,154 @@
+"""Host to device and back. `to_host` is the one function of tpufit that waits for the device.
+
+Everything is moved by torch_xla's transfer calls and never by `Tensor.to`: a 0-d host tensor moved by `.to` is traced
+as a constant, frozen at its first value, where a transferred one is an input of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import PlacementError
+from . import report
+from .mesh import Layout, Placement
+
+
+def to_device(tensors: Sequence[Tensor], placement: Placement, layout: Layout) -> list[Tensor]:
+    """Copy host tensors to the device, without waiting.
+
+    Args:
+        tensors: Host tensors; one that is on the device already is passed through.
+        placement: Where to; the host itself returns them as they are.
+        layout: `ROWS` for a batch, `WHOLE` for parameters, sums and rates. A 0-d tensor is always whole.
+
+    Returns:
+        The device tensors, in the same order.
+    """
+    if placement.on_host:
+        return list(tensors)
+    import torch_xla
+
+    host = [i for i, t in enumerate(tensors) if t.device.type != "xla"]
+    moved = list(tensors)
+    values = [tensors[i].detach().contiguous() for i in host]
+    specs = None
+    if placement.cores is not None and placement.cores.spmd:
+        specs = [placement.sharding(layout, t.dim()).xla_spec(t) for t in values]
+    with report.role("transfer"):
+        sent = torch_xla._XLAC._xla_tensors_from_aten(values, [str(placement.device)] * len(values), specs)
+    for i, tensor in zip(host, sent, strict=True):
+        moved[i] = tensor
+    return moved
+
+
+def to_host(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
+    """Copy tensors to the host. **This waits** until the device has computed them.
+
+    Args:
+        tensors: Device tensors; a host tensor is returned as it is, and if all are, nothing is waited for.
+        reason: What the wait is counted under, e.g. `"logs"`.
+
+    Returns:
+        Host tensors that share no memory with the device, in the same order.
+    """
+    here = [t.detach() for t in tensors]
+    remote = [i for i, t in enumerate(here) if t.device.type == "xla"]
+    if not remote:
+        return here
+    import torch_xla
+
+    report.count_wait(reason)
+    with report.role("transfer"):
+        torch_xla._XLAC._xla_sync_multi([here[i] for i in remote], devices=[], wait=True, sync_xla_data=False)
+        # A tensor split over the cores is put together from its shards: torch_xla's own way would compile a gather
+        # for it, and again at every call.
+        split = {i for i in remote if _is_split(here[i])}
+        whole = [i for i in remote if i not in split]
+        for i, value in zip(whole, torch_xla._XLAC._xla_get_cpu_tensors([here[i] for i in whole]), strict=True):
+            here[i] = value
+        for i in split:
+            here[i] = _join_shards(here[i])
+    return here
+
+
+def move(tensors: Iterable[Tensor], placement: Placement, names: dict[int, str] | None = None) -> None:
+    """Move tensors to a placement in place: each stays the same Python object, so ties and references hold.
+
+    Args:
+        tensors: Parameters, buffers and optimizer state; each at most once. Those already there stay.
+        placement: Where to. Moving to the host waits for the device, once.
+        names: What to call a tensor in an error, by its `id`.
+
+    Raises:
+        PlacementError: A tensor can't be exchanged, because something else holds on to its memory; or two parameters
+            share memory without being one tensor, which would part ways on the device.
+    """
+    here = "cpu" if placement.on_host else "xla"
+    moving = [t for t in tensors if t.device.type != here]
+    if not moving:
+        return
+    names = names or {}
+    _refuse_shared_memory(moving, names)
+    values = to_host(moving, "state") if placement.on_host else to_device(moving, placement, Layout.WHOLE)
+    for tensor, value in zip(moving, values, strict=True):
+        twin = torch.Tensor._make_subclass(type(tensor), value, tensor.requires_grad)
+        tensor.grad = None  # of the other device; a step computes its own
+        try:
+            # torch.utils.swap_tensors would refuse a tensor that an output still refers to, and in a notebook every
+            # cell's result does. That old graph simply keeps the old values.
+            torch._C._swap_tensor_impl(tensor, twin)
+        except RuntimeError as error:
+            name = names.get(id(tensor), "a tensor")
+            raise PlacementError(f"{name} can't be moved to {placement.device}. PyTorch says: {error}") from error
+
+
+def overwrite(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement) -> None:
+    """Give tensors new values of the same shape and dtype, in place and without waiting.
+
+    Args:
+        targets: Tensors that live at `placement`.
+        values: Host tensors, one for each.
+        placement: Where the targets live.
+    """
+    if placement.on_host:
+        with torch.no_grad():
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value)
+        return
+    for target, value in zip(targets, to_device(values, placement, Layout.WHOLE), strict=True):
+        target.data = value
+
+
+def _refuse_shared_memory(tensors: Sequence[Tensor], names: dict[int, str]) -> None:
+    owners: dict[int, Tensor] = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel():
+            owner = owners.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            if owner is not tensor:
+                first, second = (names.get(id(t), "a parameter") for t in (owner, tensor))
+                raise PlacementError(
+                    f"{first} and {second} are two parameters over the same memory; on the device they would be two "
+                    "tensors, no longer tied. Tie them by assigning one Parameter to both places, e.g. "
+                    "module.b.weight = module.a.weight"
+                )
+
+
+def _is_split(tensor: Tensor) -> bool:
+    import torch_xla
+
+    spec = torch_xla._XLAC._get_xla_sharding_spec(tensor)
+    return bool(spec) and "devices=" in spec
+
+
+def _join_shards(tensor: Tensor) -> Tensor:
+    import torch_xla
+
+    shards = torch_xla._XLAC._get_local_shards([tensor])[0]
+    places = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for (shard, _), (_, index) in zip(shards, places, strict=True):
+        whole[tuple(index)] = shard[tuple(slice(0, i.stop - i.start) for i in index)]  # the rest of a shard is padding
+    return whole
