@@ -203,4 +203,5 @@ class ProgbarLogger(Callback):
         return self._line.bar(now, ended, self._console.options.ascii_only)
 
     def _print(self, line: Text) -> None:
-        self._console.print(line, soft_wrap=True)  # never cut into lines where there is no terminal
+        # Above the bar that is being drawn, if there is one: only its console knows to. Never cut into lines.
+        (ProgbarLogger._drawing or self)._console.print(line, soft_wrap=True)

@@ -48,14 +48,14 @@ class ProgressLine:
         self.done = done
 
     def seconds_left(self, now: float) -> float | None:
-        """An estimate from the steps after the first, which may have been compiled; None if nothing is known yet.
+        """An estimate from the steps after the first, which may have been compiled; None before and when all are done.
 
         Args:
             now: The time.
         """
-        if self.total is None or self.done < 2:
+        if self.total is None or not 2 <= self.done < self.total:
             return None
-        return max(0.0, (self.total - self.done) * (now - self._after_first) / (self.done - 1))
+        return (self.total - self.done) * (now - self._after_first) / (self.done - 1)
 
     def summary(self, now: float) -> str:
         """The line without a bar, for a file.
@@ -82,8 +82,8 @@ class ProgressLine:
         # While it moves it is cut to the terminal's width; the line that stays is whole.
         line = Text(no_wrap=True, overflow="ignore" if ended else "crop" if ascii_only else "ellipsis")
         line.append(f"{self.title} ", style="bold")
-        line.append(full * filled, style="bar.finished" if share == 1.0 else "bar.complete")
-        line.append(empty * (_WIDTH - filled), style="bar.back")
+        line.append(full * filled, style="green")  # two of the 16 colours that every terminal has
+        line.append(empty * (_WIDTH - filled), style="bright_black")
         line.append(f" {self.done}/{'?' if self.total is None else self.total} ")
         line.append(" - ".join([clock, *self._values()]))
         return line

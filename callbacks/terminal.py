@@ -15,7 +15,8 @@ def standard_output() -> Console:
         A rich console. Unlike rich's own it is not misled by `FORCE_COLOR`, which is set in many a CI whose logs can't
         be drawn on.
     """
-    return Console(force_terminal=None if sys.stdout.isatty() else False)
+    # Soft wrap: what a program prints above a bar goes through this console, and stays as it is.
+    return Console(force_terminal=None if sys.stdout.isatty() else False, soft_wrap=True)
 
 
 def can_draw(console: Console) -> bool:

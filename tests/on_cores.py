@@ -13,6 +13,8 @@ How many XLA cores a process has is settled when its runtime starts, and the run
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from processes import ends, process_group
 
 TIMEOUT = 300.0  # seconds
 PHASES = ("setup", "call", "teardown")
-TAIL = 8000  # characters of a dead child's output
+EXCERPT = 5000  # characters of a dead child's output that are shown from each end
 
 
 def count_of(item: pytest.Item) -> int | None:
@@ -53,7 +55,8 @@ class Child:
         items[:] = [item for item in items if count_of(item) == self.count]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._write(start=nodeid)
+        # The file that the parent gave, where this test's part begins.
+        self._write(start=nodeid, output=os.fstat(sys.__stdout__.fileno()).st_size)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._write(report=self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
@@ -95,7 +98,7 @@ class Parent:
         if item not in waiting():
             return
         died = self._run(waiting())
-        if died and waiting():
+        if died and waiting() and self.config.option.maxfail != 1:
             died = self._run(waiting())
         if died:
             for other in waiting():
@@ -131,8 +134,8 @@ class Parent:
                 cause = f"it ended with exit code {code}"
             item = journal.current or next((i for i in items if i.nodeid not in self.reports), items[-1])
             where = "in this test" if journal.current else "outside of a test"
-            tail = output.read_text(errors="replace")[-TAIL:]
-            self._fail(item, f"the process ({count_of(item)} cores) ended {where}: {cause}", tail)
+            text = output.read_bytes()[journal.output :].decode(errors="replace")
+            self._fail(item, f"the process ({count_of(item)} cores) ended {where}: {cause}", excerpt(text))
             return True
 
     def _command(self, items: list[pytest.Item], journal: Path) -> list[str]:
@@ -152,10 +155,18 @@ class Parent:
     def _fail(self, item: pytest.Item, message: str, output: str = "") -> None:
         reports = self.reports.setdefault(item.nodeid, {})
         phase = next((phase for phase in PHASES if phase not in reports), PHASES[-1])
-        sections = [("The end of the process's output", output)] if output else []
+        sections = [("What the process wrote from the start of the test", output)] if output else []
         reports[phase] = pytest.TestReport(
             item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "failed", message, phase, sections
         )
+
+
+def excerpt(output: str) -> str:
+    # faulthandler's list of all extension modules would hide the stacks above it.
+    output = re.sub(r"^Extension modules: .*\n", "", output, flags=re.MULTILINE)
+    if len(output) <= 2 * EXCERPT:
+        return output
+    return f"{output[:EXCERPT]}\n[...]\n{output[-EXCERPT:]}"
 
 
 class Journal:
@@ -166,6 +177,7 @@ class Journal:
         self.items = {item.nodeid: item for item in items}
         self.parent = parent
         self.current: pytest.Item | None = None  # the test that the child is in
+        self.output = 0  # where in the child's output the last test began
         self.limit = timeout_of(items[0])
         self.heard = time.monotonic()
         path.touch()
@@ -185,9 +197,10 @@ class Journal:
                 self.heard = time.monotonic()
                 self._take(**json.loads(line))
 
-    def _take(self, start: str = "", report: dict[str, Any] | None = None, finish: str = "") -> None:
+    def _take(self, start: str = "", output: int = 0, report: dict[str, Any] | None = None, finish: str = "") -> None:
         if start:
             self.current = self.items[start]
+            self.output = output
             self.limit = timeout_of(self.current)
         elif report:
             read = self.parent.config.hook.pytest_report_from_serializable(config=self.parent.config, data=report)

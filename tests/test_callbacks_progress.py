@@ -31,8 +31,8 @@ def clock(monkeypatch):
     return now
 
 
-def terminal(width=120, encoding="utf-8"):
-    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+def terminal(width=120, encoding="utf-8", file=None):
+    file = file or io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
     environ = {"TERM": "xterm-256color"}
     return Console(file=file, force_terminal=True, width=width, color_system=None, _environ=environ)
 
@@ -248,7 +248,7 @@ def test_evaluate_and_predict_alone_have_a_line_of_their_own(what, line, clock, 
 
 def test_an_evaluation_inside_anothers_bar_prints_a_plain_line(clock):
     console = terminal()
-    outer, inner = started(1, console=console), started(1, console=console)
+    outer, inner = started(1, console=console), started(1, console=terminal(file=console.file))
     outer.on_train_begin({})
     outer.on_epoch_begin(0, {})
     inner.on_test_begin({})
@@ -346,13 +346,13 @@ def test_a_real_terminal():
         "progress.on_train_begin(); progress.on_epoch_begin(0)\n"
         "for batch in range(3):\n"
         "    time.sleep(0.3); progress.on_train_batch_end(batch, {'loss': 0.5})\n"
-        "print('a line', file=sys.stderr)\n"
+        "print('a line ' * 20, file=sys.stderr)\n"
         "progress.on_epoch_end(0, {'loss': 0.25}); progress.on_train_end()\n"
     )
     assert out.count("Epoch 1/1") >= 5  # the start, each step, the end
     assert "2/3" in CONTROLS.sub("", out)
     above, last = on_screen(out)
-    assert above == "a line"
+    assert above == ("a line " * 20).strip()  # longer than the terminal is wide, and not broken
     assert re.fullmatch(r"Epoch 1/1 ━{20} 3/3 \d\.\ds - loss: 0\.2500", last)
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")
 
@@ -379,6 +379,8 @@ def test_time_left_leaves_the_first_step_out():
     assert line.seconds_left(60.0) is None
     line.advance(6, now=70.0)
     assert line.seconds_left(70.0) == pytest.approx(10.0)
+    line.advance(11, now=80.0)
+    assert line.seconds_left(80.0) is None
 
 
 def test_one_step_is_singular():

@@ -1,0 +1,130 @@
+"""Weights on disk: whole or not there, tied tensors once, nothing unpickled, and misfits named."""
+
+import json
+import os
+import pickle
+
+import pytest
+import safetensors
+import torch
+from torch import nn
+
+import tpufit
+from tpufit.checkpoint import read_weights, write_weights
+from tpufit.errors import ArgumentError, WeightsError
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+        self.register_buffer("count", torch.tensor(7))
+
+
+def test_weights_come_back_with_ties_and_scalars(tmp_path):
+    path = tmp_path / "new" / "folder" / "w.safetensors"
+    first, second = tpufit.Model(Tied()), tpufit.Model(Tied())
+    first.save_weights(path)
+    second.load_weights(path)
+    assert second.module.b.weight is second.module.a.weight
+    for name, value in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value)
+    with safetensors.safe_open(path, "pt") as file:  # anyone can read it, and the tied tensor is there once
+        assert sorted(file.keys()) == ["a.bias", "a.weight", "b.bias", "count"]
+        assert json.loads(file.metadata()["tied"]) == {"b.weight": "a.weight"}
+    assert os.listdir(path.parent) == ["w.safetensors"]
+
+
+def test_a_state_is_a_copy():
+    model = tpufit.Model(Tied())
+    state = model.state_dict()
+    with torch.no_grad():
+        model.module.a.bias.add_(1)
+    assert not torch.equal(state["a.bias"], model.module.a.bias)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "w.safetensors"
+    write_weights(path, {"x": torch.ones(2)})
+
+    def fail(*arguments):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_weights(path, {"x": torch.zeros(2)})
+    assert torch.equal(read_weights(path)["x"], torch.ones(2))
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+
+
+def test_killed_while_writing_leaves_the_old_file(run_python, tmp_path):
+    code = """
+    import os, signal, safetensors.torch, torch
+    from tpufit.checkpoint import write_weights
+    write_weights("w.safetensors", {"x": torch.ones(1000)})
+    real = safetensors.torch.save_file
+    def half(tensors, path, metadata):
+        real(tensors, path, metadata)
+        os.truncate(path, 100)
+        os.kill(os.getpid(), signal.SIGKILL)
+    safetensors.torch.save_file = half
+    write_weights("w.safetensors", {"x": torch.zeros(1000)})
+    """
+    assert run_python(code).returncode == -9
+    assert torch.equal(read_weights(tmp_path / "w.safetensors")["x"], torch.ones(1000))
+
+
+class Canary:
+    def __reduce__(self):
+        return (os.mkdir, ("hatched",))
+
+
+def test_nothing_is_unpickled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "w.safetensors").write_bytes(pickle.dumps(Canary()))
+    with pytest.raises(WeightsError, match="not a safetensors file"):
+        read_weights("w.safetensors")
+    torch.save({"x": torch.ones(2)}, tmp_path / "t.safetensors")
+    with pytest.raises(WeightsError, match="not a safetensors file"):
+        read_weights("t.safetensors")
+    assert not (tmp_path / "hatched").exists()
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.h5", "w.weights.h5", "w.keras", "w"])
+def test_other_formats_are_refused(tmp_path, name):
+    model = tpufit.Model(nn.Linear(2, 2))
+    for call in (model.save_weights, model.load_weights):
+        with pytest.raises(ArgumentError, match=r"a path ending in '\.safetensors'"):
+            call(tmp_path / name)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no weights at"):
+        read_weights(tmp_path / "w.safetensors")
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    path = tmp_path / "w.safetensors"
+    model = tpufit.Model(nn.Linear(3, 2))
+    write_weights(path, {"weight": torch.ones(2, 4), "scale": torch.ones(1)})
+    with pytest.raises(WeightsError) as error:
+        model.load_weights(path)
+    message = str(error.value)
+    assert "missing in the weights: bias" in message and "unknown to the module: scale" in message
+    assert "weight: (2, 4) in the weights, (2, 3) in the module" in message
+    before = model.state_dict()
+    write_weights(path, {"weight": torch.ones(2, 4), "bias": torch.full((2,), 5.0)})
+    with pytest.warns(UserWarning, match="of another shape"):
+        model.load_weights(path, skip_mismatch=True)
+    assert model.state_dict()["bias"].tolist() == [5.0, 5.0]
+    assert torch.equal(model.state_dict()["weight"], before["weight"])
+
+
+def test_a_module_that_keeps_more_than_tensors():
+    class Odd(nn.Linear):
+        def get_extra_state(self):
+            return {"anything": object()}
+
+    with pytest.raises(WeightsError, match="_extra_state"):
+        tpufit.Model(Odd(2, 2)).state_dict()

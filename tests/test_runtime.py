@@ -1,0 +1,119 @@
+"""The device's floor: tensors get there and back unharmed, and the counters count."""
+
+import pytest
+import torch
+
+from tpufit import runtime
+from tpufit.runtime import Layout, Placement, report
+
+pytestmark = pytest.mark.cores(1, 8)
+
+
+@pytest.fixture
+def place(cores):
+    return Placement(runtime.start(cores, "test"))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 13, 16])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_there_and_back(place, rows, layout):
+    values = [
+        torch.randn(rows, 4),
+        torch.randn(rows, 2, 3).to(torch.bfloat16),
+        torch.arange(rows),
+        torch.arange(rows, dtype=torch.int32),
+        torch.arange(rows, dtype=torch.uint8),
+        torch.arange(rows) % 2 == 0,
+        torch.tensor(3.5),
+        torch.randn(4, rows).t(),  # not contiguous
+    ]
+    sent, counts = _spent(lambda: runtime.to_device(values, place, layout))
+    assert all(tensor.device.type == "xla" for tensor in sent) and not counts.waits
+    back, counts = _spent(lambda: runtime.to_host(sent, "test"))
+    assert counts.waits == {"test": 1} and not counts.graphs
+    for value, result in zip(values, back, strict=True):
+        assert result.dtype is value.dtype and torch.equal(result, value)
+
+
+def test_results_come_back_without_a_graph_of_their_own(place):
+    """torch_xla's own way compiles a gather for each tensor that is split over the cores."""
+    (x,) = runtime.to_device([torch.arange(64.0).reshape(16, 4)], place, Layout.ROWS)
+    (y, total), counts = _spent(
+        lambda: runtime.run(lambda t: (t * 2, t.sum()), x, placement=place, role="predict", seed=0)
+    )
+    assert counts.graphs == {"predict": 1} and not counts.waits
+    (doubled, summed), counts = _spent(lambda: runtime.to_host([y, total], "test"))
+    assert not counts.graphs and counts.waits == {"test": 1}
+    assert torch.equal(doubled, torch.arange(64.0).reshape(16, 4) * 2) and summed == 64 * 63 / 2
+
+
+def test_the_same_graph_is_compiled_once(place):
+    def step(value):
+        (x,) = runtime.to_device([torch.full((8, 2), value)], place, Layout.ROWS)
+        return runtime.run(lambda t: t.sin().sum(), x, placement=place, role="eval", seed=0)
+
+    results, counts = _spent(lambda: [step(float(i)) for i in range(5)])
+    assert counts.graphs == {"eval": 1}
+    for i, result in enumerate(runtime.to_host(results, "test")):
+        torch.testing.assert_close(result, 16 * torch.tensor(float(i)).sin())
+
+
+def test_random_numbers_depend_on_the_seed_alone(place):
+    def draw(seed):
+        (x,) = runtime.to_device([torch.ones(16, 4)], place, Layout.ROWS)
+        out = runtime.run(torch.nn.functional.dropout, x, placement=place, role="train", seed=seed)
+        return runtime.to_host([out], "test")[0]
+
+    first = draw(7)
+    draw(8)
+    assert torch.equal(draw(7), first) and not torch.equal(draw(8), first)
+    assert not torch.equal(draw(2**63 - 1), first)
+
+
+def test_moving_in_place_keeps_objects_and_what_they_carry(place):
+    parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    parameter.mark = "mine"
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    buffer = torch.zeros((), dtype=torch.int64)
+    tensors = [parameter, frozen, buffer]
+    view = parameter.detach()
+    for target in (place, runtime.HOST):
+        runtime.move(tensors, target)
+        assert {t.device.type for t in tensors} == {"cpu" if target.on_host else "xla"}
+        assert type(parameter) is torch.nn.Parameter and parameter.mark == "mine"
+        assert parameter.requires_grad and not frozen.requires_grad and type(buffer) is torch.Tensor
+    assert parameter.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] and view.tolist() == parameter.tolist()
+
+
+def test_overwriting(place):
+    (target,) = runtime.to_device([torch.zeros(3)], place, Layout.WHOLE)
+    runtime.overwrite([target], [torch.ones(3)], place)
+    assert runtime.to_host([target], "test")[0].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_fallbacks_and_host_reads_are_counted(place):
+    def step(x):
+        x.sum().item()
+        return torch.bucketize(x, x[0])
+
+    (x,) = runtime.to_device([torch.ones(8, 2)], place, Layout.WHOLE)
+    _, counts = _spent(lambda: runtime.run(step, x, placement=place, role="metric", seed=0))
+    assert counts.host_reads == 1 and counts.fallbacks["aten::bucketize.Tensor"] >= 1
+
+
+def test_nothing_is_split_on_one_core_and_rows_are_on_many(place, cores):
+    import torch_xla
+
+    rows, whole = (runtime.to_device([torch.ones(16, 2)], place, layout)[0] for layout in (Layout.ROWS, Layout.WHOLE))
+    specs = [torch_xla._XLAC._get_xla_sharding_spec(t) for t in (rows, whole)]
+    assert specs == (["", ""] if cores == 1 else ["{devices=[8,1]0,1,2,3,4,5,6,7}", "{replicated}"])
+
+
+def test_roles(place):
+    assert set(report.ROLES) == {"train", "eval", "predict", "init", "transfer", "metric"}
+
+
+def _spent(function):
+    before = runtime.counts()
+    result = function()
+    return result, runtime.counts() - before
