@@ -29,6 +29,7 @@ print(json.dumps([history.history, model.evaluate(images, labels, verbose=0, ret
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "dropout", "tolerance"),
     [("nn.Identity()", 0.0, 1e-5), ("nn.Identity()", 0.2, 1e-5), ("nn.GroupNorm(2, 8)", 0.0, 1e-5)],

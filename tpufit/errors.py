@@ -39,7 +39,7 @@ class UnknownNameError(ArgumentError):
 
     Example:
         >>> print(UnknownNameError("optimizer", "adamv", ["adam", "adamw", "sgd"]))
-        unknown optimizer 'adamv': did you mean 'adamw' or 'adam'? Known: adam, adamw, sgd
+        unknown optimizer 'adamv': did you mean 'adam' or 'adamw'? Known: adam, adamw, sgd
     """
 
     def __init__(self, kind: str, name: object, known: Iterable[str], hint: str = "") -> None:
