@@ -203,5 +203,6 @@ class ProgbarLogger(Callback):
         return self._line.bar(now, ended, self._console.options.ascii_only)
 
     def _print(self, line: Text) -> None:
-        # Above the bar that is being drawn, if there is one: only its console knows to. Never cut into lines.
+        # Above the bar that is being drawn, if there is one: only its console knows to. Whole, however
+        # narrow the terminal is, which only cuts what moves.
         (ProgbarLogger._drawing or self)._console.print(line, soft_wrap=True)

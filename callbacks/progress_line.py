@@ -79,8 +79,7 @@ class ProgressLine:
         filled = round(_WIDTH * share)
         left = None if ended else self.seconds_left(now)
         clock = f"{duration(left)} left" if left is not None else duration(now - self._began)
-        # While it moves it is cut to the terminal's width; the line that stays is whole.
-        line = Text(no_wrap=True, overflow="ignore" if ended else "crop" if ascii_only else "ellipsis")
+        line = Text(no_wrap=True, overflow="crop" if ascii_only else "ellipsis")
         line.append(f"{self.title} ", style="bold")
         line.append(full * filled, style="green")  # two of the 16 colours that every terminal has
         line.append(empty * (_WIDTH - filled), style="bright_black")

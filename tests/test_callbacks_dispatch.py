@@ -227,6 +227,18 @@ def test_after_an_error_of_the_loop_all_end():
     assert [name for name, *_ in calls] == ["A", "B"]
 
 
+def test_an_error_that_was_got_over_counts_no_more():
+    calls = []
+    callback = Raising("on_epoch_end", ValueError())
+    callback.on_train_end = lambda logs: calls.append("ended")
+    hooks = listed(callback)
+    hooks.call("on_train_begin")
+    with pytest.raises(CallbackError):
+        hooks.call("on_epoch_end", 0)
+    ends(hooks, KeyboardInterrupt())
+    assert calls == ["ended"]
+
+
 def test_an_interrupt_inside_a_callback_is_no_fault_of_its_own():
     calls = []
     callback = Raising("on_train_batch_end", KeyboardInterrupt())

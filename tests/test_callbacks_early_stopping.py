@@ -115,6 +115,9 @@ def test_each_fit_begins_anew():
     assert train(stopping, [0.1, 0.2, 0.3]) == 3
     assert train(stopping, [0.9, 0.8, 0.7, 0.6]) == 4
     assert (stopping.stopped_epoch, stopping.best, stopping.model.weight) == (0, 0.6, 3)
+    model = FakeModel()
+    assert train(stopping, [math.nan, math.nan], model=model) == 2
+    assert model.weight == 0  # the first epoch's, and not those of the fit before
 
 
 def test_verbose_says_what_it_does(capsys):

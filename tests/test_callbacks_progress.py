@@ -121,8 +121,8 @@ def test_plain_lines_where_there_is_no_terminal(verbose, clock, capsys):
     )
 
 
-def test_verbose_2_is_plain_in_a_terminal_too(clock):
-    console = terminal()
+def test_verbose_2_is_plain_and_unbroken_in_a_terminal_too(clock):
+    console = terminal(width=40)
     fit(started(2, epochs=1, console=console), 1, 4, clock)
     assert shown(console)[0] == (
         "Epoch 1/1 - 2.0s - 4 steps - loss: 0.1234 - accuracy: 0.9700 - val_loss: 1.2345e-04\n"
@@ -246,6 +246,26 @@ def test_evaluate_and_predict_alone_have_a_line_of_their_own(what, line, clock, 
     assert shown(console)[1] == [f"{title} {'━' * 20} 2/2 " + " - ".join([seconds, *logs])]
 
 
+def test_the_bar_is_full_while_it_validates(clock):
+    console = terminal()
+    progress = started(1, epochs=1, console=console)
+    progress.on_train_begin({})
+    progress.on_epoch_begin(0, {})
+    for batch in range(4):
+        clock[0] += 0.01
+        progress.on_train_batch_end(batch, {})
+    assert "0/4" in shown(console)[1][-1]
+    progress.on_test_begin({})
+    assert "4/4" in shown(console)[1][-1]
+    progress.on_train_end({})
+
+
+def test_a_terminal_that_cant_draw_gets_lines(clock):
+    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    fit(started(1, epochs=1, console=console), 1, 4, clock)
+    assert console.file.getvalue().startswith("Epoch 1/1 - 2.0s - 4 steps")
+
+
 def test_an_evaluation_inside_anothers_bar_prints_a_plain_line(clock):
     console = terminal()
     outer, inner = started(1, console=console), started(1, console=terminal(file=console.file))
@@ -355,6 +375,21 @@ def test_a_real_terminal():
     assert above == ("a line " * 20).strip()  # longer than the terminal is wide, and not broken
     assert re.fullmatch(r"Epoch 1/1 ━{20} 3/3 \d\.\ds - loss: 0\.2500", last)
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")
+
+
+def test_errors_that_go_to_a_file_stay_there(tmp_path):
+    out = in_a_terminal(
+        "import sys\n"
+        "from tpufit.callbacks.progress import ProgbarLogger\n"
+        "progress = ProgbarLogger()\n"
+        "progress.set_params({'epochs': 1, 'steps': 3, 'verbose': 1})\n"
+        f"sys.stderr = open({str(tmp_path / 'errors')!r}, 'w')\n"
+        "progress.on_epoch_begin(0)\n"
+        "print('a warning', file=sys.stderr, flush=True)\n"
+        "progress.on_epoch_end(0, {'loss': 0.25})\n"
+    )
+    assert (tmp_path / "errors").read_text() == "a warning\n"
+    assert "a warning" not in out
 
 
 def test_auto_is_plain_where_it_cant_draw(monkeypatch, capsys):
