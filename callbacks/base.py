@@ -51,6 +51,9 @@ class Callback:
     Attributes:
         model: The model, from the start of `fit`, `evaluate` or `predict` on.
         params: `"epochs"`, `"steps"` (batches an epoch, None if unknown) and `"verbose"` (0, 1 or 2).
+        reads_weights: Whether its hooks may look at the weights through the module itself, True by default: then they
+            are put back into it before each of its hooks. A callback that doesn't, or only uses the model's own methods
+            (`state_dict`, `save_weights`, ...), may say False, and save that time.
 
     Example:
         >>> class Losses(Callback):
@@ -64,6 +67,7 @@ class Callback:
 
     model: TrainedModel
     params: dict[str, Any]
+    reads_weights: bool = True
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Take the parameters of the run, before its first hook.

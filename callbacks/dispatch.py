@@ -41,6 +41,7 @@ class CallbackList:
             hook as a method.
         model: What they get as `self.model`.
         params: What they get as `self.params`, the same dict for all.
+        expose: Called before a hook of a callback that may look at the weights (`Callback.reads_weights`).
 
     Raises:
         ArgumentError: One of them is not a callback; raised before any of their methods runs.
@@ -59,7 +60,14 @@ class CallbackList:
     Source: `keras.callbacks.CallbackList`.
     """
 
-    def __init__(self, callbacks: object, model: TrainedModel | None, params: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        callbacks: object,
+        model: TrainedModel | None,
+        params: dict[str, Any],
+        expose: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._expose = expose
         self._callbacks: tuple[object, ...] = (
             () if callbacks is None else tuple(callbacks) if isinstance(callbacks, (list, tuple)) else (callbacks,)
         )
@@ -78,6 +86,11 @@ class CallbackList:
                 method = _overridden(callback, hook)
                 if method is not None:
                     listeners.append((callback, method))
+        self._readers = {
+            hook
+            for hook, listeners in self._listeners.items()
+            if any(getattr(callback, "reads_weights", True) for callback, _ in listeners)
+        }
 
     def __iter__(self) -> Iterator[object]:
         return iter(self._callbacks)
@@ -108,6 +121,8 @@ class CallbackList:
             self._open = _ENDS.get(hook)
         listeners = self._listeners[hook]
         if listeners:
+            if hook in self._readers:
+                self._expose()
             if len(args) == _HOOKS[hook]:
                 args = (*args, {})
             for position, (callback, method) in enumerate(listeners):
@@ -132,6 +147,8 @@ class CallbackList:
         """
         hook, self._open = self._open, None
         if hook is not None:
+            if hook in self._readers:
+                self._expose()
             failed = self._failed if isinstance(error, CallbackError) else None
             self._end(hook, [pair for pair in self._listeners[hook] if pair[0] is not failed])
 

@@ -54,6 +54,8 @@ class EarlyStopping(Callback):
     Source: `keras.callbacks.EarlyStopping`.
     """
 
+    reads_weights = False
+
     def __init__(
         self,
         monitor: str = "val_loss",

@@ -24,6 +24,8 @@ class History(Callback):
     Source: `keras.callbacks.History`.
     """
 
+    reads_weights = False
+
     def __init__(self) -> None:
         self.epoch: list[int] = []
         self.history: dict[str, list[Any]] = {}

@@ -53,6 +53,8 @@ class ModelCheckpoint(Callback):
     Source: `keras.callbacks.ModelCheckpoint`.
     """
 
+    reads_weights = False
+
     def __init__(
         self,
         filepath: str | os.PathLike[str],

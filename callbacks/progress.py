@@ -64,6 +64,8 @@ class ProgbarLogger(Callback):
     Source: `keras.callbacks.ProgbarLogger`.
     """
 
+    reads_weights = False
+
     _drawing: ClassVar[ProgbarLogger | None] = None
 
     def __init__(self, console: Console | None = None) -> None:

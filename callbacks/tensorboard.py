@@ -42,6 +42,8 @@ class TensorBoard(Callback):
     Source: `keras.callbacks.TensorBoard`.
     """
 
+    reads_weights = False
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str] = "logs",

@@ -47,6 +47,11 @@ def spent(function):
     return result, runtime.counts() - before
 
 
+def waits(counts):
+    """The waits but for back-pressure: those keep the host from running too far ahead, whoever looks."""
+    return {reason: n for reason, n in counts.waits.items() if n and reason != "throttle"}
+
+
 def on_host(model):
     module = copy.deepcopy(mlp())
     module.load_state_dict(model.state_dict())
@@ -101,7 +106,7 @@ def test_a_new_learning_rate_every_step_compiles_nothing(cores):
 
 def test_an_epoch_waits_once_and_a_validation_once(cores):
     _, counts = spent(lambda: fit(compiled(), cores, epochs=3, validation_data=(IMAGES, LABELS), validation_freq=2))
-    assert counts.waits == {"logs": 4}
+    assert waits(counts) == {"logs": 4}
     assert counts.host_reads == 0 and not counts.fallbacks
 
 
@@ -115,7 +120,7 @@ def test_reading_a_batchs_logs_waits_once_and_nothing_else_does(cores):
 
     values, kept = [], []
     history, counts = spent(lambda: fit(compiled(), cores, callbacks=[Reader()]))
-    assert counts.waits == {"logs": 1, "batch logs": 1}
+    assert waits(counts) == {"logs": 1, "batch logs": 1}
     assert kept[-1]["loss"] == history.history["loss"][-1]
     assert kept[2]["loss"] == values[0][0] != kept[3]["loss"]  # a batch's logs keep its own values
 

@@ -6,16 +6,22 @@ import torchmetrics
 
 from tpufit import metrics
 from tpufit.errors import ArgumentError, UnknownNameError
-from tpufit.metrics import LazyLogs, Metric, Pass
+from tpufit.metrics import LazyLogs, Metric, Running
 from tpufit.runtime import HOST
 
 
 def run(metric, batches):
-    running = Pass(metrics.build([metric]), HOST)
+    running = Running(metrics.build([metric]), HOST)
     for y_pred, y in batches:
-        running.update_metrics(y_pred, y)
-        running.count(len(y))
+        step(running, y_pred, y)
     return next(iter(running.results("test").values()))
+
+
+def step(running, y_pred, y, **means):
+    running.begin()
+    running.add_means(means, len(y))
+    running.update_metrics(y_pred, y)
+    running.count(len(y), running.kept)
 
 
 def batches(*sizes, classes=4):
@@ -98,26 +104,21 @@ def test_a_metric_of_several_numbers_is_an_array():
 
 
 def test_a_mean_is_over_rows_and_exact_after_many_batches():
-    running = Pass([], HOST)
-    running.add_means({"loss": torch.tensor(1.0)}, 3)
-    running.count(3)
-    running.add_means({"loss": torch.tensor(5.0)}, 1)
-    running.count(1)
+    running = Running([], HOST)
+    step(running, None, [0] * 3, loss=torch.tensor(1.0))
+    step(running, None, [0], loss=torch.tensor(5.0))
     assert running.results("test") == {"loss": 2.0}
-    running = Pass([], HOST)
+    running.reset()
     for _ in range(20_000):
-        running.add_means({"loss": torch.tensor(0.1)}, 1)
-        running.count(1)
+        step(running, None, [0], loss=torch.tensor(0.1))
     assert running.results("test")["loss"] == pytest.approx(0.1, rel=1e-7)  # a plain float32 sum: 0.1 * (1 + 1e-4)
 
 
 def test_logs_of_a_batch_hold_its_own_values():
-    running = Pass(metrics.build(["accuracy"]), HOST)
+    running = Running(metrics.build(["accuracy"]), HOST)
     kept = []
     for y_pred, y in batches(4, 4, 4):
-        running.update_metrics(y_pred, y)
-        running.add_means({"loss": y_pred.mean()}, 4)
-        running.count(4)
+        step(running, y_pred, y, loss=y_pred.mean())
         kept.append(running.lazy())
     parts = batches(4, 4, 4)
     for i, logs in enumerate(kept):
@@ -162,6 +163,6 @@ def test_bad_metrics():
     with pytest.raises(ArgumentError, match="taken more than once"):
         metrics.build(["accuracy", "accuracy"])
     with pytest.raises(ArgumentError, match="one output tensor with one target"):
-        Pass(metrics.build(["accuracy"]), HOST).update_metrics((torch.ones(2), torch.ones(2)), torch.ones(2))
+        Running(metrics.build(["accuracy"]), HOST).update_metrics((torch.ones(2), torch.ones(2)), torch.ones(2))
     with pytest.raises(ArgumentError, match="scalar tensors by name, got 'loss': a tensor of shape"):
-        Pass([], HOST).add_means({"loss": torch.ones(2)}, 2)
+        Running([], HOST).add_means({"loss": torch.ones(2)}, 2)

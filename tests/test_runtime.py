@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tpufit import runtime
-from tpufit.runtime import Layout, Placement, report
+from tpufit.metrics import Running
+from tpufit.runtime import Layout, Placement, Program, State, report
 
 pytestmark = pytest.mark.cores(1, 8)
 
@@ -38,9 +39,8 @@ def test_there_and_back(place, rows, layout):
 def test_results_come_back_without_a_graph_of_their_own(place):
     """torch_xla's own way compiles a gather for each tensor that is split over the cores."""
     (x,) = runtime.to_device([torch.arange(64.0).reshape(16, 4)], place, Layout.ROWS)
-    (y, total), counts = _spent(
-        lambda: runtime.run(lambda t: (t * 2, t.sum()), x, placement=place, role="predict", seed=0)
-    )
+    program = _program(lambda t: (t * 2, t.sum()), place)
+    (y, total), counts = _spent(lambda: program("key", [x], [0]))
     assert counts.graphs == {"predict": 1} and not counts.waits
     (doubled, summed), counts = _spent(lambda: runtime.to_host([y, total], "test"))
     assert not counts.graphs and counts.waits == {"test": 1}
@@ -48,9 +48,11 @@ def test_results_come_back_without_a_graph_of_their_own(place):
 
 
 def test_the_same_graph_is_compiled_once(place):
+    program = _program(lambda t: t.sin().sum(), place, role="eval")
+
     def step(value):
         (x,) = runtime.to_device([torch.full((8, 2), value)], place, Layout.ROWS)
-        return runtime.run(lambda t: t.sin().sum(), x, placement=place, role="eval", seed=0)
+        return program("key", [x], [0])
 
     results, counts = _spent(lambda: [step(float(i)) for i in range(5)])
     assert counts.graphs == {"eval": 1}
@@ -59,10 +61,11 @@ def test_the_same_graph_is_compiled_once(place):
 
 
 def test_random_numbers_depend_on_the_seed_alone(place):
+    program = _program(torch.nn.functional.dropout, place)
+
     def draw(seed):
         (x,) = runtime.to_device([torch.ones(16, 4)], place, Layout.ROWS)
-        out = runtime.run(torch.nn.functional.dropout, x, placement=place, role="train", seed=seed)
-        return runtime.to_host([out], "test")[0]
+        return runtime.to_host([program("key", [x], [seed])], "test")[0]
 
     first = draw(7)
     draw(8)
@@ -97,7 +100,11 @@ def test_fallbacks_and_host_reads_are_counted(place):
         return torch.bucketize(x, x[0])
 
     (x,) = runtime.to_device([torch.ones(8, 2)], place, Layout.WHOLE)
-    _, counts = _spent(lambda: runtime.run(step, x, placement=place, role="metric", seed=0))
+    program = _program(step, place, role="metric")
+    with pytest.warns(
+        UserWarning, match=r"traced anew .* because it reads a value from the device at test_runtime.py:\d+"
+    ):
+        _, counts = _spent(lambda: program("key", [x], [0]))
     assert counts.host_reads == 1 and counts.fallbacks["aten::bucketize.Tensor"] >= 1
 
 
@@ -111,6 +118,16 @@ def test_nothing_is_split_on_one_core_and_rows_are_on_many(place, cores):
 
 def test_roles(place):
     assert set(report.ROLES) == {"train", "eval", "predict", "init", "transfer", "metric"}
+
+
+def _program(function, place, role="predict"):
+    """A function of one tensor as a program without state."""
+
+    def body(key, inputs, seed):
+        seed(0)
+        return function(*inputs)
+
+    return Program(body, placement=place, role=role, state=State([]), sums=Running([], place))
 
 
 def _spent(function):

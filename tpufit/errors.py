@@ -11,6 +11,8 @@ TpufitError
 |   |-- CoresError                      a number of cores that this host or process can't give
 |   `-- VersionError                    torch and torch_xla versions that don't belong together
 |-- PlacementError (RuntimeError)       a tensor that can't be moved to the device as it is
+|-- ReplayError (RuntimeError)          jit_compile=True, and a step that can't be replayed
+|-- StateLostError (RuntimeError)       a step failed after it had consumed the weights
 `-- CallbackError (RuntimeError)        a callback's hook raised; the cause is chained to it
 """
 
@@ -79,6 +81,14 @@ class VersionError(StartError):
 
 class PlacementError(TpufitError, RuntimeError):
     """A tensor of the module or the optimizer can't be moved to the device as it is."""
+
+
+class ReplayError(TpufitError, RuntimeError):
+    """`jit_compile=True` was asked for, but the step can't be replayed."""
+
+
+class StateLostError(TpufitError, RuntimeError):
+    """A step failed on the device after it had consumed the weights, whose memory it was to reuse."""
 
 
 class CallbackError(TpufitError, RuntimeError):

@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_map
 
 from .callbacks.dispatch import CallbackList
 from .data import Stream
+from .data.feed import Feed
 from .runtime import agree
-from .step import StepRunner, Steps, fetch
+from .step import Fed, StepRunner, Steps, fetch
 
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
 _OUTPUTS_IN_FLIGHT = 2
@@ -86,7 +87,7 @@ def fit(
             callbacks.call("on_epoch_begin", epoch)
             run = StepRunner(model, "train")
             model.module.train()
-            _run_pass(run, train.epoch(epoch), callbacks, "train", lambda: agree(model.stop_training))
+            _run_pass(model, run, train.epoch(epoch), callbacks, "train", lambda: agree(model.stop_training))
             logs = run.results()
             if validation is not None and validation.is_due(epoch):
                 logs |= {f"val_{name}": value for name, value in evaluate(model, validation.stream, callbacks).items()}
@@ -107,7 +108,7 @@ def evaluate(model: Trainee, data: Stream, callbacks: CallbackList) -> dict[str,
         callbacks.call("on_test_begin")
         run = StepRunner(model, "eval")
         model.module.eval()
-        _run_pass(run, data.epoch(0), callbacks, "test", lambda: agree(model.stop_evaluating))
+        _run_pass(model, run, data.epoch(0), callbacks, "test", lambda: agree(model.stop_evaluating))
         logs = run.results()
         callbacks.call("on_test_end", logs)
     return logs
@@ -127,13 +128,12 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
         run = StepRunner(model, "predict")
         model.module.eval()
 
-        def step(batch: Any) -> dict[str, Any]:
-            flying.append(run(batch))
-            if len(flying) > _OUTPUTS_IN_FLIGHT:
+        def collect(outputs: list[Any]) -> None:
+            flying.extend(outputs)
+            while len(flying) > _OUTPUTS_IN_FLIGHT:
                 landed.append(fetch(flying.popleft(), "outputs"))
-            return {"outputs": flying[-1]}
 
-        _run_pass(step, data.epoch(0), callbacks, "predict", lambda: agree(model.stop_predicting))
+        _run_pass(model, run, data.epoch(0), callbacks, "predict", lambda: agree(model.stop_predicting), collect)
         landed.extend(fetch(outputs, "outputs") for outputs in flying)
         callbacks.call("on_predict_end")
     return landed
@@ -148,23 +148,56 @@ def _closing(callbacks: CallbackList, model: Trainee) -> Iterator[None]:
         callbacks.close_after_error(error)
         raise
     finally:
+        if not model._state.lost:
+            model.write_back()
         model.module.eval()
 
 
 def _run_pass(
-    step: Callable[[Any], Any],
+    model: Trainee,
+    run: StepRunner,
     batches: Iterable[Any],
     callbacks: CallbackList,
     name: str,
     stop: Callable[[], bool],
+    collect: Callable[[list[Any]], None] | None = None,
 ) -> None:
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
-    for index, batch in enumerate(batches):
-        callbacks.call(begin, index)
-        logs = step(batch)
-        callbacks.call(end, index, logs)
-        if stop():
-            break
+    tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
+    index = 0
+    with Feed(batches, run.prepare) as feed:
+        for group in _groups(feed, model._steps_per_execution):
+            if tell_begin:
+                callbacks.call(begin, index)
+            outputs = run(group, feed.paused)
+            index += len(group)
+            if tell_end:
+                callbacks.call(end, index - 1, {"outputs": outputs[-1]} if collect else run.logs())
+            if collect:
+                collect(outputs)
+            if stop():
+                break
+
+
+def _groups(feed: Iterable[Fed], size: int) -> Iterator[list[Fed]]:
+    """The batches in groups that run as one graph: of one structure, and no more than `size`.
+
+    Batches that don't fill a group run one by one: a graph for each smaller size would have to be compiled.
+    """
+    if size == 1:
+        for fed in feed:
+            yield [fed]
+        return
+    group: list[Fed] = []
+    for fed in feed:
+        if group and fed.signature != group[0].signature:
+            yield from ([one] for one in group)
+            group = []
+        group.append(fed)
+        if len(group) == size:
+            yield group
+            group = []
+    yield from ([one] for one in group)
 
 
 def concatenate(outputs: list[Any]) -> Any:

@@ -85,6 +85,7 @@ class Loss:
             self.module, (nn.CrossEntropyLoss, nn.NLLLoss)
         )
         self.ignore_index = int(getattr(self.module, "ignore_index", -100))
+        self._output: tuple[int, ...] = ()  # the shape of the output that labels were last compared with
 
     def __call__(self, y_pred: Any, y: Any, sample_weight: Tensor | None = None) -> Tensor:
         """The loss of a batch, a scalar.
@@ -146,22 +147,27 @@ class Loss:
             smallest, largest = int(labels.min()), int(labels.max())
         return smallest, largest
 
-    def check_labels(self, found: tuple[int, int] | None, y_pred: Any) -> None:
+    def check_labels(self, found: tuple[int, int] | None, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of `y_pred`: the device would compute NaN, or nonsense.
 
         Args:
             found: What `label_range` found in the batch.
-            y_pred: The module's output, whose dimension 1 is the classes (dimension 0 if it has no other).
+            y_pred: The module's output, whose dimension 1 is the classes (dimension 0 if it has no other). Left out, it
+                is one like the last: a replayed step has no output to show.
         """
-        if found is None or not isinstance(y_pred, Tensor) or not y_pred.dim():
+        if found is None:
             return
-        classes = y_pred.shape[1] if y_pred.dim() > 1 else y_pred.shape[0]
-        wrong = [label for label in found if not 0 <= label < classes]
-        if wrong:
+        if isinstance(y_pred, Tensor):
+            self._output = tuple(y_pred.shape)
+        if not self._output:
+            return
+        classes = self._output[1] if len(self._output) > 1 else self._output[0]
+        smallest, largest = found
+        if smallest < 0 or largest >= classes:
             raise LabelError(
-                f"label {wrong[-1]} is outside the module's {classes} classes (0 to {classes - 1}), from an output of "
-                f"shape {tuple(y_pred.shape)}. Number the classes from 0, give the last layer more outputs, or mark "
-                f"what shall not count with ignore_index ({self.ignore_index})"
+                f"label {largest if largest >= classes else smallest} is outside the module's {classes} classes (0 to "
+                f"{classes - 1}), from an output of shape {self._output}. Number the classes from 0, give the last "
+                f"layer more outputs, or mark what shall not count with ignore_index ({self.ignore_index})"
             )
 
 

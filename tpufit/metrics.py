@@ -123,16 +123,16 @@ class Metric:
                 f"a metric must be a name or a torchmetrics object (an instance, not the class), got {metric!r}"
             )
 
-    def update(self, sums: dict[str, Tensor], kept: list[Any], y_pred: Tensor, y: Tensor, place: Placement) -> None:
+    def update(self, running: Running, slot: int, y_pred: Tensor, y: Tensor) -> None:
         """Add a batch, inside a traced step.
 
         Args:
-            sums: The metric's sums by name; replaced here by new ones.
-            kept: What a metric without sums keeps of each batch; added to here.
+            running: The sums of the pass.
+            slot: Which of its metrics this is.
             y_pred: The module's output, e.g. of shape `(batch, classes)`.
             y: The targets.
-            place: Where both live.
         """
+        place = running.place
         y_pred = y_pred.detach()
         y_pred = y_pred.float() if y_pred.dtype is torch.bfloat16 else y_pred
         metric = self._at(place, y_pred, y)
@@ -140,17 +140,15 @@ class Metric:
         # Split over the cores, some metrics' graphs end the process in the partitioner; whole inputs never did.
         y_pred, y = place.gather(y_pred), place.gather(y)
         if self._keeps_batches:
-            kept.append((y_pred, y))
+            running.keep(slot, y_pred, y)
             return
-        if not sums:
-            defaults = [torch.as_tensor(value).clone() for value in metric._defaults.values()]
-            sums.update(zip(metric._defaults, to_device(defaults, place, Layout.WHOLE), strict=True))
-        for key, value in sums.items():
-            setattr(metric, key, value.clone())  # so that a sum which somebody still holds keeps its value
+        for key, default in metric._defaults.items():
+            # A clone, so that a sum which somebody still holds keeps its value.
+            setattr(metric, key, running.get((slot, key), torch.as_tensor(default)).clone())
         metric.update(y_pred, y)
-        for key in sums:
-            sums[key] = place.pin(getattr(metric, key))
-            setattr(metric, key, metric._defaults[key])
+        for key, default in metric._defaults.items():
+            running.set((slot, key), getattr(metric, key))
+            setattr(metric, key, default)
 
     def compute(self, sums: dict[str, Tensor], kept: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """The metric's value, from host tensors: a float, or an array if it has several numbers."""
@@ -188,30 +186,72 @@ class Metric:
         return self._traced
 
 
-class Pass:
-    """The running values of one pass over the data: means of what the step returned, and metrics.
+class Running:
+    """The running values of a pass over the data: means of what its steps returned, and metrics.
+
+    Its sums are one flat list of device tensors. Which sums there are shows as the first step is traced.
 
     Args:
         metrics: The metrics of the pass.
         place: Where its steps run.
+
+    Attributes:
+        tensors: The sums as they stand.
+        begun: The sums that the step being traced began with, those that it made itself among them.
+        kept: What metrics without sums of their own keep of the step being traced: nests of tensors.
     """
 
     def __init__(self, metrics: Sequence[Metric], place: Placement) -> None:
-        self._metrics, self._place = metrics, place
-        self._rows = 0
-        # For each log the sum over rows and what rounding has taken from it so far (Kahan's summation: a plain
-        # float32 sum would be off in the fifth digit after some ten thousand batches).
-        self._totals: dict[str, tuple[Tensor, Tensor]] = {}
-        self._sums: list[dict[str, Tensor]] = [{} for _ in metrics]
-        self._kept: list[list[Any]] = [[] for _ in metrics]
+        self.place = place
+        self.tensors: list[Tensor] = []
+        self.begun: list[Tensor] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self._metrics = list(metrics)
+        self._places: dict[Any, int] = {}  # where each sum is in the lists; those of a mean go by its name
+        self._defaults: list[Tensor] = []
+        self._means: list[str] = []
+        self._keepers: list[int] = []  # the metrics that keep batches, in the order of `kept`
+        self._batches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in metrics]
         self._updated = False
+        self._rows = 0
 
     @property
     def names(self) -> list[str]:
         """The names of the logs that there are so far."""
-        return [*self._totals, *(m.name for m in self._metrics if self._updated)]
+        return [*self._means, *(m.name for m in self._metrics if self._updated)]
 
-    def add_means(self, logs: dict[str, Any], rows: int) -> None:
+    def reset(self) -> None:
+        """Begin a new pass."""
+        self._rows = 0
+        self._batches = [[] for _ in self._metrics]
+        self.tensors = to_device([default.clone() for default in self._defaults], self.place, Layout.WHOLE)
+
+    def begin(self) -> None:
+        """A step is about to be traced."""
+        self.begun = self.tensors
+        self.tensors = list(self.tensors)  # lists that somebody keeps as a batch's logs stay as they are
+        self.kept, self._keepers = [], []
+
+    def get(self, key: Any, default: Tensor) -> Tensor:
+        """A sum, inside a step; a new one begins with its default."""
+        if key not in self._places:
+            self._places[key] = len(self._defaults)
+            self._defaults.append(default.detach().clone())
+            (tensor,) = to_device([default.clone()], self.place, Layout.WHOLE)
+            self.tensors.append(tensor)
+            self.begun = [*self.begun, tensor]
+        return self.tensors[self._places[key]]
+
+    def set(self, key: Any, value: Tensor) -> None:
+        """Replace a sum, inside a step."""
+        self.tensors[self._places[key]] = self.place.pin(value)
+
+    def keep(self, slot: int, y_pred: Tensor, y: Tensor) -> None:
+        """Keep a batch for a metric, inside a step."""
+        self._keepers.append(slot)
+        self.kept.append((y_pred, y))
+
+    def add_means(self, logs: Mapping[str, Any], rows: int) -> None:
         """Add the scalars that a step returned, each the mean over its batch, inside that step.
 
         Args:
@@ -222,17 +262,15 @@ class Pass:
             if not isinstance(value, Tensor) or value.numel() != 1:
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ArgumentError(f"a step must return scalar tensors by name, got {name!r}: {what}")
-            if name not in self._totals:
-                zeros = to_device([torch.zeros(()), torch.zeros(())], self._place, Layout.WHOLE)
-                self._totals[name] = (zeros[0], zeros[1])
-            total, lost = self._totals[name]
+            if name not in self._means:
+                self._means.append(name)
+            # Kahan's summation, with what rounding has taken from the sum so far: a plain float32 sum would be off in
+            # the fifth digit after some ten thousand batches.
+            total, lost = self.get((name, "total"), torch.zeros(())), self.get((name, "lost"), torch.zeros(()))
             addend = value.detach().float().reshape(()) * rows - lost
             new = total + addend
-            self._totals[name] = (self._place.pin(new), self._place.pin((new - total) - addend))
-
-    def count(self, rows: int) -> None:
-        """Count the rows of a batch, on the host."""
-        self._rows += rows
+            self.set((name, "total"), new)
+            self.set((name, "lost"), (new - total) - addend)
 
     def update_metrics(self, y_pred: Any, y: Any) -> None:
         """Add a batch to every metric, inside a step."""
@@ -243,9 +281,20 @@ class Pass:
                 f"metrics compare one output tensor with one target tensor, got {type(y_pred).__name__} and "
                 f"{type(y).__name__}. Override update_metrics to pick them"
             )
-        for metric, sums, kept in zip(self._metrics, self._sums, self._kept, strict=True):
-            metric.update(sums, kept, y_pred, y, self._place)
+        for slot, metric in enumerate(self._metrics):
+            metric.update(self, slot, y_pred, y)
         self._updated = True
+
+    def count(self, rows: int, kept: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Note a step that has been started.
+
+        Args:
+            rows: How many rows it has.
+            kept: What it gave of `kept`, in their order.
+        """
+        self._rows += rows
+        for slot, batch in zip(self._keepers, kept, strict=True):
+            self._batches[slot].append(batch)
 
     def results(self, reason: str) -> dict[str, Any]:
         """The means and metrics over all rows so far. This waits for the device, once."""
@@ -257,21 +306,22 @@ class Pass:
         return LazyLogs(self.names, lambda: snapshot("batch logs"))
 
     def _snapshot(self) -> Callable[[str], dict[str, Any]]:
-        rows, totals, names = self._rows, dict(self._totals), self.names
-        sums = [dict(s) for s in self._sums]
-        kept = [list(k) for k in self._kept]
-        metrics = self._metrics if self._updated else ()
+        rows, sums, kept = self._rows, self.tensors, self._batches
+        sizes = [len(batches) for batches in kept]
 
         def read(reason: str) -> dict[str, Any]:
-            tensors = [total for total, _ in totals.values()]
-            tensors += [value for s in sums for value in s.values()]
-            tensors += [value for batches in kept for pair in batches for value in pair]
-            host = iter(to_host(tensors, reason))
-            values: list[Any] = [float(np.float64(next(host).item()) / rows) for _ in totals]
-            host_sums = [{key: next(host) for key in s} for s in sums]
-            host_kept = [[(next(host), next(host)) for _ in batches] for batches in kept]
-            values += [m.compute(s, k) for m, s, k in zip(metrics, host_sums, host_kept, strict=False)]
-            return dict(zip(names, values, strict=True))
+            batches = [b[:n] for b, n in zip(kept, sizes, strict=True)]
+            flat = [tensor for b in batches for pair in b for tensor in pair]
+            host = to_host([*sums, *flat], reason)
+            rest = iter(host[len(sums) :])
+            values: dict[str, Any] = {
+                name: float(np.float64(host[self._places[name, "total"]].item()) / rows) for name in self._means
+            }
+            for slot, metric in enumerate(self._metrics if self._updated else ()):
+                pairs = [(next(rest), next(rest)) for _ in batches[slot]]
+                own = {key[1]: host[i] for key, i in self._places.items() if key[0] == slot}
+                values[metric.name] = metric.compute(own, pairs)
+            return values
 
         return read
 

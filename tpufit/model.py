@@ -71,7 +71,8 @@ class Model(loop.Trainee):
         self.history: History | None = None
         self.stop_training = self.stop_evaluating = self.stop_predicting = False
         self._scale_lr: str | None = "linear"
-        self._compiled = False
+        self._compiled = self._run_eagerly = False
+        self._own = {*vars(self), "_own", "_signatures"}
 
     def compile(
         self,
@@ -81,6 +82,9 @@ class Model(loop.Trainee):
         *,
         precision: str = "fp32",
         scale_lr: str | None = "linear",
+        jit_compile: str | bool = "auto",
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
     ) -> None:
         """Say how to train.
 
@@ -95,6 +99,12 @@ class Model(loop.Trainee):
             scale_lr: How the learning rate grows with the cores, as the batch does: `"linear"` (default; Goyal et al.,
                 "Accurate, large minibatch SGD", 2017), `"sqrt"` or None. The rate given here is multiplied once, at the
                 first `fit`; rates set later are taken as they are.
+            jit_compile: `"auto"` (default): a step is traced once and then replayed, if it can be shown that this gives
+                the same; else it is traced on every call, and a warning says why. True: that is an error. False: always
+                trace.
+            run_eagerly: Run the steps in plain PyTorch on the host, to debug them: print, breakpoints and all.
+            steps_per_execution: How many steps run as one graph (default 1). More cost less of the host's time; the
+                batch hooks of callbacks are then called once for so many.
 
         Raises:
             UnknownNameError: A name that nothing goes by; the nearest ones are suggested.
@@ -104,12 +114,20 @@ class Model(loop.Trainee):
         """
         if scale_lr not in _SCALINGS:
             raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {scale_lr!r}")
+        if jit_compile not in ("auto", True, False):
+            raise ArgumentError(f"jit_compile must be 'auto', True or False, got {jit_compile!r}")
+        if isinstance(steps_per_execution, bool) or not isinstance(steps_per_execution, int) or steps_per_execution < 1:
+            raise ArgumentError(
+                f"steps_per_execution must be a whole number of at least 1, got {steps_per_execution!r}"
+            )
         check_precision(precision)
         built_loss = None if loss is None else Loss(loss)
         built_metrics = metric_objects.build(metrics)
         self.optimizer = optimizers.build(optimizer, self.module)
         self._loss, self.metrics, self._precision, self._scale_lr = built_loss, built_metrics, precision, scale_lr
+        self._jit_compile, self._run_eagerly, self._steps_per_execution = jit_compile, run_eagerly, steps_per_execution
         self._rates.clear()
+        self._programs.clear()
         self._compiled = True
 
     def fit(
@@ -193,7 +211,7 @@ class Model(loop.Trainee):
             validation = loop.Validation(held_out, validation_freq)
         before = optimizers.rates(self._require_optimizer())
         optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](settled_cores.count))
-        self._move_to(Placement(settled_cores))
+        self._move_to(self._place_on(settled_cores))
         if verbosity:
             print(self._headline(settled_cores, train.batch_size, before), flush=True)
         history = History()
@@ -242,7 +260,7 @@ class Model(loop.Trainee):
         settled_cores = start(cores, f"evaluate(cores={cores!r})")
         data = x if y is None and sample_weight is None else (x, y, sample_weight)[: 2 if sample_weight is None else 3]
         held_out = self._evaluation_stream(data, batch_size, settled_cores, steps, name="x")
-        self._move_to(Placement(settled_cores))
+        self._move_to(self._place_on(settled_cores))
         params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
         logs = loop.evaluate(self, held_out, self._callbacks([*_as_list(callbacks), ProgbarLogger()], params))
         if return_dict:
@@ -284,7 +302,7 @@ class Model(loop.Trainee):
         verbosity = resolve_verbose(verbose)
         place = self._place if cores is None and settled() is None and self._host_is_equal() else None
         if place is None:
-            place = Placement(start(cores, f"predict(cores={cores!r})"))
+            place = self._place_on(start(cores, f"predict(cores={cores!r})"))
         data = stream(x, batch_size=batch_size, cores=place.count, steps=steps, restart=True)
         self._move_to(place)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
@@ -306,6 +324,7 @@ class Model(loop.Trainee):
 
         Source: `torch.nn.Module.state_dict`.
         """
+        self.write_back()
         own = named_tensors(self.module)
         unique = {id(tensor): tensor for tensor in own.values()}
         host = dict(zip(unique, fetch(list(unique.values()), "state"), strict=True))
@@ -323,6 +342,7 @@ class Model(loop.Trainee):
         Raises:
             WeightsError: A name is missing or unknown, or a shape differs.
         """
+        self.write_back()
         own = named_tensors(self.module)
         fitting = match_weights(own, state, skip_mismatch)
         overwrite([own[name] for name in fitting], list(fitting.values()), self._place)
@@ -340,6 +360,7 @@ class Model(loop.Trainee):
         Source: `keras.Model.save_weights`.
         """
         write_weights(filepath, self.state_dict())
+        self._last_saved = os.fspath(filepath)
 
     def load_weights(self, filepath: str | os.PathLike[str], skip_mismatch: bool = False) -> None:
         """Load weights from a safetensors file into the module, in place.
@@ -401,7 +422,15 @@ class Model(loop.Trainee):
         return stream(*parts, batch_size=batch_size, cores=cores.count, steps=steps, restart=True, name=name)
 
     def _callbacks(self, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:
-        return CallbackList(callbacks, self, params)
+        return CallbackList(callbacks, self, params, self._expose)
+
+    def _expose(self) -> None:
+        """Let user code see the weights; after a fault of the device there are none to be seen."""
+        if not self._state.lost:
+            self.write_back()
+
+    def _place_on(self, cores: Cores) -> Placement:
+        return HOST if self._run_eagerly else Placement(cores)
 
     def _headline(self, cores: Cores, size: int | None, before: list[float]) -> str:
         """What is scaled and how, in one line: cores, batch, rate and precision."""

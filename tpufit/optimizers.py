@@ -148,15 +148,25 @@ class DeviceRates:
 
     def __init__(self, optimizer: Optimizer, placement: Placement) -> None:
         self._optimizer, self._placement = optimizer, placement
-        self._sent: list[float] | None = None
-        self.refresh()
+        self._sent: list[float] = []
+        self._vectors: list[Tensor] = []
+        self.refresh(1)
 
-    def refresh(self) -> None:
-        """Send the rates if they have changed: called before a step, never inside one."""
+    def refresh(self, steps: int) -> list[Tensor]:
+        """The rates of the next steps, sent if they have changed: called before steps, never inside one.
+
+        Args:
+            steps: How many steps will run as one.
+
+        Returns:
+            A vector of rates for each step, each in memory of its own.
+        """
         now = rates(self._optimizer)
-        if now != self._sent:
+        if now != self._sent or len(self._vectors) < steps:
             self._sent = now
-            (self.vector,) = to_device([torch.tensor(now)], self._placement, Layout.WHOLE)
+            self._vectors = to_device([torch.tensor(now) for _ in range(steps)], self._placement, Layout.WHOLE)
+        self.vector = self._vectors[0]
+        return self._vectors[:steps]
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
@@ -175,6 +185,18 @@ class DeviceRates:
         finally:
             for group, before in zip(groups, kept, strict=True):
                 group.update(before)
+
+    @contextmanager
+    def disturbed(self) -> Iterator[None]:
+        """Let whoever reads the rates from Python see others, while the device's stay."""
+        kept = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["lr"] = 2 * float(group["lr"]) + 1
+        try:
+            yield
+        finally:
+            for group, rate in zip(self._optimizer.param_groups, kept, strict=True):
+                group["lr"] = rate
 
 
 class _TensorScalars(TorchFunctionMode):

@@ -6,19 +6,22 @@ the device can't be looked at inside.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from . import losses, optimizers, precision
 from .data import unpack
 from .data.batches import as_tensors, count_rows
-from .errors import DataError, NotCompiledError
-from .metrics import Metric, Pass
-from .runtime import HOST, Layout, Placement, launch, move, run, to_device, to_host, tracing
+from .errors import DataError, NotCompiledError, StateLostError
+from .metrics import LazyLogs, Metric, Running
+from .runtime import HOST, InFlight, Layout, Placement, Program, State, launch, move, to_device, to_host, tracing
 from .seeds import step_seed
 
 
@@ -36,11 +39,17 @@ class Steps:
         self._loss: losses.Loss | None = None
         self._precision = "fp32"
         self._place = HOST
+        self._jit_compile: str | bool = "auto"
+        self._steps_per_execution = 1
         self._rates: dict[int, tuple[Optimizer, optimizers.DeviceRates]] = {}
-        self._pass = Pass([], HOST)
+        self._state = State([])
+        self._programs: dict[str, tuple[Program, Running]] = {}  # by role
+        self._running = Running([], HOST)
         self._label_range: tuple[int, int] | None = None
         self._step = 0  # training steps taken since the model was made; the seed of each is a function of it
         self._seed = 0
+        self._last_saved: str | None = None
+        self._own = {*vars(self), "_own"}
 
     def __call__(self, x: Any) -> Any:
         """The module's output for a batch, on the side where the batch is: host in, host out.
@@ -51,6 +60,8 @@ class Steps:
         Returns:
             What the module returns. For host data after `fit` this waits for the device, and no gradient flows.
         """
+        if not tracing():
+            self.write_back()
         leaves, spec = tree_flatten(as_tensors(x))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         from_host = any(leaves[i].device.type == "cpu" for i in at) and not self._place.on_host
@@ -132,10 +143,12 @@ class Steps:
         optimizer = optimizer or self.optimizer
         if optimizer is None:
             raise NotCompiledError("apply_gradients needs an optimizer: call model.compile(optimizer='adamw', ...)")
-        rates = self._attach(optimizer)
         optimizer.zero_grad()
         loss.backward()
-        with rates.in_graph():
+        if self._place.on_host:
+            optimizer.step()
+            return
+        with self._attach(optimizer).in_graph():
             optimizer.step()
         optimizer.zero_grad()  # gradients are not kept: they would be outputs of the graph, as large as the weights
         for group in optimizer.param_groups:
@@ -153,10 +166,21 @@ class Steps:
             y_pred: What the module returned.
             sample_weight: One weight a row; plain metrics don't weigh, as in Keras.
         """
-        self._pass.update_metrics(y_pred, y)
+        self._running.update_metrics(y_pred, y)
+
+    def write_back(self) -> None:
+        """Put the current weights into the module. While steps are replayed they are kept elsewhere, for speed.
+
+        `fit` does it before it calls user code, so it is needed only to look at the weights at another moment.
+
+        Raises:
+            StateLostError: A step failed on the device after it had consumed the weights.
+        """
+        self._state.write_back()
 
     def _move_to(self, place: Placement) -> None:
-        """Move the module, the loss and the optimizer's state, each tensor in place, and compile nothing for it."""
+        """Move the module, the loss and the optimizers' state, each tensor in place, and compile nothing for it."""
+        self.write_back()
         names: dict[int, str] = {}
         tensors: dict[int, Tensor] = {}
         for module in (self.module, self._loss.module if self._loss else None):
@@ -164,15 +188,16 @@ class Steps:
                 names.setdefault(id(tensor), name)
                 tensors.setdefault(id(tensor), tensor)
         # An optimizer of one's own is an attribute of the model, as in the usual GAN.
-        own = [value for value in vars(self).values() if isinstance(value, Optimizer)]
-        for optimizer in own:
+        for optimizer in [value for value in vars(self).values() if isinstance(value, Optimizer)]:
             optimizers.create_state(optimizer)
             tensors |= {id(t): t for t in optimizers.device_state(optimizer)}
         move(tensors.values(), place, names)
+        launch(place, "init")  # state created when the weights were on the device already, by a second compile
         if place != self._place:
             self._rates.clear()
-        self._place = place
-        launch(place, "init")  # state created when the weights were on the device already, by a second compile
+        if place != self._place or [id(t) for t in self._state.tensors] != list(tensors):
+            self._place, self._state = place, State(tensors.values())
+            self._programs.clear()
 
     def _attach(self, optimizer: Optimizer) -> optimizers.DeviceRates:
         """The optimizer's rates on the device; one that is met for the first time gets its state and moves there."""
@@ -183,9 +208,61 @@ class Steps:
             known = self._rates[id(optimizer)] = (optimizer, optimizers.DeviceRates(optimizer, self._place))
         return known[1]
 
+    def _guard(self) -> tuple[Any, ...]:
+        """What a graph depends on that user code may change between steps."""
+        modes = tuple(module.training for module in self.module.modules())
+        learning = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        options = tuple(
+            (key, value if isinstance(value, (int, float, str, bool, tuple)) else id(value))
+            for optimizer, _ in self._rates.values()
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key not in ("lr", "initial_lr")
+        )
+        return modes, learning, options, tuple(id(p) for p in self.module.parameters())
+
+    def _python_state(self) -> dict[str, Any]:
+        """The numbers, words and flags that the user's classes keep, by name: a step must leave them as they are."""
+        owners = [(type(self).__name__, {k: v for k, v in vars(self).items() if k not in self._own})]
+        owners += [(name or type(self.module).__name__, vars(module)) for name, module in self.module.named_modules()]
+        return {
+            f"{owner}.{name}": value
+            for owner, values in owners
+            for name, value in values.items()
+            if isinstance(value, (int, float, str, type(None)))
+        }
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A batch on the device, with what the host knows of it.
+
+    Attributes:
+        tensors: Its tensors.
+        leaves: All its leaves, with None for the tensors.
+        spec: How the leaves make the batch.
+        rows: How many rows it has.
+        labels: The smallest and largest class label, where there are classes.
+        signature: A number for its structure, shapes and dtypes.
+    """
+
+    tensors: list[Tensor]
+    leaves: list[Any]
+    spec: TreeSpec
+    rows: int
+    labels: tuple[int, int] | None
+    signature: int
+
+    def batch(self, tensors: Iterator[Tensor]) -> Any:
+        """The batch, with these tensors for its own."""
+        return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
+
+
+_TENSOR = object()
+
 
 class StepRunner:
-    """Runs the steps of one pass: moves a batch to the device and starts its graph, never waiting.
+    """Runs the steps of one pass: sends batches to the device and starts their graphs, never waiting for them.
 
     Args:
         model: Whose steps.
@@ -195,63 +272,146 @@ class StepRunner:
     def __init__(self, model: Steps, role: str) -> None:
         self._model, self._role = model, role
         self._steps = 0
-        model._pass = Pass(model.metrics if role != "predict" else [], model._place)
-        if role == "train" and model.optimizer is not None:
+        self._signatures: list[Any] = model.__dict__.setdefault("_signatures", [])
+        self._in_flight = InFlight()
+        if role == "train" and model.optimizer is not None and not model._place.on_host:
             model._attach(model.optimizer)
+        if role not in model._programs:
+            model._programs[role] = self._build()
+        self._program, self._running = model._programs[role]
+        self._program.body = self._body
+        self._running.reset()
+        self._group: Sequence[Fed] = ()
+        self._guarded: tuple[Any, ...] | None = None
 
-    def __call__(self, batch: Any) -> Any:
-        """Run one step.
+    def prepare(self, batch: Any) -> Fed:
+        """Send a batch to the device. Called ahead of its step, in the feed's thread.
 
         Args:
             batch: A nest of host tensors, with the rows of all cores.
+        """
+        leaves, spec = tree_flatten(batch)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        structure = (spec, [(t.shape, t.dtype) for t in tensors])
+        if structure not in self._signatures:
+            self._signatures.append(structure)
+        return Fed(
+            to_device(tensors, self._model._place, Layout.ROWS),
+            [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+            spec,
+            count_rows(batch),
+            self._labels(batch),
+            self._signatures.index(structure),
+        )
+
+    def __call__(self, group: Sequence[Fed], pause: Callable[[], AbstractContextManager[object]] = nullcontext) -> Any:
+        """Run a step for each batch of the group, as one graph.
+
+        Args:
+            group: Prepared batches; several must be of one structure.
+            pause: A context in which nothing else is sent to the device.
 
         Returns:
-            The pass's logs so far, lazily; for `"predict"` the outputs, on the device.
+            For `"predict"` the outputs of each batch, on the device; else None.
+
+        Raises:
+            LabelError: A label of a batch is none of the module's classes.
+            StateLostError: The device failed, and the weights are lost with it.
         """
-        model, rows = self._model, count_rows(batch)
-        model._label_range = self._labels(batch)
-        leaves, spec = tree_flatten(batch)
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        for i, tensor in zip(at, to_device([leaves[i] for i in at], model._place, Layout.ROWS), strict=True):
-            leaves[i] = tensor
-        for _, rates in model._rates.values():
-            rates.refresh()
+        model = self._model
+        inputs: list[Tensor] = []
+        vectors = [rates.refresh(len(group)) for _, rates in model._rates.values()]
+        for i, fed in enumerate(group):
+            if fed.labels is not None and model._loss is not None:
+                model._loss.check_labels(fed.labels)
+            inputs += fed.tensors
+            inputs += [vector[i] for vector in vectors]
         # Steps of evaluation count backwards from -1, so that their seeds are none of training's.
-        number = model._step if self._role == "train" else -1 - self._steps
-        body = {"train": self._train, "eval": self._test, "predict": self._predict}[self._role]
-        outputs = run(
-            body,
-            tree_unflatten(leaves, spec),
-            rows,
-            placement=model._place,
-            role=self._role,
-            seed=step_seed(model._seed, number),
-        )
-        self._steps += 1
+        first, direction = (model._step, 1) if self._role == "train" else (-1 - self._steps, -1)
+        seeds = [step_seed(model._seed, first + direction * i) for i in range(len(group))]
+        if self._guarded is None or not model._state.held:
+            self._guarded = model._guard()
+        self._group = group
+        model._running = self._running
+        try:
+            outputs = self._program((self._guarded, *(fed.signature for fed in group)), inputs, seeds, pause)
+        except RuntimeError as error:
+            if model._state.lost and not isinstance(error, StateLostError):
+                raise StateLostError(self._lost(error)) from error
+            raise
+        self._steps += len(group)
         if self._role == "train":
-            model._step += 1
-        model._pass.count(rows)
-        return outputs if self._role == "predict" else model._pass.lazy()
+            model._step += len(group)
+        if self._role == "predict":
+            return outputs
+        self._running.count(sum(fed.rows for fed in group), outputs)
+        if self._running.tensors and not model._place.on_host:
+            self._in_flight.add(self._running.tensors[0])
+        return None
+
+    def logs(self) -> LazyLogs:
+        """The logs of the pass so far; they wait for the device only if one is read."""
+        return self._running.lazy()
 
     def results(self) -> dict[str, Any]:
         """The logs of the whole pass, as numbers. This is the pass's one wait for the device."""
-        return self._model._pass.results("logs")
+        return self._running.results("logs")
 
-    def _train(self, batch: Any, rows: int) -> None:
-        self._model._pass.add_means(self._model.train_step(batch), rows)
+    def _build(self) -> tuple[Program, Running]:
+        model = self._model
+        running = Running(model.metrics if self._role != "predict" else [], model._place)
+        program = Program(
+            self._body,
+            placement=model._place,
+            role=self._role,
+            state=model._state,
+            sums=running,
+            jit_compile=model._jit_compile,
+            donate=self._role == "train",
+            python_state=model._python_state,
+            disturbed=self._disturbed,
+        )
+        return program, running
 
-    def _test(self, batch: Any, rows: int) -> None:
-        with torch.no_grad():
-            self._model._pass.add_means(self._model.test_step(batch), rows)
+    def _body(self, key: Any, inputs: list[Tensor], seed: Callable[[int], None]) -> Any:
+        """The Python of the group's steps, to be traced."""
+        model, tensors = self._model, iter(inputs)
+        outputs = []
+        for i, fed in enumerate(self._group):
+            seed(i)
+            batch = fed.batch(tensors)
+            for _, rates in list(model._rates.values()):
+                rates.vector = next(tensors)
+            model._label_range = fed.labels
+            if self._role == "train":
+                self._running.add_means(model.train_step(batch), fed.rows)
+                continue
+            with torch.no_grad():
+                if self._role == "eval":
+                    self._running.add_means(model.test_step(batch), fed.rows)
+                else:
+                    outputs.append(model.predict_step(batch))
+        return outputs if self._role == "predict" else self._running.kept
 
-    def _predict(self, batch: Any, rows: int) -> Any:
-        with torch.no_grad():
-            return self._model.predict_step(batch)
+    @contextmanager
+    def _disturbed(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for _, rates in self._model._rates.values():
+                stack.enter_context(rates.disturbed())
+            yield
 
     def _labels(self, batch: Any) -> tuple[int, int] | None:
         """The range of the batch's class labels, where it is of the usual form; a step of one's own may take others."""
-        usual = type(batch) in (tuple, list) and 2 <= len(batch) <= 3
+        usual = type(batch) in (tuple, list) and 2 <= len(batch) <= 3 and self._role != "predict"
         return self._model._loss.label_range(batch[1]) if self._model._loss and usual else None
+
+    def _lost(self, error: RuntimeError) -> str:
+        saved = self._model._last_saved
+        last = f"the last ones saved are in {saved}" if saved else "none have been saved"
+        return (
+            f"step {self._model._step} failed on the device after it had consumed the weights, which are lost with it; "
+            f"{last}. Build the module anew, load_weights, and try a smaller batch. The device says: {error}"
+        )
 
 
 def fetch(nest: Any, reason: str) -> Any:

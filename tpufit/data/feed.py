@@ -7,12 +7,13 @@ middle of anything, also in a garbage collection that finds a dropped feed.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar
 
 from ..errors import ArgumentError
@@ -20,7 +21,7 @@ from ..errors import ArgumentError
 T = TypeVar("T")
 
 _PATIENCE = 2.0  # seconds that close() waits for a thread which is inside the user's data
-_END = object()
+_NO_BATCH = object()
 
 
 class Feed(Generic[T]):
@@ -54,11 +55,14 @@ class Feed(Generic[T]):
         self.seconds_waited = 0.0
         self._paused = False
         self._lane: _Lane[T] = _Lane(depth)
-        self._stop = weakref.finalize(self, self._lane.stop)  # when dropped, at exit, or by close(): once
+        self._stop = weakref.finalize(self, self._lane.stop)  # when dropped, or by close()
         # A daemon: data that never return must not keep the interpreter from exiting.
         self._thread = threading.Thread(
             target=self._lane.fill, args=(batches, prepare), name="tpufit-feed", daemon=True
         )
+        _lanes[self._thread] = self._lane
+        atexit.unregister(_end_threads)  # anew for each feed, so that it runs before what the device does at exit
+        atexit.register(_end_threads)
         self._thread.start()
 
     def __iter__(self) -> Iterator[T]:
@@ -84,7 +88,7 @@ class Feed(Generic[T]):
             return item
         self.close()
         try:
-            raise item.error or StopIteration
+            raise StopIteration if item.error is None else item.error
         finally:
             del item  # the error's traceback holds this frame, which must not hold the error
 
@@ -150,7 +154,7 @@ class _Lane(Generic[T]):
         iterator: Iterator[Any] = iter(())
         try:
             iterator = iter(batches)
-            while self.next_slot() and (batch := next(iterator, _END)) is not _END:
+            while self.next_slot() and (batch := next(iterator, _NO_BATCH)) is not _NO_BATCH:
                 with self.turn:
                     if self.stopped:
                         break
@@ -170,3 +174,15 @@ class _Lane(Generic[T]):
     def next_slot(self) -> bool:
         self.slots.get()
         return not self.stopped
+
+
+_lanes: weakref.WeakKeyDictionary[threading.Thread, _Lane[Any]] = weakref.WeakKeyDictionary()
+
+
+def _end_threads() -> None:
+    """Leave no thread inside torch when the interpreter ends: that aborts the process."""
+    running, deadline = list(_lanes.items()), monotonic() + _PATIENCE
+    for _, lane in running:
+        lane.stop()
+    for thread, _ in running:
+        thread.join(max(0, deadline - monotonic()))

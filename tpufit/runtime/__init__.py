@@ -4,24 +4,27 @@
 | --- | --- |
 | `devices` | find and start the cores |
 | `mesh` | where rows and parameters live |
-| `graph` | run a step as one graph |
+| `graph` | trace a step once, then replay its graph |
 | `transfer` | host to device and back; the one function that waits |
 | `report` | counters of compilations, waits and fallbacks |
 """
 
 from .devices import Cores, CoresArgument, agree, init, platform, settled, start
-from .graph import launch, run, tracing
+from .graph import Program, State, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .report import Counts, counts
-from .transfer import move, overwrite, to_device, to_host
+from .transfer import InFlight, move, overwrite, to_device, to_host
 
 __all__ = [
     "HOST",
     "Cores",
     "CoresArgument",
     "Counts",
+    "InFlight",
     "Layout",
     "Placement",
+    "Program",
+    "State",
     "agree",
     "counts",
     "init",
@@ -29,7 +32,6 @@ __all__ = [
     "move",
     "overwrite",
     "platform",
-    "run",
     "settled",
     "start",
     "to_device",

@@ -1,51 +1,43 @@
-"""Run a step as one XLA graph. Today the graph is traced on every call; this is where replaying it will come in."""
+"""Run a step as one XLA graph: traced once, then replayed.
+
+torch_xla traces the Python of a step on every call, which for a real network takes longer than the step itself. Here a
+step's first run is traced, compiled, and started as a graph of known inputs and outputs. Its second run is traced once
+more; only if that gives the same graph with the same constants, from another batch, seed and rate, is the graph
+replayed from then on, without any of the step's Python. Whatever can't be shown to be equal is traced on every call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..errors import ReplayError, StateLostError
 from . import report
 from .mesh import Placement
+from .transfer import exchange
 
-_depth = 0
+# How many traces in a row may differ from the one before until a step counts as one that can't be replayed. One differs
+# without fault where a module builds a cache in its first forward pass.
+_ATTEMPTS = 3
+
+_tracing = False
 
 
 def tracing() -> bool:
     """Whether a step is being traced right now: then a value on the device can't be read without breaking its graph."""
-    return _depth > 0
-
-
-def run(body: Callable[..., Any], *inputs: Any, placement: Placement, role: str, seed: int) -> Any:
-    """Run `body(*inputs)` as one graph, without waiting for it.
-
-    Args:
-        body: Python code over device tensors. What it changes in place (parameters, sums) is changed by the graph.
-        inputs: Its arguments.
-        placement: Where it runs; on the host it just runs.
-        role: What its graphs are counted under: `"train"`, `"eval"` or `"predict"`.
-        seed: The seed of its random numbers, so that nothing that ran before can move them.
-
-    Returns:
-        What `body` returned; its tensors will hold values as soon as the device has got to them.
-    """
-    global _depth
-    if placement.on_host:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return body(*inputs)
-    import torch_xla.core.xla_model as xm
-
-    xm.set_rng_state(seed, str(placement.device))
-    _depth += 1
-    try:
-        outputs = body(*inputs)
-    finally:
-        _depth -= 1
-    launch(placement, role)
-    return outputs
+    return _tracing
 
 
 def launch(placement: Placement, role: str) -> None:
@@ -61,3 +53,418 @@ def launch(placement: Placement, role: str) -> None:
 
     with report.role(role):
         torch_xla._XLAC._xla_step_marker(str(placement.device), [], wait=False)
+
+
+class State:
+    """The tensors that training changes: weights, buffers, and the optimizer's.
+
+    While graphs are replayed their values are held here, as a flat list, and the user's tensors are empty: on the meta
+    device, where a read at the wrong moment is an error in Python, and not the end of the process.
+
+    Args:
+        tensors: The user's own tensor objects.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self.values: list[Tensor] = []
+        self.held = False
+        self.lost = False
+        self._empty: list[Tensor] = []
+
+    def hold(self, values: Sequence[Tensor] | None = None) -> None:
+        """Take the values out of the user's tensors.
+
+        Args:
+            values: What the values are by now (default: what the tensors have).
+        """
+        empty = self._empty or [torch.empty_like(t, device="meta") for t in self.tensors]
+        taken = [exchange(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
+        self.values = taken if values is None else list(values)
+        self._empty = []
+        self.held = True
+
+    def write_back(self) -> None:
+        """Put the values back into the user's tensors.
+
+        Raises:
+            StateLostError: A step failed on the device after it had consumed them.
+        """
+        if self.lost:
+            raise StateLostError(
+                "the weights on the device are lost: a step failed there after it had consumed them. Begin anew with a "
+                "new module, and load the last good weights into it with load_weights"
+            )
+        if self.held:
+            values, self.values, self.held = self.values, [], False
+            self._empty = [exchange(tensor, value) for tensor, value in zip(self.tensors, values, strict=True)]
+
+
+class Sums(Protocol):
+    """Running sums. A step takes them in and gives new ones out; the old stay valid for whoever keeps them."""
+
+    tensors: list[Tensor]
+    """The sums as they stand."""
+
+    begun: list[Tensor]
+    """The sums that the step being traced began with, those that it made itself among them."""
+
+    def begin(self) -> None:
+        """A trace begins."""
+
+
+@dataclass
+class _Graph:
+    """A compiled graph, and where its inputs come from and its outputs go."""
+
+    hash: Any
+    sources: list[tuple[str, int]]  # for each input which list it is in, and where
+    constants: list[Tensor]
+    changed: list[int]  # the outputs: first these state tensors,
+    summed: int  # then so many sums,
+    template: list[Any]  # then the tensors among these leaves of what the body returned,
+    spec: TreeSpec
+    escaped: int  # then so many that the body has left somewhere else
+    pick: Callable[[list[Tensor]], Sequence[Tensor]] = field(init=False)
+    seeds: list[int] = field(init=False)
+
+    def arrange(self, sizes: dict[str, int]) -> None:
+        """Turn sources into places in one list, given the sizes of its parts, so that picking inputs runs in C."""
+        first, total = {}, 0
+        for name, size in sizes.items():
+            first[name], total = total, total + size
+        places = [first[name] + i for name, i in self.sources]
+        self.pick = itemgetter(*places) if len(places) > 1 else lambda pool: [pool[i] for i in places]
+        self.seeds = sorted({i for name, i in self.sources if name == "seed"})
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """What the body would have returned."""
+        if not self.template:
+            return tree_unflatten([], self.spec)
+        tensors = iter(outputs)
+        return tree_unflatten([next(tensors) if leaf is None else leaf for leaf in self.template], self.spec)
+
+
+class Program:
+    """A step, and the graphs that its Python has been traced to.
+
+    Args:
+        body: `body(key, inputs, seed)`: the Python of one step or several; `seed(i)` begins the random numbers of the
+            i-th. It changes the state's tensors in place, replaces the sums, and returns a nest of tensors.
+        placement: Where it runs.
+        role: What its graphs are counted under: `"train"`, `"eval"` or `"predict"`.
+        state: The tensors that it reads and changes.
+        sums: The running sums.
+        jit_compile: `"auto"`: replay what can be replayed. True: an error if it can't be. False: trace every call.
+        donate: Whether the state's memory is given to its new values, so that it is needed only once.
+        python_state: Names and values of what a step might change in Python; compared before and after a trace.
+        disturbed: A context in which Python sees other rates: what then differs in the graph was read from Python.
+        inside: The context in which the body is traced.
+    """
+
+    def __init__(
+        self,
+        body: Callable[[Any, list[Tensor], Callable[[int], None]], Any],
+        *,
+        placement: Placement,
+        role: str,
+        state: State,
+        sums: Sums,
+        jit_compile: str | bool = "auto",
+        donate: bool = False,
+        python_state: Callable[[], dict[str, Any]] = dict,
+        disturbed: Callable[[], AbstractContextManager[object]] = nullcontext,
+        inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.body, self._placement, self._role = body, placement, role
+        self._state, self._sums = state, sums
+        self._jit_compile, self._donate = jit_compile, donate
+        self._python_state, self._disturbed, self._inside = python_state, disturbed, inside
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._proven: set[Hashable] = set()
+        self._differed = 0
+        self.traced_because = "of jit_compile=False" if jit_compile is False else ""
+
+    def __call__(
+        self,
+        key: Hashable,
+        inputs: list[Tensor],
+        seeds: list[int],
+        pause: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> Any:
+        """Run once, without waiting for the device.
+
+        Args:
+            key: All that the graph depends on but the values of tensors: shapes, modes, options.
+            inputs: Batches and rates.
+            seeds: One for each step.
+            pause: A context in which nothing else sends anything to the device.
+
+        Returns:
+            What the body returned; its tensors will hold values as soon as the device has got to them.
+        """
+        if key in self._proven:
+            return self._replay(self._graphs[key], inputs, seeds)
+        if self._placement.on_host:
+            with torch.random.fork_rng(devices=[]):
+
+                def seed(i: int) -> None:
+                    torch.manual_seed(seeds[i])
+
+                return self.body(key, inputs, seed)
+        with pause():
+            self._state.write_back()
+            if not self.traced_because:
+                return self._prove(key, inputs, seeds)
+            outputs, _ = self._trace(key, inputs, seeds)
+            launch(self._placement, self._role)
+            return outputs
+
+    def _trace(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> tuple[Any, str]:
+        """Run the body over lazy tensors; also where it looked at a value on the way, if it did."""
+        import torch_xla
+
+        global _tracing
+        device = str(self._placement.device)
+        watch = _Watch()
+        self._sums.begin()
+        _tracing = True
+        try:
+            with self._inside(), watch:
+                outputs = self.body(key, inputs, lambda i: torch_xla._XLAC._xla_set_rng_seed(seeds[i], device))
+        finally:
+            _tracing = False
+        return outputs, watch.where
+
+    def _prove(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
+        """Trace the step and compile its graph, or show that it is the one there is; then run that graph."""
+        import torch_xla
+        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+        xla, state, sums = torch_xla._XLAC, self._state.tensors, self._sums
+        launch(self._placement, "transfer")  # what the user has left pending is none of the graph's
+        earlier = self._graphs.get(key)
+        before = [t.detach().clone() for t in state]  # it shares the values; the trace replaces them in `state`
+        seed_tensors = [self._seed(seed) for seed in seeds]
+        python, looked = self._python_state(), report.looked_at()
+        if self._donate:
+            for tensor in state:
+                xla._set_buffer_donation(tensor, True)
+        with ExitStack() as stack:
+            if earlier is not None:
+                stack.enter_context(self._disturbed())
+            outputs, where = self._trace(key, inputs, seeds)
+        cause = self._obstacle(python, looked, where)
+        if cause:
+            self._give_up(cause)
+            launch(self._placement, self._role)
+            return outputs
+
+        leaves, spec = tree_flatten(outputs)
+        returned = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        waiting = xla._check_tensor_need_materialization(state)
+        changed = [i for i, is_waiting in enumerate(waiting) if is_waiting]
+        roots = [*(state[i] for i in changed), *sums.tensors, *returned]
+        escaped = _pending_elsewhere(roots)
+        roots += escaped
+        known = {"state": before, "sum": sums.begun, "input": inputs, "seed": seed_tensors}
+        with report.role(self._role), alias_with_buffer_donor_config():
+            _, values = xla._get_tensors_xla_device_data_node(roots)
+            graph_hash = xla._get_graph_hash(roots)
+            sources, constants = _recognise(values, known, seeds)
+            graph = _Graph(
+                graph_hash,
+                sources,
+                constants,
+                changed,
+                len(sums.tensors),
+                [None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+                spec,
+                len(escaped),
+            )
+            difference = "it has only been traced once" if earlier is None else _difference(earlier, graph)
+            if difference:
+                xla._xla_warm_up_cache(roots, [])
+        if not difference:
+            assert earlier is not None
+            graph = earlier
+            self._proven.add(key)
+        else:
+            graph.arrange({name: len(tensors) for name, tensors in known.items()} | {"constant": len(constants)})
+            self._graphs[key] = graph
+            self._differed += earlier is not None
+            if self._differed >= _ATTEMPTS:
+                self._give_up(difference)
+
+        sums.tensors = list(sums.begun)
+        self._state.hold(before)
+        del before, roots, values, known  # donated memory must have no other owner
+        results = self._run(graph, inputs, seed_tensors)
+        for tensor, value in zip(escaped, results[len(returned) :], strict=True):
+            tensor.data = value
+        return graph.returned(results)
+
+    def _replay(self, graph: _Graph, inputs: list[Tensor], seeds: list[int]) -> Any:
+        if not self._state.held:
+            self._settle()
+            self._state.hold()
+        tensors: list[Any] = [None] * len(seeds)
+        for i in graph.seeds:
+            tensors[i] = self._seed(seeds[i])
+        return graph.returned(self._run(graph, inputs, tensors))
+
+    def _run(self, graph: _Graph, inputs: list[Tensor], seeds: list[Tensor]) -> list[Tensor]:
+        import torch_xla
+
+        state, sums = self._state, self._sums
+        picked = list(graph.pick([*state.values, *sums.tensors, *inputs, *seeds, *graph.constants]))
+        try:
+            out: list[Tensor] = torch_xla._XLAC._run_cached_graph(graph.hash, picked)
+        except BaseException:
+            state.lost = self._donate and bool(graph.changed)
+            raise
+        end = len(graph.changed)
+        if end == len(state.values):
+            state.values = out[:end]
+        else:
+            for i, value in zip(graph.changed, out, strict=False):
+                state.values[i] = value
+        sums.tensors = out[end : end + graph.summed]
+        return out[end + graph.summed :]
+
+    def _settle(self) -> None:
+        """Finish what the user's code has begun to do to the state: a graph takes only finished values."""
+        import torch_xla
+
+        if any(torch_xla._XLAC._check_tensor_need_materialization(self._state.tensors)):
+            launch(self._placement, "transfer")
+            report.count_wait("changed weights")
+            torch_xla._XLAC._xla_wait_device_ops([str(self._placement.device)])
+
+    def _seed(self, seed: int) -> Tensor:
+        import torch_xla
+
+        device = str(self._placement.device)
+        torch_xla._XLAC._xla_set_rng_seed(seed, device)
+        tensor: Tensor = torch_xla._XLAC._get_base_seed_as_tensor(device)
+        return tensor
+
+    def _obstacle(self, python: dict[str, Any], looked: int, where: str) -> str:
+        """Why the step just traced can't be replayed, or nothing."""
+        if where or report.looked_at() != looked:
+            return f"it reads a value from the device{where and f' at {where}'}"
+        after = self._python_state()
+        changed = sorted(name for name in python.keys() | after.keys() if python.get(name) != after.get(name))
+        if changed:
+            return f"its Python changes {changed[0]} (from {python.get(changed[0])!r} to {after.get(changed[0])!r})"
+        return ""
+
+    def _give_up(self, cause: str) -> None:
+        if self._jit_compile is True:
+            raise ReplayError(f"jit_compile=True, but the {self._role} step can't be replayed: {cause}")
+        self.traced_because = cause
+        self._graphs.clear()
+        self._proven.clear()
+        warnings.warn(
+            f"the {self._role} step is traced anew on every call, which is slow, because {cause}", stacklevel=2
+        )
+
+
+class _Watch(TorchFunctionMode):
+    """Notes where the code being traced first looks at a value on the device."""
+
+    _LOOKS = frozenset(
+        getattr(Tensor, name)
+        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__")
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self._LOOKS and not self.where and args[0].device.type == "xla":
+            self.where = _users_line()
+        return func(*args, **(kwargs or {}))
+
+
+def _users_line() -> str:
+    """The innermost line of the stack that is neither ours nor a library's, e.g. `train.py:12`."""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(ours) and f"{os.sep}site-packages{os.sep}" not in path:
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a library's code"
+
+
+def _pending_elsewhere(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors that a trace has left without a value in a place of the user's: an attribute, a list, a closure.
+
+    They become outputs of the graph. Left pending they would be computed from memory that the graph has reused.
+    """
+    import torch_xla
+
+    known = {id(root) for root in roots}
+    objects = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and id(o) not in known]
+    tensors = [t for t in objects if t.device.type == "xla"]
+    waiting = torch_xla._XLAC._check_tensor_need_materialization(tensors)
+    found = [tensor for tensor, is_waiting in zip(tensors, waiting, strict=True) if is_waiting]
+    return sorted(found, key=torch_xla._XLAC._xla_get_tensor_id)  # the order of their making
+
+
+def _recognise(
+    values: Sequence[Tensor], known: dict[str, list[Tensor]], seeds: Sequence[int]
+) -> tuple[list[tuple[str, int]], list[Tensor]]:
+    """Find out what each input of a graph is: by the identity of its memory, a seed by its value, else a constant."""
+    import torch_xla
+
+    handles = torch_xla._XLAC._get_tensors_handle
+    places = {
+        handle: (name, i)
+        for name, tensors in known.items()
+        if tensors and name != "seed"
+        for i, handle in enumerate(handles(tensors))
+    }
+    sources: list[tuple[str, int]] = []
+    constants: list[Tensor] = []
+    for value, handle in zip(values, handles(values) if values else [], strict=True):
+        place = places.get(handle)
+        if place is None and value.dtype is torch.int64 and value.dim() == 0:
+            number = int(_peek(value))
+            place = ("seed", seeds.index(number)) if number in seeds else None
+        if place is None:
+            place = ("constant", len(constants))
+            constants.append(value)
+        sources.append(place)
+    return sources, constants
+
+
+def _difference(earlier: _Graph, later: _Graph) -> str:
+    """In what two traces of one step differ, or nothing."""
+    if earlier.hash != later.hash:
+        return "two traces of it gave different graphs: its Python depends on something that changes"
+    if earlier.sources != later.sources or earlier.changed != later.changed or earlier.escaped != later.escaped:
+        return "two traces of it used different tensors"
+    for one, other in zip(earlier.constants, later.constants, strict=True):
+        if not torch.equal(_peek(one), _peek(other)):
+            return (
+                f"a number that its Python computes changed between two traces (from {_shown(one)} to {_shown(other)})"
+            )
+    return ""
+
+
+def _shown(constant: Tensor) -> str:
+    return f"{_peek(constant).item():.6g}" if constant.numel() == 1 else f"a tensor of shape {tuple(constant.shape)}"
+
+
+def _peek(constant: Tensor) -> Tensor:
+    """A constant of a graph on the host. It has long been there, so that this waits for no step."""
+    import torch_xla
+
+    value: Tensor = torch_xla._XLAC._xla_get_cpu_tensors([constant])[0]
+    return value

@@ -68,6 +68,14 @@ def count_wait(reason: str) -> None:
     _waits[reason] += 1
 
 
+def looked_at() -> int:
+    """How often anything has been executed or read back: a trace during which it rises was cut in two."""
+    import torch_xla.debug.metrics as metrics
+
+    names = ("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")
+    return sum(metrics.counter_value(name) or 0 for name in names)
+
+
 def _compiled() -> int:
     import torch_xla.debug.metrics as metrics
 

@@ -94,15 +94,32 @@ def move(tensors: Iterable[Tensor], placement: Placement, names: dict[int, str] 
     _refuse_shared_memory(moving, names)
     values = to_host(moving, "state") if placement.on_host else to_device(moving, placement, Layout.WHOLE)
     for tensor, value in zip(moving, values, strict=True):
-        twin = torch.Tensor._make_subclass(type(tensor), value, tensor.requires_grad)
         tensor.grad = None  # of the other device; a step computes its own
         try:
-            # torch.utils.swap_tensors would refuse a tensor that an output still refers to, and in a notebook every
-            # cell's result does. That old graph simply keeps the old values.
-            torch._C._swap_tensor_impl(tensor, twin)
+            exchange(tensor, value)
         except RuntimeError as error:
             name = names.get(id(tensor), "a tensor")
             raise PlacementError(f"{name} can't be moved to {placement.device}. PyTorch says: {error}") from error
+
+
+def exchange(tensor: Tensor, value: Tensor) -> Tensor:
+    """Give a tensor object another value, on any device; what refers to the object sees the new value.
+
+    Args:
+        tensor: The object. Its class, attributes and gradient hooks stay.
+        value: The value, of the same shape and dtype. It must not be used afterwards.
+
+    Returns:
+        A tensor with the old value.
+    """
+    twin = torch.Tensor._make_subclass(type(tensor), value, tensor.requires_grad)
+    # torch.utils.swap_tensors would refuse a tensor that an output still refers to, and in a notebook every cell's
+    # result does. That old graph simply keeps the old value.
+    torch._C._swap_tensor_impl(tensor, twin)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(tensor, hooks) is not None:
+            setattr(tensor, hooks, getattr(tensor, hooks))  # setting installs them on the new value
+    return twin
 
 
 def overwrite(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement) -> None:
@@ -152,3 +169,26 @@ def _join_shards(tensor: Tensor) -> Tensor:
     for (shard, _), (_, index) in zip(shards, places, strict=True):
         whole[tuple(index)] = shard[tuple(slice(0, i.stop - i.start) for i in index)]  # the rest of a shard is padding
     return whole
+
+
+class InFlight:
+    """Back-pressure: lets a few steps run ahead of the device, and waits for an older one when they are too many.
+
+    Args:
+        limit: How many steps may be under way, at least 2. Each keeps its batch in memory, and a signal waits for all.
+    """
+
+    def __init__(self, limit: int = 8) -> None:
+        self._half = limit // 2
+        self._started: list[Tensor] = []
+
+    def add(self, result: Tensor) -> None:
+        """Note a small result of the step just started. **This may wait** for one of half the limit's steps ago."""
+        self._started.append(result)
+        if len(self._started) >= 2 * self._half:
+            # Once in a while for several steps, rather than at each: a wait costs as much as a small step's call.
+            import torch_xla
+
+            report.count_wait("throttle")
+            torch_xla._XLAC._xla_get_cpu_tensors([self._started[self._half - 1]])
+            del self._started[: self._half]

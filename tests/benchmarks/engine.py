@@ -1,0 +1,304 @@
+"""What a training step costs with tpufit, and with what a user would pick instead.
+
+    python tests/benchmarks/engine.py [--quick] [--only NAME] [--rounds 3] [--out DIR]
+
+Each measured thing runs in a process of its own, one after the other, and all of them once a round. A complete run
+writes `results/engine.json` and `results/engine.png`; `--quick` and `--only` (a group or a part of a row's name) only
+print, unless `--out` says where to write. What the rows are: README.md in this folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+TIMEOUT = 600.0  # seconds for one process
+PACKAGES = ("torch", "torch_xla", "torchmetrics", "accelerate", "lightning", "keras", "jax", "jaxlib", "numpy")
+
+# Epochs (the first one warms up) and steps an epoch, complete and quick.
+SIZES = {"mlp": ((6, 300), (3, 50)), "convnet": ((4, 20), (3, 4)), "transformer": ((4, 20), (3, 4))}
+SIZES |= {"large": ((2, 4), (2, 2)), "mlp-8-cores": ((4, 100), (3, 20))}
+FIRST = (1, 6)
+
+TRACE = {"jit_compile": False}
+# What tpufit is held against, each compared within a round and then the median taken.
+RATIOS = [
+    ("tpufit", "hand", "ms_per_step"),
+    ("tpufit", "lightning", "ms_per_step"),
+    ("tpufit", "replay", "ms_per_step"),
+    ("tpufit", "keras", "ms_per_step"),
+    ("tpufit-10", "keras-10", "ms_per_step"),
+    ("tpufit-8", "hand-8", "ms_per_step"),
+    ("convnet-tpufit", "convnet-hand", "host_ms_per_step"),
+    ("transformer-tpufit", "transformer-hand", "host_ms_per_step"),
+    ("large-tpufit", "large-hand", "peak_mb"),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing to measure.
+
+    Attributes:
+        group: The table that it stands in.
+        name: What `--only` and the JSON call it.
+        label: What the tables and the plot call it.
+        contender: The function that runs it, in `contenders_torch.py` or `contender_keras.py`.
+        workload: Its name in `workloads.py`.
+        options: More for that function: `cores`, `compile`, `fit` or `donate`.
+        kind: `"epochs"`, or `"first"`: the time to the first step.
+    """
+
+    group: str
+    name: str
+    label: str
+    contender: str
+    workload: str
+    options: dict[str, Any] = field(default_factory=dict)
+    kind: str = "epochs"
+
+    def spec(self, quick: bool) -> dict[str, Any]:
+        epochs, steps = FIRST if self.kind == "first" else SIZES.get(self.group, SIZES[self.workload])[quick]
+        sizes = {"epochs": epochs, "steps": steps}
+        return {"contender": self.contender, "workload": self.workload, "kind": self.kind, **sizes, **self.options}
+
+
+def rows() -> list[Row]:
+    """Every row, in the order of the tables and of a round: what is compared stands close together."""
+
+    def mlp(name: str, label: str, contender: str, **options: Any) -> Row:
+        return Row("mlp-8-cores" if "cores" in options else "mlp", name, label, contender, "mlp", options)
+
+    found = [
+        mlp("eager", "PyTorch, eager on the CPU", "eager"),
+        mlp("accelerate", "Accelerate", "accelerate"),
+        mlp("lightning", "Lightning", "lightning"),
+        mlp("hand", "torch_xla, by hand", "hand"),
+        mlp("tpufit", "tpufit", "tpufit"),
+        mlp("replay", "bare replay", "bare_replay"),
+        mlp("keras", "Keras 3 on JAX", "keras_jax"),
+        mlp("tpufit-10", "tpufit, 10 steps per execution", "tpufit", compile={"steps_per_execution": 10}),
+        mlp("keras-10", "Keras 3 on JAX, 10 steps per execution", "keras_jax", compile={"steps_per_execution": 10}),
+        mlp("tpufit-arrays", "tpufit, shuffled arrays", "tpufit", fit={}),
+        mlp("tpufit-traced", "tpufit, jit_compile=False", "tpufit", compile=TRACE),
+        mlp("replay-donating", "bare replay, state donated", "bare_replay", donate=True),
+        mlp("hand-8", "torch_xla, by hand, 8 cores", "hand", cores=8),
+        mlp("tpufit-8", "tpufit, 8 cores", "tpufit", cores=8, fit={"shuffle": False}),
+        mlp("replay-8", "bare replay, 8 cores", "bare_replay", cores=8),
+    ]
+    for net in ("convnet", "transformer"):
+        found += [
+            Row(net, f"{net}-hand", "torch_xla, by hand", "hand", net),
+            Row(net, f"{net}-tpufit-traced", "tpufit, jit_compile=False", "tpufit", net, {"compile": TRACE}),
+            Row(net, f"{net}-tpufit", "tpufit", "tpufit", net),
+            Row(net, f"{net}-replay", "bare replay", "bare_replay", net),
+        ]
+    for net in ("mlp", "convnet", "transformer"):
+        for contender, label in (("hand", "torch_xla, by hand"), ("tpufit", "tpufit")):
+            found.append(Row("first-step", f"first-{net}-{contender}", f"{net}: {label}", contender, net, kind="first"))
+    for contender, label in (("hand", "torch_xla, by hand"), ("tpufit", "tpufit")):
+        found.append(Row("memory", f"large-{contender}", f"600 MB of state: {label}", contender, "large"))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one round of few steps: that it runs, not how fast")
+    parser.add_argument("--only", metavar="NAME", help="a group, or a part of a row's name")
+    parser.add_argument("--rounds", type=int, help="how often each row is measured (default 3; quick 1)")
+    parser.add_argument("--out", type=Path, help="where to write (default, for a complete run: results/)")
+    args = parser.parse_args()
+    chosen = [row for row in rows() if args.only is None or args.only == row.group or args.only in row.name]
+    if not chosen:
+        parser.error(f"no row is called {args.only!r}; there are {', '.join(row.name for row in rows())}")
+    if os.getloadavg()[0] > 0.5:
+        print(f"the machine is busy (load {os.getloadavg()[0]:.1f}): expect larger numbers", flush=True)
+    begun = time.monotonic()
+    report = {"date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "quick": args.quick}
+    report |= {"machine": machine(), "versions": versions()}
+    report |= measure(chosen, args.rounds or (1 if args.quick else 3), args.quick)
+    print_tables(report)
+    print(f"\n{time.monotonic() - begun:.0f} s")
+    complete = args.only is None and not args.quick
+    if args.out or complete:
+        write(report, args.out or HERE / "results")
+    if report["failed"]:
+        sys.exit(1)
+
+
+def measure(chosen: list[Row], rounds: int, quick: bool) -> dict[str, Any]:
+    """All rows once a round, so that whatever else the machine does meets all of them alike."""
+    results: dict[str, list[dict[str, Any]]] = {row.name: [] for row in chosen}
+    skipped: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    for number in range(1, rounds + 1):
+        for row in chosen:
+            if row.name in skipped:
+                continue
+            load = os.getloadavg()[0]
+            result = run(row.spec(quick))
+            for outcome, names, word in (("missing", skipped, "skipped"), ("failed", failed, "FAILED")):
+                if outcome in result:
+                    names[row.name] = result[outcome]
+                    print(f"{word} {row.name}: {result[outcome]}", flush=True)
+            if "peak_mb" not in result:
+                continue
+            results[row.name].append(result | {"load_before": round(load, 2)})
+            print(f"round {number}: {row.name}: {summary(result)}", flush=True)
+    measured = [
+        {
+            "group": row.group,
+            "name": row.name,
+            "label": row.label,
+            "spec": row.spec(quick),
+            "medians": medians(results[row.name]),
+            "rounds": results[row.name],
+        }
+        for row in chosen
+        if results[row.name]
+    ]
+    return {"rounds": rounds, "rows": measured, "ratios": ratios(results), "skipped": skipped, "failed": failed}
+
+
+def ratios(results: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """What `RATIOS` names, of the rows that were measured in every round."""
+    found = {}
+    for ours, other, key in RATIOS:
+        pairs = list(zip(results.get(ours, []), results.get(other, []), strict=False))
+        if pairs and len(results[ours]) == len(results[other]):
+            found[f"{ours} / {other}, {key}"] = round(statistics.median(a[key] / b[key] for a, b in pairs), 3)
+    return found
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """Measure in a new process. One that fails or hangs gives its last words, and the others go on."""
+    path = os.pathsep.join(
+        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    )  # the checkout, whatever is installed
+    environment = {**os.environ, "PYTHONPATH": path, "PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    environment.pop("CPU_NUM_DEVICES", None)
+    command = [sys.executable, str(HERE / "worker.py"), json.dumps(spec)]
+    # In a folder of its own, for Lightning leaves files where it runs.
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "out").open("w+") as out:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | str = process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            code = f"none after {TIMEOUT:.0f} s"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        if code != 0 and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        lines = out.read().strip().splitlines()
+    for line in reversed(lines):  # the very last may be a warning at exit
+        if code == 0 and line.startswith("{"):
+            return json.loads(line)
+    return {"failed": f"exit code {code}: {lines[-1] if lines else 'no output'}"}
+
+
+def medians(results: list[dict[str, Any]]) -> dict[str, float]:
+    """The median over the rounds of each number; a round's own is the median of its epochs."""
+    numbers = [key for key, value in results[0].items() if isinstance(value, (int, float))] if results else []
+    return {key: round(statistics.median(result[key] for result in results), 6) for key in numbers}
+
+
+def summary(result: dict[str, Any]) -> str:
+    """One process's result in a few words."""
+    if "first_step_s" in result:
+        return f"first step {result['first_step_s']:.2f} s, fifth {result['fifth_step_s']:.2f} s"
+    if "ms_per_step" in result:
+        return f"{result['ms_per_step']:.3f} ms a step (host {result['host_ms_per_step']:.3f})"
+    return f"{result['peak_mb']:.0f} MB"
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """A Markdown table for each group, of the medians."""
+    columns = {
+        "ms_per_step": ("ms per step", "{:.3f}"),
+        "host_ms_per_step": ("of it host CPU", "{:.3f}"),
+        "first_step_s": ("s to the end of step 1", "{:.2f}"),
+        "fifth_step_s": ("of step 5", "{:.2f}"),
+        "graphs": ("graphs compiled", "{:.0f}"),
+        "peak_mb": ("peak MB", "{:.0f}"),
+        "loss": ("last epoch's loss", "{:.5f}"),
+    }
+    for group in dict.fromkeys(row["group"] for row in report["rows"]):
+        members = [row for row in report["rows"] if row["group"] == group]
+        shown = [key for key in columns if any(key in row["medians"] for row in members)]
+        print(f"\n| {group} | " + " | ".join(columns[key][0] for key in shown) + " |")
+        print("| --- |" + " ---: |" * len(shown))
+        for row in members:
+            cells = [columns[key][1].format(row["medians"][key]) if key in row["medians"] else "" for key in shown]
+            print(f"| {row['label']} | " + " | ".join(cells) + " |")
+    print()
+    for name, ratio in report["ratios"].items():
+        print(f"{name}: {ratio}")
+    for word in ("skipped", "failed"):
+        for name, reason in report[word].items():
+            print(f"{word} {name}: {reason}")
+
+
+def machine() -> dict[str, Any]:
+    """What this ran on; nothing that identifies the machine."""
+    processors = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in processors if line.startswith("model name")), "unknown")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": "XLA:CPU",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of every package that takes part, and tpufit's commit."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    try:
+        describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+        found["tpufit"] = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        found["tpufit"] = "unknown"
+    return found
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    """The numbers, and the plot if matplotlib is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "engine.json").write_text(json.dumps(report, indent=1) + "\n")
+    try:
+        import plot
+    except ModuleNotFoundError as error:
+        print(f"no plot: {error}")
+    else:
+        plot.draw(report, folder / "engine.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,485 @@
+"""The feed: batches in order, each once; errors at their place; no thread left behind, however it ends."""
+
+import gc
+import signal
+import threading
+import time
+import traceback
+import weakref
+from contextlib import contextmanager
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpufit.data import feed as feed_module
+from tpufit.data.feed import Feed
+from tpufit.errors import ArgumentError
+
+SOON = 10.0  # seconds that something may take which takes a few milliseconds
+
+
+@pytest.fixture(autouse=True)
+def _no_test_hangs():
+    def give_up(*_):
+        raise TimeoutError("the test was still running after 60 s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left(_no_test_hangs):
+    yield
+    assert becomes(lambda: not feed_threads())
+
+
+def feed_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "tpufit-feed"]
+
+
+def becomes(condition):
+    deadline = time.monotonic() + SOON
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
+def same(batch):
+    return batch
+
+
+class Source:
+    """Numbers without end; it counts how many were read, and knows in which thread its generator was closed."""
+
+    def __init__(self):
+        self.read = 0
+        self.closed_in = None
+
+    def __iter__(self):
+        try:
+            for self.read in count(1):
+                yield self.read - 1
+        finally:
+            self.closed_in = threading.current_thread().name
+
+
+class Gate:
+    """A source that gives one batch, then waits until it is let go."""
+
+    def __init__(self):
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __iter__(self):
+        yield 0
+        self.reached.set()
+        self.go.wait(SOON)
+        yield 1
+
+
+@given(length=st.integers(0, 60), depth=st.integers(1, 70), generator=st.booleans())
+def test_every_batch_once_and_in_order(length, depth, generator):
+    batches = (i for i in range(length)) if generator else range(length)
+    feed = Feed(batches, lambda batch: (batch, threading.current_thread().name), depth)
+    assert list(feed) == [(i, "tpufit-feed") for i in range(length)]
+    assert list(feed) == []
+    assert not feed_threads()  # the end was waited for
+
+
+@given(good=st.integers(0, 10), depth=st.integers(1, 12), in_prepare=st.booleans())
+def test_an_error_comes_after_all_batches_before_it(good, depth, in_prepare):
+    error = KeyError("a bad row")
+
+    def batches():
+        yield from range(good)
+        if not in_prepare:
+            raise error
+        yield "bad"
+
+    def prepare(batch):
+        if batch == "bad":
+            raise error
+        return batch
+
+    feed, got = Feed(batches(), prepare, depth), []
+    with pytest.raises(KeyError) as caught:
+        for batch in feed:
+            got.append(batch)
+    assert caught.value is error
+    assert got == list(range(good))
+    assert list(feed) == []
+    assert not feed_threads()
+
+
+def test_an_error_shows_the_line_of_the_users_code():
+    def users_data():
+        yield 1
+        raise ValueError("a bad row")  # this line
+
+    with Feed(users_data(), same) as feed, pytest.raises(ValueError) as caught:
+        list(feed)
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (last.filename, last.name, last.line) == (
+        __file__,
+        "users_data",
+        'raise ValueError("a bad row")  # this line',
+    )
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, KeyboardInterrupt])
+def test_what_is_no_exception_comes_through_too(kind):
+    def prepare(batch):
+        raise kind("from the thread")
+
+    with Feed([1], prepare) as feed, pytest.raises(kind, match="from the thread"):
+        next(feed)
+
+
+def test_data_that_cannot_be_iterated():
+    with Feed(5, same) as feed, pytest.raises(TypeError, match="not iterable"):
+        next(feed)
+
+
+def test_stop_iteration_in_prepare_does_not_end_the_epoch_in_silence():
+    with Feed([1, 2], lambda batch: next(iter(()))) as feed, pytest.raises(RuntimeError, match="prepare raised Stop"):
+        list(feed)
+
+
+def test_an_error_keeps_neither_the_data_nor_the_feed():
+    class Data:
+        def __iter__(self):
+            return map(lambda row, _: row, range(3), [self] * 3)
+
+    def prepare(batch):
+        raise ValueError("a bad row")
+
+    data = Data()
+    feed = Feed(data, prepare)
+    data_gone, feed_gone = weakref.ref(data), weakref.ref(feed)
+    gc.disable()  # nor in a cycle, which would be found too late
+    try:
+        try:
+            next(feed)
+        except ValueError as error:
+            kept = error  # as a notebook does, with all frames of the traceback
+        del data
+        assert data_gone() is None
+        del feed, kept
+        assert feed_gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("depth", [0, -1, True, 1.5, None])
+def test_a_depth_must_be_a_number_of_batches(depth):
+    with pytest.raises(ArgumentError, match="depth must be a whole number"):
+        Feed([], same, depth)
+
+
+# Reading ahead
+
+
+@given(depth=st.integers(1, 5), taken=st.integers(0, 8))
+def test_no_more_than_the_depth_is_read_ahead(depth, taken):
+    source = Source()
+    with Feed(source, same, depth) as feed:
+        for _ in range(taken):
+            next(feed)
+        assert becomes(lambda: source.read == taken + depth)
+        time.sleep(0.002)
+        assert source.read == taken + depth
+
+
+def test_a_batch_is_not_kept_after_it_was_given():
+    class Batch:
+        pass
+
+    with Feed((Batch() for _ in range(9)), same, depth=1) as feed:
+        for _ in range(3):
+            batch = weakref.ref(next(feed))
+            assert becomes(lambda batch=batch: batch() is None)
+
+
+def test_seconds_waited():
+    def slow():
+        for i in range(3):
+            time.sleep(0.05)
+            yield i
+
+    with Feed(slow(), same) as feed:
+        list(feed)
+        assert 0.1 < feed.seconds_waited < SOON
+    with Feed(range(3), same, depth=3) as feed:
+        assert becomes(lambda: feed._lane.ready.qsize() == 3)
+        next(feed), next(feed), next(feed)
+        assert feed.seconds_waited == 0
+
+
+# Ending
+
+
+@given(taken=st.integers(0, 5), depth=st.integers(1, 3))
+def test_close_in_the_middle(taken, depth):
+    source = Source()
+    feed = Feed(iter(source), same, depth)
+    for _ in range(taken):
+        next(feed)
+    feed.close()
+    read = source.read
+    assert read <= taken + depth
+    assert not feed_threads()
+    assert list(feed) == []
+    feed.close()
+    assert source.read == read
+    # A generator that was not started has nothing to finish.
+    assert source.closed_in == ("tpufit-feed" if read else None)
+
+
+def test_only_a_generator_is_closed():
+    class File:
+        def __iter__(self):
+            return iter(range(3))
+
+        def close(self):
+            pytest.fail("it is the user's")
+
+    assert list(Feed(File(), same)) == [0, 1, 2]
+
+
+def test_a_with_block_left_by_an_error_stops_the_thread():
+    source = Source()
+    with pytest.raises(ZeroDivisionError), Feed(iter(source), same) as feed:
+        next(feed)
+        1 / 0  # noqa: B018
+    assert not feed_threads()
+    assert source.closed_in == "tpufit-feed"
+
+
+def test_a_dropped_feed_ends_its_thread():
+    source = Source()
+    feed = Feed(iter(source), same)
+    gone = weakref.ref(feed)
+    next(feed)
+    del feed
+    assert gone() is None
+    assert becomes(lambda: not feed_threads())
+    assert source.closed_in == "tpufit-feed"
+
+
+def test_a_feed_dropped_in_a_cycle_ends_its_thread():
+    class Loop:
+        def __init__(self):
+            self.feed, self.myself = Feed(count(), same), self
+
+    loop = Loop()
+    next(loop.feed)
+    del loop
+    gc.collect()
+    assert becomes(lambda: not feed_threads())
+
+
+def test_close_while_the_data_block(monkeypatch):
+    monkeypatch.setattr(feed_module, "_PATIENCE", 0.05)
+    gate, prepared = Gate(), []
+    feed = Feed(gate, prepared.append)
+    next(feed)
+    assert gate.reached.wait(SOON)
+    feed.close()  # gives up waiting
+    assert feed_threads()
+    gate.go.set()
+    assert becomes(lambda: not feed_threads())
+    assert prepared == [0]  # what came after close was not prepared
+
+
+# Pausing
+
+
+@contextmanager
+def recording():
+    """A `prepare` that notes when it runs while it must not."""
+    paused, wrong = threading.Event(), []
+
+    def prepare(batch):
+        for _ in range(3):
+            wrong.extend([batch] if paused.is_set() else [])
+            time.sleep(0.0005)
+        return batch
+
+    yield prepare, paused
+    assert wrong == []
+
+
+def test_nothing_is_prepared_in_a_pause_and_all_of_it_after():
+    with recording() as (prepare, paused), Feed(range(60), prepare, depth=4) as feed:
+        got = []
+        for batch in feed:
+            got.append(batch)
+            if batch % 5 == 0:
+                with feed.paused():
+                    paused.set()
+                    time.sleep(0.005)
+                    paused.clear()
+    assert got == list(range(60))
+
+
+def test_what_is_ready_can_be_had_in_a_pause():
+    with Feed(range(10), same, depth=3) as feed:
+        assert becomes(lambda: feed._lane.ready.qsize() == 3)
+        with feed.paused():
+            assert [next(feed) for _ in range(3)] == [0, 1, 2]
+            with pytest.raises(RuntimeError, match="no batch is ready and the feed is paused"):
+                next(feed)
+        assert list(feed) == list(range(3, 10))
+
+
+def test_the_end_can_be_had_in_a_pause():
+    with Feed(range(2), same, depth=5) as feed:
+        assert becomes(lambda: feed._lane.ready.qsize() == 3)
+        with feed.paused():
+            assert list(feed) == [0, 1]
+
+
+def test_close_in_a_pause_does_not_wait():
+    prepared = []
+    feed = Feed(count(), prepared.append, depth=1)
+    next(feed)
+    began = time.monotonic()
+    with feed.paused():
+        before = len(prepared)
+        feed.close()
+    assert time.monotonic() - began < feed_module._PATIENCE
+    assert becomes(lambda: not feed_threads())
+    assert len(prepared) == before
+
+
+# Processes
+
+
+def test_ctrl_c_ends_a_wait_at_once(run_python):
+    result = run_python(
+        """
+        import os, signal, threading, time
+        from tpufit.data.feed import Feed
+
+        go = threading.Event()
+        def data():
+            go.wait(60)
+            yield "the batch"
+
+        feed = Feed(data(), str)
+        def press():
+            time.sleep(0.5)
+            pressed.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+        pressed = []
+        threading.Thread(target=press).start()
+        try:
+            next(feed)
+        except KeyboardInterrupt:
+            took = time.monotonic() - pressed[0]
+        print(took < 1 and feed.seconds_waited > 0.3)
+        go.set()
+        print(list(feed))  # nothing was lost
+        """,
+        timeout=60,
+    )
+    assert (result.stdout.split("\n"), result.returncode) == (["True", "['the batch']", ""], 0), result.stderr
+
+
+def test_the_interpreter_exits_while_the_data_block_for_ever(run_python):
+    result = run_python(
+        """
+        import threading
+        from tpufit.data.feed import Feed
+
+        def data():
+            yield 1
+            threading.Event().wait()
+
+        open, dropped, closed = feeds = [Feed(data(), str) for _ in range(3)]
+        print(*map(next, feeds))
+        closed.close()
+        del dropped, feeds
+        print([thread.name for thread in threading.enumerate()].count("tpufit-feed"))
+        """,
+        timeout=60,
+    )
+    assert (result.stdout, result.returncode) == ("1 1 1\n3\n", 0), result.stderr
+
+
+def test_the_interpreter_exits_while_the_thread_is_inside_torch(run_python):
+    # Without waiting for the thread: "terminate called without an active exception", and exit code 134.
+    result = run_python(
+        """
+        import itertools, torch
+        from tpufit.data.feed import Feed
+
+        square = torch.randn(700, 700)
+        feed = Feed(itertools.count(), lambda batch: (square @ square).sum(), depth=10**6)
+        next(feed)
+        """,
+        timeout=60,
+    )
+    assert (result.stdout, result.returncode) == ("", 0), result.stderr
+
+
+def test_a_fork_changes_nothing(run_python):
+    result = run_python(
+        """
+        import os, time, warnings
+        from tpufit.data.feed import Feed
+
+        warnings.simplefilter("ignore", DeprecationWarning)  # since Python 3.12: a fork of a process with threads
+        feed = Feed(range(5), int)
+        got = [next(feed)]
+        while feed._lane.ready.qsize() < 2:
+            time.sleep(0.001)
+        child = os.fork()
+        if not child:
+            try:
+                while True:
+                    next(feed)
+            except RuntimeError as error:
+                right = "another process" in str(error)
+            feed.close()
+            os._exit(7 if right else 1)
+        got += feed
+        print(got, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """,
+        timeout=60,
+    )
+    assert (result.stdout, result.returncode) == ("[0, 1, 2, 3, 4] 7\n", 0), result.stderr
+
+
+def test_a_loader_whose_workers_are_forked_from_the_thread(run_python):
+    result = run_python(
+        """
+        import torch, warnings
+        from torch.utils.data import DataLoader, Dataset
+        from tpufit.data.feed import Feed
+
+        warnings.simplefilter("ignore", DeprecationWarning)
+        class Rows(Dataset):
+            def __len__(self):
+                return 7
+            def __getitem__(self, i):
+                if i == 6:
+                    raise ValueError("row 6 is bad")
+                return i
+
+        with Feed(DataLoader(Rows(), batch_size=2, num_workers=1), torch.Tensor.tolist) as feed:
+            try:
+                for batch in feed:
+                    print(batch)
+            except ValueError as error:
+                print("row 6 is bad" in str(error), "__getitem__" in str(error))
+        """,
+        timeout=120,
+    )
+    assert result.stdout.splitlines() == ["[0, 1]", "[2, 3]", "[4, 5]", "True True"], result.stderr
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,431 @@
+"""Replaying a step gives what tracing it gives, to the bit; what can't be replayed is traced, and says so."""
+
+import copy
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tpufit
+from tpufit import runtime
+from tpufit.callbacks import Callback
+from tpufit.errors import ReplayError, StateLostError
+
+pytestmark = pytest.mark.cores(1, 8, timeout=600)
+
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(261, 12)).astype("float32")
+Y = GENERATOR.integers(0, 4, 261)
+
+
+class Net(nn.Module):
+    def __init__(self, extra=None):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(8 * 12, 4)
+        self.extra = extra
+
+    def forward(self, x):
+        h = F.relu(self.norm(self.conv(x[:, None])))
+        if self.extra is not None:
+            h = self.extra(self, h)
+        return self.head(self.drop(h).flatten(1))
+
+
+class Decay(Callback):
+    """Another rate at every step, without looking at the weights."""
+
+    reads_weights = False
+
+    def __init__(self, by=0.97):
+        self.by = by
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.optimizer.param_groups[0]["lr"] *= self.by
+
+
+def train(cores, *, extra=None, callbacks=(), epochs=6, rows=32, optimizer=None, model=tpufit.Model, **compiling):
+    """Train on 261 rows, 32 at a time: 8 even steps and one of 5 rows, an epoch. Returns all that training leaves."""
+    torch.manual_seed(0)
+    net = Net(extra)
+    torch.manual_seed(1)
+    trained = model(net)
+    make = optimizer or (lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.01))
+    trained.compile(make, "cross_entropy", ["accuracy"], scale_lr=None, **compiling)
+    before = runtime.counts()
+    history = trained.fit(
+        X, Y, rows // cores, epochs, verbose=0, callbacks=list(callbacks), validation_data=(X[:50], Y[:50]), cores=cores
+    )
+    counts = runtime.counts() - before
+    state = dict(trained.state_dict())
+    moments = [v for s in trained.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    state |= {f"optimizer {i}": v for i, v in enumerate(runtime.to_host(moments, "test"))}
+    return trained, history.history, state, counts
+
+
+def why_traced(model, role="train"):
+    return model._programs[role][0].traced_because
+
+
+def assert_equal(one, other):
+    _, history_one, state_one, _ = one
+    _, history_other, state_other, _ = other
+    assert history_one == history_other
+    assert state_one.keys() == state_other.keys()
+    for name, value in state_one.items():
+        assert torch.equal(value, state_other[name]), name
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [None, lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True), lambda p: torch.optim.RMSprop(p, 1e-3)],
+    ids=["adamw", "sgd", "rmsprop"],
+)
+def test_54_steps_replayed_equal_54_traced_to_the_bit(cores, optimizer):
+    replayed = train(cores, callbacks=[Decay()], optimizer=optimizer, jit_compile=True)
+    traced = train(cores, callbacks=[Decay()], optimizer=optimizer, jit_compile=False)
+    assert_equal(replayed, traced)
+    assert not why_traced(replayed[0]) and why_traced(traced[0])
+    assert replayed[3].graphs == {"train": 2, "eval": 2}  # one for each shape of a batch
+    assert replayed[3].host_reads == 0 and not replayed[3].fallbacks
+
+
+def test_a_replayed_step_runs_none_of_its_python(cores):
+    calls = []
+
+    class Counting(tpufit.Model):
+        def train_step(self, batch):
+            calls.append(1)
+            return super().train_step(batch)
+
+    train(cores, model=Counting, epochs=10)
+    assert len(calls) == 4  # two for each shape
+
+
+@pytest.mark.parametrize("k", [3, 10])
+def test_several_steps_in_one_graph_are_the_same_steps(cores, k):
+    class PerEpoch(Callback):
+        reads_weights = False
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.optimizer.param_groups[0]["lr"] *= 0.8
+
+    def run(k):
+        return train(cores, rows=16, epochs=3, callbacks=[PerEpoch()], steps_per_execution=k, jit_compile=True)
+
+    one, several = run(1), run(k)
+    assert_equal(one, several)  # 16 steps and a tail: groups of k, and the rest one by one
+    assert several[3].graphs["train"] == 3  # k steps, one step, the tail
+
+
+def test_hooks_of_batches_come_once_for_k_steps(cores):
+    class Hooks(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen.append(("begin", batch))
+
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(("end", batch))
+
+    seen = []
+    train(cores, rows=64, epochs=1, steps_per_execution=2, callbacks=[Hooks()])
+    assert seen == [("begin", 0), ("end", 1), ("begin", 2), ("end", 3), ("begin", 4), ("end", 4)]
+
+
+def test_modules_that_build_a_cache_in_their_first_forward(cores):
+    def cached(net, h):
+        if not hasattr(net, "scale"):
+            net.scale = torch.linspace(0.5, 1.5, 12).to(h.device)
+        return h * net.scale
+
+    replayed, traced = train(cores, extra=cached), train(cores, extra=cached, jit_compile=False)
+    assert_equal(replayed, traced)
+    assert not why_traced(replayed[0])
+    assert torch.equal(replayed[0].module.scale.cpu(), torch.linspace(0.5, 1.5, 12))
+
+
+def test_modules_that_store_what_they_computed(cores):
+    def storing(net, h):
+        net.last = h
+        net.everything.append(h.mean())
+        return h
+
+    Net.everything = []
+    replayed = train(cores, extra=storing, epochs=3)
+    assert not why_traced(replayed[0])
+    last = replayed[0].module.last
+    assert last.shape[1:] == (8, 12) and torch.isfinite(last.cpu()).all()  # of the last time that it was traced
+    assert all(torch.isfinite(value.cpu()) for value in Net.everything)
+    Net.everything = []
+    assert_equal(replayed, train(cores, extra=storing, epochs=3, jit_compile=False))
+
+
+def test_the_users_own_pending_work_survives(cores):
+    trained, *_ = train(cores, epochs=1)
+    mine = trained.module.head.bias.detach() * 0 + 3  # computed by nobody yet
+    later = mine.exp()
+    trained.fit(X, Y, 32 // cores, 2, verbose=0)
+    trained.evaluate(X, Y, verbose=0)
+    assert mine.cpu().tolist() == [3.0] * 4
+    torch.testing.assert_close(later.cpu(), torch.full((4,), 3.0).exp())
+
+
+@pytest.mark.parametrize(
+    ("extra", "cause"),
+    [
+        (lambda net, h: h * random.random(), "a number that its Python computes changed between two traces"),
+        (lambda net, h: h * float(h.abs().mean() > 0), r"reads a value from the device at test_graph\.py:\d+"),
+        (lambda net, h: h if h.mean() > 100 else h + 1, r"reads a value from the device at test_graph\.py:\d+"),
+    ],
+    ids=["random", "float", "if"],
+)
+def test_what_cannot_be_replayed_is_traced_and_says_why(cores, extra, cause):
+    random.seed(0)
+    with pytest.warns(
+        UserWarning, match=f"the train step is traced anew on every call, which is slow, because.*{cause}"
+    ):
+        traced, history, _, _ = train(cores, extra=extra, epochs=2)
+    assert why_traced(traced) and np.isfinite(history["loss"]).all()
+    with pytest.raises(ReplayError, match=f"the train step can't be replayed: .*{cause}"):
+        train(cores, extra=extra, epochs=2, jit_compile=True)
+
+
+@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+@pytest.mark.filterwarnings("ignore:the eval step is traced anew")
+def test_python_that_counts_is_found_out(cores):
+    """Two traces of it can be equal, and the third another: only its changing attribute tells."""
+
+    def counting(net, h):
+        net.calls = getattr(net, "calls", 0) + 1
+        return h * 2 if net.calls % 10 == 0 else h
+
+    replayed, traced = train(cores, extra=counting), train(cores, extra=counting, jit_compile=False)
+    assert "its Python changes Net.calls" in why_traced(replayed[0])
+    assert_equal(replayed, traced)
+
+
+@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+def test_a_rate_read_by_the_steps_own_python_is_found_out(cores):
+    class Penalised(tpufit.Model):
+        def train_step(self, batch):
+            x, y = batch
+            y_pred = self(x)
+            loss = self.compute_loss(x, y, y_pred) * self.optimizer.param_groups[0]["lr"]
+            self.apply_gradients(loss)
+            return {"loss": loss}
+
+    replayed = train(cores, model=Penalised, callbacks=[Decay()])
+    assert_equal(replayed, train(cores, model=Penalised, callbacks=[Decay()], jit_compile=False))
+    assert why_traced(replayed[0])
+
+
+class Change(Callback):
+    """Does something to the model in the middle of training."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 3:
+            self.what(self.model)
+
+
+def freeze(model):
+    model.module.conv.requires_grad_(False)
+
+
+def momentum(model):
+    model.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+
+
+def halve(model):
+    with torch.no_grad():
+        model.module.head.weight.mul_(0.5)
+
+
+def average(model):
+    model.module.norm.momentum = 0.3
+
+
+@pytest.mark.parametrize("what", [freeze, momentum, halve, average])
+def test_changes_by_a_callback_take_effect(cores, what):
+    replayed = train(cores, callbacks=[Change(what)], jit_compile=True)
+    traced = train(cores, callbacks=[Change(what)], jit_compile=False)
+    assert_equal(replayed, traced)
+    with pytest.raises(AssertionError):
+        assert_equal(replayed, train(cores))  # it did change something
+
+
+def test_the_module_may_leave_parts_in_eval_mode(cores):
+    class Frozen(Net):
+        def train(self, mode=True):
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+    model = tpufit.Model(Frozen())
+    model.compile("sgd", "cross_entropy")
+    model.fit(X, Y, 32 // cores, 2, verbose=0, cores=cores)
+    assert model.state_dict()["norm.num_batches_tracked"] == 0
+
+
+def test_weights_read_in_a_hook_are_current(cores):
+    class Reader(Callback):
+        def __init__(self, net):
+            self.net = net
+
+        def on_train_batch_end(self, batch, logs=None):
+            mine, theirs = self.net().head.weight, self.model.module.head.weight
+            assert mine is theirs
+            seen.append(mine.detach().cpu().clone())
+
+    seen = []
+    reader = Reader(lambda: reader.model.module)
+    watched = train(cores, epochs=2, callbacks=[reader])
+    assert len({value.sum().item() for value in seen}) == 18
+    assert torch.equal(seen[-1], watched[2]["head.weight"])
+    seen_replayed, seen = seen, []
+    assert_equal(watched, train(cores, epochs=2, callbacks=[reader], jit_compile=False))
+    assert all(torch.equal(a, b) for a, b in zip(seen_replayed, seen, strict=True))
+    assert_equal(watched, train(cores, epochs=2))  # looking changes nothing
+
+
+def test_a_read_from_another_thread_is_a_value_or_an_exception(cores):
+    """Never the end of the process: this one goes on."""
+
+    class Go(Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, batch, logs=None):
+            go.set()
+
+    torch.manual_seed(0)
+    net, go, answers = Net(), threading.Event(), []
+    model = tpufit.Model(net)
+    model.compile("adamw", "cross_entropy")
+
+    def look():
+        go.wait(60)
+        while training.is_set():
+            for read in (
+                lambda: net.head.weight.detach().cpu().sum().item(),
+                lambda: repr(net.conv.bias),
+                lambda: net.state_dict(),
+            ):
+                try:
+                    answers.append(read())
+                except Exception as error:
+                    answers.append(error)
+
+    training = threading.Event()
+    training.set()
+    thread = threading.Thread(target=look)
+    thread.start()
+    model.fit(X, Y, 8 // cores, 20, verbose=0, cores=cores, callbacks=Go())
+    training.clear()
+    thread.join(60)
+    assert answers and np.isfinite(model.evaluate(X, Y, verbose=0))
+
+
+def test_parameters_keep_their_hooks(cores):
+    def doubled(hook):
+        torch.manual_seed(0)
+        net = nn.Linear(12, 4)
+        if hook:
+            net.weight.register_hook(lambda gradient: gradient * 2)
+        model = tpufit.Model(net)
+        model.compile(lambda p: torch.optim.SGD(p, 0.1), "cross_entropy", scale_lr=None)
+        model.fit(X, Y, 32 // cores, 3, verbose=0, shuffle=False, cores=cores)
+        return model.state_dict()["weight"]
+
+    torch.manual_seed(0)
+    plain = nn.Linear(12, 4)
+    optimizer = torch.optim.SGD([{"params": [plain.weight], "lr": 0.2}, {"params": [plain.bias], "lr": 0.1}])
+    for _ in range(3):
+        for i in range(0, 261, 32):
+            optimizer.zero_grad()
+            F.cross_entropy(plain(torch.from_numpy(X[i : i + 32])), torch.from_numpy(Y[i : i + 32])).backward()
+            optimizer.step()
+    torch.testing.assert_close(doubled(True), plain.weight.detach(), atol=1e-5, rtol=0)
+    assert not torch.equal(doubled(True), doubled(False))
+
+
+def test_state_dies_with_a_step_that_fails_and_fit_says_so(cores, tmp_path, monkeypatch):
+    import torch_xla
+
+    trained, *_ = train(cores, epochs=2)
+    trained.save_weights(tmp_path / "good.safetensors")
+    real, calls = torch_xla._XLAC._run_cached_graph, []
+
+    def fail(graph, inputs):
+        calls.append(1)
+        if len(calls) == 5:
+            real(graph, inputs)  # it consumes its inputs, as a device does that runs out of memory in the middle
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1099511627776 bytes")
+        return real(graph, inputs)
+
+    monkeypatch.setattr(torch_xla._XLAC, "_run_cached_graph", fail)
+    with pytest.raises(StateLostError, match=r"step \d+ failed.*good\.safetensors.*RESOURCE_EXHAUSTED") as error:
+        trained.fit(X, Y, 32 // cores, 2, verbose=0)
+    assert "Out of memory" in str(error.value.__cause__)
+    with pytest.raises(StateLostError):
+        trained.save_weights(tmp_path / "bad.safetensors")
+    assert not (tmp_path / "bad.safetensors").exists()
+    fresh = tpufit.Model(Net())
+    fresh.load_weights(tmp_path / "good.safetensors")
+    fresh.compile("adamw", "cross_entropy")
+    assert np.isfinite(fresh.fit(X, Y, 32 // cores, 2, verbose=0).history["loss"]).all()  # in the same process
+
+
+def test_run_eagerly_runs_python_on_the_host(cores):
+    seen = []
+
+    def looking(net, h):
+        seen.append((h.device.type, h.mean().item()))
+        return h
+
+    eager = train(cores, extra=looking, epochs=2, run_eagerly=True)
+    assert len(seen) == 2 * (9 + 2) and {device for device, _ in seen} == {"cpu"}
+    assert eager[3].graphs == {} and not eager[3].waits
+    compiled = train(cores, epochs=2)
+    for name, value in compiled[2].items():
+        if not name.startswith("optimizer") and name != "conv.bias":  # before a batch norm its gradient is rounding
+            torch.testing.assert_close(eager[2][name].to(value.dtype), value, atol=0.02, rtol=0.02)
+
+
+def test_custom_steps_are_replayed(cores):
+    class Twice(tpufit.Model):
+        def train_step(self, batch):
+            x, y = batch
+            for _ in range(2):
+                loss = self.compute_loss(x, y, self(x + 0.1 * torch.randn_like(x)))
+                self.apply_gradients(loss)
+            return {"loss": loss, "norm": sum(p.detach().square().sum() for p in self.module.parameters()).sqrt()}
+
+    replayed = train(cores, model=Twice, jit_compile=True)
+    assert_equal(replayed, train(cores, model=Twice, jit_compile=False))
+    assert set(replayed[1]) == {"loss", "norm", "val_loss", "val_accuracy"}
+
+
+def test_an_error_in_the_step_leaves_the_model_usable(cores):
+    def sometimes(net, h):
+        if fail:
+            raise ValueError("in the middle of a step")
+        return h
+
+    fail = False
+    trained, *_ = train(cores, extra=sometimes, epochs=1)
+    fail = True
+    with pytest.raises(ValueError, match="in the middle of a step"):
+        trained.fit(X[:100], Y[:100], 64 // cores, 1, verbose=0)  # a new shape, and so a new trace
+    fail = False
+    assert np.isfinite(trained.fit(X, Y, 32 // cores, 1, verbose=0).history["loss"]).all()
+
+
+def test_deep_copies_of_a_trained_module_are_ordinary(cores):
+    trained, *_ = train(cores, epochs=1)
+    twin = copy.deepcopy(trained.to_cpu())
+    assert torch.isfinite(twin(torch.from_numpy(X[:4]))).all()
