@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpufit.data import feed as feed_module
@@ -81,6 +81,7 @@ class Gate:
         yield 1
 
 
+@settings(deadline=None)  # a busy machine delays threads
 @given(length=st.integers(0, 60), depth=st.integers(1, 70), generator=st.booleans())
 def test_every_batch_once_and_in_order(length, depth, generator):
     batches = (i for i in range(length)) if generator else range(length)
@@ -90,6 +91,7 @@ def test_every_batch_once_and_in_order(length, depth, generator):
     assert not feed_threads()  # the end was waited for
 
 
+@settings(deadline=None)  # a busy machine delays threads
 @given(good=st.integers(0, 10), depth=st.integers(1, 12), in_prepare=st.booleans())
 def test_an_error_comes_after_all_batches_before_it(good, depth, in_prepare):
     error = KeyError("a bad row")
@@ -184,6 +186,7 @@ def test_a_depth_must_be_a_number_of_batches(depth):
 # Reading ahead
 
 
+@settings(deadline=None)  # a busy machine delays threads
 @given(depth=st.integers(1, 5), taken=st.integers(0, 8))
 def test_no_more_than_the_depth_is_read_ahead(depth, taken):
     source = Source()
@@ -195,14 +198,23 @@ def test_no_more_than_the_depth_is_read_ahead(depth, taken):
         assert source.read == taken + depth
 
 
-def test_a_batch_is_not_kept_after_it_was_given():
+def test_no_batch_is_kept_longer_than_it_is_needed():
     class Batch:
         pass
 
-    with Feed((Batch() for _ in range(9)), same, depth=1) as feed:
-        for _ in range(3):
-            batch = weakref.ref(next(feed))
-            assert becomes(lambda batch=batch: batch() is None)
+    raw, prepared = [], []
+
+    def prepare(batch):
+        raw.append(weakref.ref(batch))
+        made = Batch()
+        prepared.append(weakref.ref(made))
+        return made
+
+    with Feed((Batch() for _ in range(9)), prepare, depth=1) as feed:
+        for taken in range(1, 4):
+            next(feed)
+            assert becomes(lambda taken=taken: len(prepared) == taken + 1 and not any(ref() for ref in raw))
+            assert becomes(lambda: sum(ref() is not None for ref in prepared) == 1)  # the one that waits
 
 
 def test_seconds_waited():
@@ -223,10 +235,12 @@ def test_seconds_waited():
 # Ending
 
 
+@settings(deadline=None)  # a busy machine delays threads
 @given(taken=st.integers(0, 5), depth=st.integers(1, 3))
 def test_close_in_the_middle(taken, depth):
     source = Source()
-    feed = Feed(iter(source), same, depth)
+    batches = iter(source)  # held, so that only closing ends it
+    feed = Feed(batches, same, depth)
     for _ in range(taken):
         next(feed)
     feed.close()
@@ -345,16 +359,17 @@ def test_the_end_can_be_had_in_a_pause():
 
 
 def test_close_in_a_pause_does_not_wait():
-    prepared = []
-    feed = Feed(count(), prepared.append, depth=1)
-    next(feed)
+    source, prepared = Source(), []
+    feed = Feed(source, prepared.append, depth=1)
+    assert becomes(lambda: feed._lane.ready.qsize() == 1)
     began = time.monotonic()
     with feed.paused():
-        before = len(prepared)
+        next(feed)
+        assert becomes(lambda: source.read == 2)  # the thread has it, and waits for the end of the pause
         feed.close()
     assert time.monotonic() - began < feed_module._PATIENCE
     assert becomes(lambda: not feed_threads())
-    assert len(prepared) == before
+    assert prepared == [0]
 
 
 # Processes

@@ -48,8 +48,8 @@ def spent(function):
 
 
 def waits(counts):
-    """The waits but for back-pressure: those keep the host from running too far ahead, whoever looks."""
-    return {reason: n for reason, n in counts.waits.items() if n and reason != "throttle"}
+    """The waits but for those of the engine itself: back-pressure, and while a step is captured."""
+    return {reason: n for reason, n in counts.waits.items() if n and reason not in ("throttle", "capture")}
 
 
 def on_host(model):

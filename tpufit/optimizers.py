@@ -165,19 +165,33 @@ class DeviceRates:
         if now != self._sent or len(self._vectors) < steps:
             self._sent = now
             self._vectors = to_device([torch.tensor(now) for _ in range(steps)], self._placement, Layout.WHOLE)
-        self.vector = self._vectors[0]
         return self._vectors[:steps]
 
     @contextmanager
-    def in_graph(self) -> Iterator[None]:
-        """Let the optimizer compute with the device's rates, and count its steps there."""
+    def in_step(self) -> Iterator[None]:
+        """Let the groups show the device's rates: what a step does with them is then done in its graph."""
+        kept = [group["lr"] for group in self._optimizer.param_groups]
+        self.use(self._vectors[0])
+        try:
+            yield
+        finally:
+            for group, rate in zip(self._optimizer.param_groups, kept, strict=True):
+                group["lr"] = rate
+
+    def use(self, vector: Tensor) -> None:
+        """Go on with these rates, inside a step."""
+        for i, group in enumerate(self._optimizer.param_groups):
+            group["lr"] = vector[i]
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let the optimizer take tensors for its rates, and count its steps on the device."""
         groups = self._optimizer.param_groups
-        kept = [dict(group) for group in groups]
         ours: dict[str, Any] = {"foreach": False, "fused": False}
         if _counts_on_device(self._optimizer):
             ours["capturable"] = True
-        for i, group in enumerate(groups):
-            group["lr"] = self.vector[i]
+        kept = [{key: group[key] for key in ours if key in group} for group in groups]
+        for group in groups:
             group.update({key: value for key, value in ours.items() if key in group})
         try:
             with _TensorScalars():
@@ -185,18 +199,6 @@ class DeviceRates:
         finally:
             for group, before in zip(groups, kept, strict=True):
                 group.update(before)
-
-    @contextmanager
-    def disturbed(self) -> Iterator[None]:
-        """Let whoever reads the rates from Python see others, while the device's stay."""
-        kept = [group["lr"] for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            group["lr"] = 2 * float(group["lr"]) + 1
-        try:
-            yield
-        finally:
-            for group, rate in zip(self._optimizer.param_groups, kept, strict=True):
-                group["lr"] = rate
 
 
 class _TensorScalars(TorchFunctionMode):

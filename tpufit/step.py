@@ -7,7 +7,7 @@ the device can't be looked at inside.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,20 @@ from .data import unpack
 from .data.batches import as_tensors, count_rows
 from .errors import DataError, NotCompiledError, StateLostError
 from .metrics import LazyLogs, Metric, Running
-from .runtime import HOST, InFlight, Layout, Placement, Program, State, launch, move, to_device, to_host, tracing
+from .runtime import (
+    HOST,
+    InFlight,
+    Layout,
+    Placement,
+    Program,
+    State,
+    launch,
+    move,
+    sharded_norms,
+    to_device,
+    to_host,
+    tracing,
+)
 from .seeds import step_seed
 
 
@@ -148,7 +161,7 @@ class Steps:
         if self._place.on_host:
             optimizer.step()
             return
-        with self._attach(optimizer).in_graph():
+        with self._attach(optimizer).stepping():
             optimizer.step()
         optimizer.zero_grad()  # gradients are not kept: they would be outputs of the graph, as large as the weights
         for group in optimizer.param_groups:
@@ -219,7 +232,7 @@ class Steps:
             for key, value in group.items()
             if key not in ("lr", "initial_lr")
         )
-        return modes, learning, options, tuple(id(p) for p in self.module.parameters())
+        return modes, learning, options, tuple(map(id, self.module.parameters())), tuple(self._python_state().items())
 
     def _python_state(self) -> dict[str, Any]:
         """The numbers, words and flags that the user's classes keep, by name: a step must leave them as they are."""
@@ -369,7 +382,7 @@ class StepRunner:
             jit_compile=model._jit_compile,
             donate=self._role == "train",
             python_state=model._python_state,
-            disturbed=self._disturbed,
+            inside=sharded_norms,  # on one core too: there native batch norm in eval mode has no backward pass
         )
         return program, running
 
@@ -377,28 +390,25 @@ class StepRunner:
         """The Python of the group's steps, to be traced."""
         model, tensors = self._model, iter(inputs)
         outputs = []
-        for i, fed in enumerate(self._group):
-            seed(i)
-            batch = fed.batch(tensors)
-            for _, rates in list(model._rates.values()):
-                rates.vector = next(tensors)
-            model._label_range = fed.labels
-            if self._role == "train":
-                self._running.add_means(model.train_step(batch), fed.rows)
-                continue
-            with torch.no_grad():
-                if self._role == "eval":
-                    self._running.add_means(model.test_step(batch), fed.rows)
-                else:
-                    outputs.append(model.predict_step(batch))
-        return outputs if self._role == "predict" else self._running.kept
-
-    @contextmanager
-    def _disturbed(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for _, rates in self._model._rates.values():
-                stack.enter_context(rates.disturbed())
-            yield
+            every = [rates for _, rates in model._rates.values()]
+            for rates in every:
+                stack.enter_context(rates.in_step())
+            for i, fed in enumerate(self._group):
+                seed(i)
+                batch = fed.batch(tensors)
+                for rates in every:
+                    rates.use(next(tensors))
+                model._label_range = fed.labels
+                if self._role == "train":
+                    self._running.add_means(model.train_step(batch), fed.rows)
+                    continue
+                with torch.no_grad():
+                    if self._role == "eval":
+                        self._running.add_means(model.test_step(batch), fed.rows)
+                    else:
+                        outputs.append(model.predict_step(batch))
+        return outputs if self._role == "predict" else self._running.kept
 
     def _labels(self, batch: Any) -> tuple[int, int] | None:
         """The range of the batch's class labels, where it is of the usual form; a step of one's own may take others."""

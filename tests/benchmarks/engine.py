@@ -30,9 +30,14 @@ ROOT = HERE.parent.parent
 TIMEOUT = 600.0  # seconds for one process
 PACKAGES = ("torch", "torch_xla", "torchmetrics", "accelerate", "lightning", "keras", "jax", "jaxlib", "numpy")
 
-# Epochs (the first one warms up) and steps an epoch, complete and quick.
-SIZES = {"mlp": ((6, 300), (3, 50)), "convnet": ((4, 20), (3, 4)), "transformer": ((4, 20), (3, 4))}
-SIZES |= {"large": ((2, 4), (2, 2)), "mlp-8-cores": ((4, 100), (3, 20))}
+# Epochs (two warm up) and steps an epoch, complete and quick.
+SIZES = {
+    "mlp": ((7, 300), (3, 50)),
+    "mlp-8-cores": ((5, 100), (3, 20)),
+    "convnet": ((5, 20), (3, 4)),
+    "transformer": ((5, 20), (3, 4)),
+    "memory": ((2, 4), (2, 2)),
+}
 FIRST = (1, 6)
 
 TRACE = {"jit_compile": False}
@@ -61,7 +66,7 @@ class Row:
         contender: The function that runs it, in `contenders_torch.py` or `contender_keras.py`.
         workload: Its name in `workloads.py`.
         options: More for that function: `cores`, `compile`, `fit` or `donate`.
-        kind: `"epochs"`, or `"first"`: the time to the first step.
+        kind: What is measured: `"epochs"`, `"first"` (the time to the first step) or `"memory"`.
     """
 
     group: str
@@ -73,7 +78,7 @@ class Row:
     kind: str = "epochs"
 
     def spec(self, quick: bool) -> dict[str, Any]:
-        epochs, steps = FIRST if self.kind == "first" else SIZES.get(self.group, SIZES[self.workload])[quick]
+        epochs, steps = FIRST if self.kind == "first" else SIZES[self.group][quick]
         sizes = {"epochs": epochs, "steps": steps}
         return {"contender": self.contender, "workload": self.workload, "kind": self.kind, **sizes, **self.options}
 
@@ -112,7 +117,9 @@ def rows() -> list[Row]:
         for contender, label in (("hand", "torch_xla, by hand"), ("tpufit", "tpufit")):
             found.append(Row("first-step", f"first-{net}-{contender}", f"{net}: {label}", contender, net, kind="first"))
     for contender, label in (("hand", "torch_xla, by hand"), ("tpufit", "tpufit")):
-        found.append(Row("memory", f"large-{contender}", f"600 MB of state: {label}", contender, "large"))
+        found.append(
+            Row("memory", f"large-{contender}", f"600 MB of state: {label}", contender, "large", kind="memory")
+        )
     return found
 
 
@@ -123,7 +130,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="how often each row is measured (default 3; quick 1)")
     parser.add_argument("--out", type=Path, help="where to write (default, for a complete run: results/)")
     args = parser.parse_args()
-    chosen = [row for row in rows() if args.only is None or args.only == row.group or args.only in row.name]
+    groups = {row.group for row in rows()}
+    chosen = [
+        row
+        for row in rows()
+        if args.only is None or (args.only == row.group if args.only in groups else args.only in row.name)
+    ]
     if not chosen:
         parser.error(f"no row is called {args.only!r}; there are {', '.join(row.name for row in rows())}")
     if os.getloadavg()[0] > 0.5:

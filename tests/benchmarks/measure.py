@@ -9,6 +9,9 @@ from pathlib import Path
 # The host-bound MLP, the one workload that Keras takes part in too; the others are in workloads.py.
 LAYERS, WIDTH, CLASSES, BATCH, RATE, MOMENTUM = 10, 32, 10, 64, 0.1, 0.9
 
+# Epochs that aren't counted. Two, because a loop by hand compiles a graph more when it sets its sums back to zero.
+WARM_UP = 2
+
 # After which steps, from 1, a "first" run reads the loss: the end of the first, and of one after any capture.
 READ_AT = (1, 5)
 

@@ -41,16 +41,15 @@ def draw(report: dict[str, Any], path: Path) -> None:
         values = [row["medians"][key] for row in rows]
         bars = ax.barh([row["label"] for row in rows], values, color=[_color(row) for row in rows], height=0.72)
         ax.bar_label(bars, [f"{value:.3g}" for value in values], padding=4, fontsize=9)
-        ax.set_xscale("log")
-        ax.set_xlim(min(values) / 2, max(values) * 2)
+        ax.set_xlim(0, max(values) * 1.1)
         ax.invert_yaxis()
         ax.set_title(title, loc="left", fontsize=10, fontweight="bold")
         ax.tick_params(axis="y", length=0, labelsize=9)
         ax.tick_params(axis="x", which="both", bottom=False, labelbottom=False)
         ax.spines[["top", "right", "bottom"]].set_visible(False)
     machine = report["machine"]
-    note = f"Lower is better; log scale. {machine['device']} on {machine['cores']} cores of {machine['cpu']}, "
-    figure.supxlabel(note + f"medians of {report['rounds']} rounds, {report['date']}", fontsize=8, color=THEIRS)
+    note = f"Lower is better. {machine['device']} on {machine['cores']} cores of {machine['cpu']}, "
+    figure.supxlabel(note + f"medians of {report['rounds']} round(s), {report['date']}", fontsize=8, color=THEIRS)
     figure.savefig(path, dpi=144)
     plt.close(figure)
 

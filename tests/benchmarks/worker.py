@@ -11,13 +11,16 @@ import statistics
 import sys
 from typing import Any
 
-from measure import Clock, Missing, peak_megabytes
+from measure import WARM_UP, Clock, Missing, peak_megabytes
 
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
     try:
         name = spec["contender"]
+        if name != "keras_jax":
+            # It is here for Keras. torch_xla's loader would import it too: a second, and memory, that few users pay.
+            sys.modules["jax"] = None  # type: ignore[assignment]
         contenders = importlib.import_module("contender_keras" if name == "keras_jax" else "contenders_torch")
         clock = Clock()
         more = getattr(contenders, name)(clock, spec)
@@ -29,11 +32,13 @@ def main() -> None:
 
 def _result(clock: Clock, spec: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"peak_mb": peak_megabytes()}
-    if clock.reached:
+    if spec["kind"] == "first":
         return result | {"first_step_s": clock.reached[0], "fifth_step_s": clock.reached[1]}
     result["loss"] = clock.loss
+    if spec["kind"] == "memory":
+        return result
     for name, seconds in (("ms_per_step", clock.wall), ("host_ms_per_step", clock.host)):
-        epochs = [1e3 * epoch / spec["steps"] for epoch in seconds[1:]]  # the first one warms up
+        epochs = [1e3 * epoch / spec["steps"] for epoch in seconds[WARM_UP:]]
         result |= {name: statistics.median(epochs), f"{name}_epochs": epochs}
     return result
 

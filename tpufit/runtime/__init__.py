@@ -6,12 +6,14 @@
 | `mesh` | where rows and parameters live |
 | `graph` | trace a step once, then replay its graph |
 | `transfer` | host to device and back; the one function that waits |
+| `norms` | normalisation layers that don't gather the batch |
 | `report` | counters of compilations, waits and fallbacks |
 """
 
 from .devices import Cores, CoresArgument, agree, init, platform, settled, start
 from .graph import Program, State, launch, tracing
 from .mesh import HOST, Layout, Placement
+from .norms import sharded_norms
 from .report import Counts, counts
 from .transfer import InFlight, move, overwrite, to_device, to_host
 
@@ -33,6 +35,7 @@ __all__ = [
     "overwrite",
     "platform",
     "settled",
+    "sharded_norms",
     "start",
     "to_device",
     "to_host",

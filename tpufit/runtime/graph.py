@@ -2,7 +2,7 @@
 
 torch_xla traces the Python of a step on every call, which for a real network takes longer than the step itself. Here a
 step's first run is traced, compiled, and started as a graph of known inputs and outputs. Its second run is traced once
-more; only if that gives the same graph with the same constants, from another batch, seed and rate, is the graph
+more; only if that gives the same graph with the same constants, from another batch and seed, is the graph
 replayed from then on, without any of the step's Python. Whatever can't be shown to be equal is traced on every call.
 """
 
@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Protocol
@@ -158,7 +158,6 @@ class Program:
         jit_compile: `"auto"`: replay what can be replayed. True: an error if it can't be. False: trace every call.
         donate: Whether the state's memory is given to its new values, so that it is needed only once.
         python_state: Names and values of what a step might change in Python; compared before and after a trace.
-        disturbed: A context in which Python sees other rates: what then differs in the graph was read from Python.
         inside: The context in which the body is traced.
     """
 
@@ -173,13 +172,12 @@ class Program:
         jit_compile: str | bool = "auto",
         donate: bool = False,
         python_state: Callable[[], dict[str, Any]] = dict,
-        disturbed: Callable[[], AbstractContextManager[object]] = nullcontext,
         inside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.body, self._placement, self._role = body, placement, role
         self._state, self._sums = state, sums
         self._jit_compile, self._donate = jit_compile, donate
-        self._python_state, self._disturbed, self._inside = python_state, disturbed, inside
+        self._python_state, self._inside = python_state, inside
         self._graphs: dict[Hashable, _Graph] = {}
         self._proven: set[Hashable] = set()
         self._differed = 0
@@ -230,7 +228,9 @@ class Program:
         self._sums.begin()
         _tracing = True
         try:
-            with self._inside(), watch:
+            # In this thread: if a backward pass ran on the CPU before torch_xla was imported, autograd has no thread
+            # for its device, and ends in an internal error.
+            with self._inside(), watch, torch.autograd.set_multithreading_enabled(False):
                 outputs = self.body(key, inputs, lambda i: torch_xla._XLAC._xla_set_rng_seed(seeds[i], device))
         finally:
             _tracing = False
@@ -243,44 +243,42 @@ class Program:
 
         xla, state, sums = torch_xla._XLAC, self._state.tensors, self._sums
         launch(self._placement, "transfer")  # what the user has left pending is none of the graph's
+        report.count_wait("capture")  # memory that is still to be computed can't be told apart
+        xla._xla_wait_device_ops([])
         earlier = self._graphs.get(key)
-        before = [t.detach().clone() for t in state]  # it shares the values; the trace replaces them in `state`
-        seed_tensors = [self._seed(seed) for seed in seeds]
+        places = _places({"state": state, "sum": sums.tensors, "input": inputs})
         python, looked = self._python_state(), report.looked_at()
-        if self._donate:
-            for tensor in state:
-                xla._set_buffer_donation(tensor, True)
-        with ExitStack() as stack:
-            if earlier is not None:
-                stack.enter_context(self._disturbed())
-            outputs, where = self._trace(key, inputs, seeds)
+        outputs, where = self._trace(key, inputs, seeds)
         cause = self._obstacle(python, looked, where)
         if cause:
             self._give_up(cause)
             launch(self._placement, self._role)
             return outputs
 
+        places = _places({"sum": sums.begun}) | places  # with those sums that the step made
         leaves, spec = tree_flatten(outputs)
         returned = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        waiting = xla._check_tensor_need_materialization(state)
+        waiting = xla._check_tensor_need_materialization(state) if state else []
         changed = [i for i, is_waiting in enumerate(waiting) if is_waiting]
         roots = [*(state[i] for i in changed), *sums.tensors, *returned]
         escaped = _pending_elsewhere(roots)
         roots += escaped
-        known = {"state": before, "sum": sums.begun, "input": inputs, "seed": seed_tensors}
         with report.role(self._role), alias_with_buffer_donor_config():
             _, values = xla._get_tensors_xla_device_data_node(roots)
-            graph_hash = xla._get_graph_hash(roots)
-            sources, constants = _recognise(values, known, seeds)
+            sources, constants = _recognise(values, places, seeds)
+            if self._donate:  # only what is replaced: a donated tensor is gone
+                for value, (name, i) in zip(values, sources, strict=True):
+                    if name == "state" and i in changed:
+                        xla._set_buffer_donation(value, True)
             graph = _Graph(
-                graph_hash,
-                sources,
-                constants,
-                changed,
-                len(sums.tensors),
-                [None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-                spec,
-                len(escaped),
+                hash=xla._get_graph_hash(roots),
+                sources=sources,
+                constants=constants,
+                changed=changed,
+                summed=len(sums.tensors),
+                template=[None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+                spec=spec,
+                escaped=len(escaped),
             )
             difference = "it has only been traced once" if earlier is None else _difference(earlier, graph)
             if difference:
@@ -290,18 +288,22 @@ class Program:
             graph = earlier
             self._proven.add(key)
         else:
-            graph.arrange({name: len(tensors) for name, tensors in known.items()} | {"constant": len(constants)})
+            sizes = {"state": len(state), "sum": len(sums.begun), "input": len(inputs), "seed": len(seeds)}
+            graph.arrange(sizes | {"constant": len(constants)})
             self._graphs[key] = graph
             self._differed += earlier is not None
             if self._differed >= _ATTEMPTS:
                 self._give_up(difference)
 
-        sums.tensors = list(sums.begun)
-        self._state.hold(before)
-        del before, roots, values, known  # donated memory must have no other owner
-        results = self._run(graph, inputs, seed_tensors)
+        self._state.hold()
+        left = [self._state.values[i] for i in changed]
+        results = self._run(graph, values)
+        # Nothing may stay pending: it would be computed from memory that is no longer there. What escaped loses its
+        # history, which keeps more of the trace alive; the state's own may be kept alive by the history of others.
+        for tensor, i in zip(left, changed, strict=True):
+            tensor.data = self._state.values[i]
         for tensor, value in zip(escaped, results[len(returned) :], strict=True):
-            tensor.data = value
+            exchange(tensor, value, requires_grad=False)
         return graph.returned(results)
 
     def _replay(self, graph: _Graph, inputs: list[Tensor], seeds: list[int]) -> Any:
@@ -311,15 +313,16 @@ class Program:
         tensors: list[Any] = [None] * len(seeds)
         for i in graph.seeds:
             tensors[i] = self._seed(seeds[i])
-        return graph.returned(self._run(graph, inputs, tensors))
+        pool = [*self._state.values, *self._sums.tensors, *inputs, *tensors, *graph.constants]
+        return graph.returned(self._run(graph, list(graph.pick(pool))))
 
-    def _run(self, graph: _Graph, inputs: list[Tensor], seeds: list[Tensor]) -> list[Tensor]:
+    def _run(self, graph: _Graph, inputs: list[Tensor]) -> list[Tensor]:
+        """Start the graph, put its results where they belong, and give back those that the body returned."""
         import torch_xla
 
         state, sums = self._state, self._sums
-        picked = list(graph.pick([*state.values, *sums.tensors, *inputs, *seeds, *graph.constants]))
         try:
-            out: list[Tensor] = torch_xla._XLAC._run_cached_graph(graph.hash, picked)
+            out: list[Tensor] = torch_xla._XLAC._run_cached_graph(graph.hash, inputs)
         except BaseException:
             state.lost = self._donate and bool(graph.changed)
             raise
@@ -339,7 +342,7 @@ class Program:
         if any(torch_xla._XLAC._check_tensor_need_materialization(self._state.tensors)):
             launch(self._placement, "transfer")
             report.count_wait("changed weights")
-            torch_xla._XLAC._xla_wait_device_ops([str(self._placement.device)])
+            torch_xla._XLAC._xla_wait_device_ops([])
 
     def _seed(self, seed: int) -> Tensor:
         import torch_xla
@@ -411,28 +414,35 @@ def _pending_elsewhere(roots: Sequence[Tensor]) -> list[Tensor]:
 
     known = {id(root) for root in roots}
     objects = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and id(o) not in known]
-    tensors = [t for t in objects if t.device.type == "xla"]
+    tensors = [t for t in objects if t.is_xla]  # unlike `device`, it is also there for a tensor that is not
+    if not tensors:
+        return []
     waiting = torch_xla._XLAC._check_tensor_need_materialization(tensors)
     found = [tensor for tensor, is_waiting in zip(tensors, waiting, strict=True) if is_waiting]
     return sorted(found, key=torch_xla._XLAC._xla_get_tensor_id)  # the order of their making
 
 
-def _recognise(
-    values: Sequence[Tensor], known: dict[str, list[Tensor]], seeds: Sequence[int]
-) -> tuple[list[tuple[str, int]], list[Tensor]]:
-    """Find out what each input of a graph is: by the identity of its memory, a seed by its value, else a constant."""
+def _places(lists: dict[str, list[Tensor]]) -> dict[int, tuple[str, int]]:
+    """Where tensors are, by the identity of their memory on the device."""
     import torch_xla
 
-    handles = torch_xla._XLAC._get_tensors_handle
-    places = {
+    return {
         handle: (name, i)
-        for name, tensors in known.items()
-        if tensors and name != "seed"
-        for i, handle in enumerate(handles(tensors))
+        for name, tensors in lists.items()
+        if tensors
+        for i, handle in enumerate(torch_xla._XLAC._get_tensors_handle(tensors))
     }
+
+
+def _recognise(
+    values: Sequence[Tensor], places: dict[int, tuple[str, int]], seeds: Sequence[int]
+) -> tuple[list[tuple[str, int]], list[Tensor]]:
+    """Find out what each input of a graph is: known by its memory, a seed by its value, or else a constant."""
+    import torch_xla
+
     sources: list[tuple[str, int]] = []
     constants: list[Tensor] = []
-    for value, handle in zip(values, handles(values) if values else [], strict=True):
+    for value, handle in zip(values, torch_xla._XLAC._get_tensors_handle(values) if values else [], strict=True):
         place = places.get(handle)
         if place is None and value.dtype is torch.int64 and value.dim() == 0:
             number = int(_peek(value))

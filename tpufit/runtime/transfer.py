@@ -37,8 +37,7 @@ def to_device(tensors: Sequence[Tensor], placement: Placement, layout: Layout) -
     specs = None
     if placement.cores is not None and placement.cores.spmd:
         specs = [placement.sharding(layout, t.dim()).xla_spec(t) for t in values]
-    with report.role("transfer"):
-        sent = torch_xla._XLAC._xla_tensors_from_aten(values, [str(placement.device)] * len(values), specs)
+    sent = torch_xla._XLAC._xla_tensors_from_aten(values, [str(placement.device)] * len(values), specs)
     for i, tensor in zip(host, sent, strict=True):
         moved[i] = tensor
     return moved
@@ -102,17 +101,19 @@ def move(tensors: Iterable[Tensor], placement: Placement, names: dict[int, str] 
             raise PlacementError(f"{name} can't be moved to {placement.device}. PyTorch says: {error}") from error
 
 
-def exchange(tensor: Tensor, value: Tensor) -> Tensor:
+def exchange(tensor: Tensor, value: Tensor, requires_grad: bool | None = None) -> Tensor:
     """Give a tensor object another value, on any device; what refers to the object sees the new value.
 
     Args:
         tensor: The object. Its class, attributes and gradient hooks stay.
         value: The value, of the same shape and dtype. It must not be used afterwards.
+        requires_grad: Whether it then requires a gradient (default: as before).
 
     Returns:
         A tensor with the old value.
     """
-    twin = torch.Tensor._make_subclass(type(tensor), value, tensor.requires_grad)
+    learns = tensor.requires_grad if requires_grad is None else requires_grad
+    twin = torch.Tensor._make_subclass(type(tensor), value, learns)
     # torch.utils.swap_tensors would refuse a tensor that an output still refers to, and in a notebook every cell's
     # result does. That old graph simply keeps the old value.
     torch._C._swap_tensor_impl(tensor, twin)
