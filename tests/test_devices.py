@@ -199,6 +199,17 @@ def test_init_settles(run_python):
     assert process.stdout.strip() == "2 cores (XLA:CPU, virtual)", process.stderr
 
 
+def test_a_backward_pass_on_the_cpu_before(run_python):
+    """Autograd counts the devices at its first backward pass, and torch_xla's is not there yet: a notebook's trap."""
+    code = """
+    model.module(torch.ones(5, 2)).sum().backward()
+    fit(2)
+    print("done")
+    """
+    process = run_python(FIT + textwrap.dedent(code))
+    assert "done" in process.stdout, process.stderr
+
+
 def test_predicting_first_does_not_settle_the_cores(run_python):
     code = """
     x = np.ones((5, 2), "float32")

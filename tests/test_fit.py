@@ -488,6 +488,32 @@ def test_other_mistakes_say_what_to_do(cores):
         fit(compiled(), cores, y=None)
 
 
+def test_evaluating_in_a_hook_does_not_end_training_mode(cores):
+    class Look(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.evaluate(IMAGES[:40], LABELS[:40], verbose=0)
+            self.model.predict(IMAGES[:40], verbose=0)
+            modes.append(self.model.module[1].training)
+
+    def run(callbacks):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, 10))
+        return fit(compiled(net), cores, callbacks=callbacks).history
+
+    modes = []
+    assert run(Look()) == run(None)
+    assert set(modes) == {True}
+
+
+def test_modes_are_left_as_a_user_expects(cores):
+    net = nn.Sequential(nn.Linear(64, 10), nn.Dropout())
+    model = compiled(net)
+    model.predict(IMAGES[:5], verbose=0, cores=cores)
+    assert net.training and net[1].training  # as it was
+    fit(model, cores)
+    assert not net.training and not net[1].training  # ready to be used
+
+
 def test_fit_from_another_thread(cores):
     """A notebook's widgets and some servers call it so."""
     results = []

@@ -65,17 +65,21 @@ def test_scalars_over_http(run_python, server):
     process = run_python(FIT)
     assert process.returncode == 0, process.stderr
     history = json.loads(process.stdout.splitlines()[-1])
-    tags = server("tags", until=lambda answer: {"train", "validation"} <= set(answer))
-    assert {"epoch_loss", "epoch_accuracy", "epoch_learning_rate", "batch_loss"} <= set(tags["train"])
-    assert {"epoch_loss", "epoch_accuracy"} <= set(tags["validation"])
+    expected_tags = {
+        "train": {"epoch_loss", "epoch_accuracy", "epoch_learning_rate", "batch_loss"},
+        "validation": {"epoch_loss", "epoch_accuracy"},
+    }
+    server("tags", until=lambda answer: all(tags <= set(answer.get(run, ())) for run, tags in expected_tags.items()))
 
-    def points(run, tag):
-        return [(step, value) for _, step, value in server(f"scalars?run={run}&tag={tag}")]
+    def points(run, tag, count=3):
+        """The server reads a run bit by bit: it is asked until it has as many points as were written."""
+        answer = server(f"scalars?run={run}&tag={tag}", until=lambda found: len(found) >= count)
+        return [(step, value) for _, step, value in answer]
 
     for run, prefix in (("train", ""), ("validation", "val_")):
         for name in ("loss", "accuracy"):
             expected = list(enumerate(history[prefix + name]))
             assert points(run, f"epoch_{name}") == [(i, pytest.approx(value)) for i, value in expected]
     assert points("train", "epoch_learning_rate") == [(i, pytest.approx(0.1 / 2**i)) for i in range(3)]
-    steps = [step for step, _ in points("train", "batch_loss")]
+    steps = [step for step, _ in points("train", "batch_loss", count=6)]
     assert len(steps) == 6 and steps == sorted(set(steps))  # 3 epochs of 4 steps, every second of them

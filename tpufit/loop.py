@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from .callbacks.dispatch import CallbackList
@@ -81,6 +82,7 @@ def fit(
     """
     model.stop_training = False
     logs: dict[str, Any] = {}
+    model.module.eval()  # what it is left in, ready to be used
     with _closing(callbacks, model):
         callbacks.call("on_train_begin")
         for epoch in epochs:
@@ -141,8 +143,10 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
 
 @contextmanager
 def _closing(callbacks: CallbackList, model: Trainee) -> Iterator[None]:
-    """End the callbacks whatever happens, and leave the module ready to be used."""
+    """Whatever happens, end the callbacks, put the weights back, and leave each layer in the mode that it began in."""
+    modes: list[tuple[nn.Module, bool]] = []
     try:
+        modes = [(module, module.training) for module in model.module.modules()]
         yield
     except BaseException as error:
         callbacks.close_after_error(error)
@@ -150,7 +154,8 @@ def _closing(callbacks: CallbackList, model: Trainee) -> Iterator[None]:
     finally:
         if not model._state.lost:
             model.write_back()
-        model.module.eval()
+        for module, mode in modes:
+            module.training = mode
 
 
 def _run_pass(

@@ -83,7 +83,7 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
 def create_state(optimizer: Optimizer) -> None:
     """Create the state that PyTorch's optimizers make in their first step, so that step 1 and 2 have one graph.
 
-    An optimizer that isn't PyTorch's makes its state in the first step, and then has one graph more.
+    An optimizer that isn't PyTorch's makes its state in the first step; such a step is not replayed in its first `fit`.
 
     Args:
         optimizer: Any optimizer; state that is there already stays.

@@ -200,8 +200,7 @@ class Steps:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()] if module else []:
                 names.setdefault(id(tensor), name)
                 tensors.setdefault(id(tensor), tensor)
-        # An optimizer of one's own is an attribute of the model, as in the usual GAN.
-        for optimizer in [value for value in vars(self).values() if isinstance(value, Optimizer)]:
+        for optimizer in self._optimizers():
             optimizers.create_state(optimizer)
             tensors |= {id(t): t for t in optimizers.device_state(optimizer)}
         move(tensors.values(), place, names)
@@ -211,6 +210,10 @@ class Steps:
         if place != self._place or [id(t) for t in self._state.tensors] != list(tensors):
             self._place, self._state = place, State(tensors.values())
             self._programs.clear()
+
+    def _optimizers(self) -> list[Optimizer]:
+        """The optimizer of `compile`, and those of one's own: attributes of the model, as in the usual GAN."""
+        return [value for value in vars(self).values() if isinstance(value, Optimizer)]
 
     def _attach(self, optimizer: Optimizer) -> optimizers.DeviceRates:
         """The optimizer's rates on the device; one that is met for the first time gets its state and moves there."""
@@ -287,8 +290,9 @@ class StepRunner:
         self._steps = 0
         self._signatures: list[Any] = model.__dict__.setdefault("_signatures", [])
         self._in_flight = InFlight()
-        if role == "train" and model.optimizer is not None and not model._place.on_host:
-            model._attach(model.optimizer)
+        if role == "train" and not model._place.on_host:
+            for optimizer in model._optimizers():
+                model._attach(optimizer)
         if role not in model._programs:
             model._programs[role] = self._build()
         self._program, self._running = model._programs[role]
@@ -342,7 +346,7 @@ class StepRunner:
         # Steps of evaluation count backwards from -1, so that their seeds are none of training's.
         first, direction = (model._step, 1) if self._role == "train" else (-1 - self._steps, -1)
         seeds = [step_seed(model._seed, first + direction * i) for i in range(len(group))]
-        if self._guarded is None or not model._state.held:
+        if not self._program.traced_because and (self._guarded is None or not model._state.held):
             self._guarded = model._guard()
         self._group = group
         model._running = self._running
