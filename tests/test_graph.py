@@ -232,6 +232,29 @@ def test_a_rate_read_by_the_steps_own_python_is_the_current_one(cores):
     assert replayed[0].optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.97**54)  # a number again
 
 
+def test_a_metric_whose_sums_change_their_shape_is_replayed(cores):
+    def run(jit_compile):
+        torch.manual_seed(0)
+        model = tpufit.Model(nn.Linear(12, 1))
+        model.compile("sgd", "mse", ["mae", "r2_score"], jit_compile=jit_compile)
+        y = X[:, :1] + 0.1
+        torch.manual_seed(1)
+        return model.fit(X, y, 32 // cores, 4, verbose=0, validation_data=(X, y), cores=cores).history
+
+    assert run(True) == run(False)
+
+
+def test_a_metric_that_keeps_whole_batches_is_replayed(cores):
+    def run(jit_compile):
+        torch.manual_seed(0)
+        model = tpufit.Model(nn.Linear(12, 4))
+        model.compile("sgd", "cross_entropy", ["auroc", "accuracy"], jit_compile=jit_compile)
+        torch.manual_seed(1)
+        return model.fit(X, Y, 32 // cores, 3, verbose=0, validation_data=(X, Y), cores=cores).history
+
+    assert run(True) == run(False)
+
+
 class Change(Callback):
     """Does something to the model in the middle of training."""
 

@@ -58,6 +58,18 @@ def test_names_of_regression(name):
     assert run(name, parts) == pytest.approx(float(theirs[name]()(*joined(parts))), abs=1e-6)
 
 
+def test_a_metric_whose_sums_change_their_shape_keeps_that_of_the_first():
+    parts = [(torch.randn(n, 1), torch.randn(n, 1)) for n in (8, 5, 5)]
+    running = Running(metrics.build(["r2_score"]), HOST)
+    shapes = []
+    for y_pred, y in parts:
+        step(running, y_pred, y)
+        shapes.append([t.shape for t in running.tensors])
+    assert shapes[0] == shapes[1] == [t.shape for t in running.begun]
+    expected = float(torchmetrics.R2Score()(*joined(parts)))
+    assert running.results("test")["r2_score"] == pytest.approx(expected, abs=1e-6)
+
+
 def test_accuracy_by_shapes():
     tokens = torch.randn(2, 5, 3), torch.randint(0, 5, (2, 3))  # (batch, classes, length)
     assert run("accuracy", [tokens]) == pytest.approx((tokens[0].argmax(1) == tokens[1]).float().mean().item())

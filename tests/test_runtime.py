@@ -47,6 +47,15 @@ def test_results_come_back_without_a_graph_of_their_own(place):
     assert torch.equal(doubled, torch.arange(64.0).reshape(16, 4) * 2) and summed == 64 * 63 / 2
 
 
+def test_inputs_that_a_step_returns_are_those_of_its_own_run(place):
+    program = _program(lambda t: {"same": t, "more": t + 1, "word": "x"}, place)
+    for i in range(4):
+        (x,) = runtime.to_device([torch.full((8, 2), float(i))], place, Layout.ROWS)
+        out = program("key", [x], [0])
+        same, more = runtime.to_host([out["same"], out["more"]], "test")
+        assert same.unique().tolist() == [i] and more.unique().tolist() == [i + 1] and out["word"] == "x"
+
+
 def test_the_same_graph_is_compiled_once(place):
     program = _program(lambda t: t.sin().sum(), place, role="eval")
 

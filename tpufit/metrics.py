@@ -147,7 +147,9 @@ class Metric:
             setattr(metric, key, running.get((slot, key), torch.as_tensor(default)).clone())
         metric.update(y_pred, y)
         for key, default in metric._defaults.items():
-            running.set((slot, key), getattr(metric, key))
+            # Some metrics' sums change their shape with the first batch, from () to (1,). A graph's inputs may not.
+            like = torch.as_tensor(default)
+            running.set((slot, key), getattr(metric, key).reshape(like.shape).to(like.dtype))
             setattr(metric, key, default)
 
     def compute(self, sums: dict[str, Tensor], kept: Sequence[tuple[Tensor, Tensor]]) -> Any:

@@ -122,7 +122,7 @@ class _Graph:
     constants: list[Tensor]
     changed: list[int]  # the outputs: first these state tensors,
     summed: int  # then so many sums,
-    template: list[Any]  # then the tensors among these leaves of what the body returned,
+    template: list[Any]  # then the tensors that are computed among these leaves of what the body returned,
     spec: TreeSpec
     escaped: int  # then so many that the body has left somewhere else
     pick: Callable[[list[Tensor]], Sequence[Tensor]] = field(init=False)
@@ -137,12 +137,24 @@ class _Graph:
         self.pick = itemgetter(*places) if len(places) > 1 else lambda pool: [pool[i] for i in places]
         self.seeds = sorted({i for name, i in self.sources if name == "seed"})
 
-    def returned(self, outputs: Sequence[Tensor]) -> Any:
+    def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """What the body would have returned."""
-        if not self.template:
-            return tree_unflatten([], self.spec)
         tensors = iter(outputs)
-        return tree_unflatten([next(tensors) if leaf is None else leaf for leaf in self.template], self.spec)
+        leaves = [
+            next(tensors) if leaf is _COMPUTED else inputs[leaf.index] if isinstance(leaf, _Input) else leaf
+            for leaf in self.template
+        ]
+        return tree_unflatten(leaves, self.spec)
+
+
+_COMPUTED = object()
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An input that the body returned as it was: a graph has no output for it."""
+
+    index: int
 
 
 class Program:
@@ -257,7 +269,8 @@ class Program:
 
         places = _places({"sum": sums.begun}) | places  # with those sums that the step made
         leaves, spec = tree_flatten(outputs)
-        returned = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        template = [_kind(leaf, places) for leaf in leaves]
+        returned = [leaf for leaf, kind in zip(leaves, template, strict=True) if kind is _COMPUTED]
         waiting = xla._check_tensor_need_materialization(state) if state else []
         changed = [i for i, is_waiting in enumerate(waiting) if is_waiting]
         roots = [*(state[i] for i in changed), *sums.tensors, *returned]
@@ -276,7 +289,7 @@ class Program:
                 constants=constants,
                 changed=changed,
                 summed=len(sums.tensors),
-                template=[None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+                template=template,
                 spec=spec,
                 escaped=len(escaped),
             )
@@ -298,13 +311,14 @@ class Program:
         self._state.hold()
         left = [self._state.values[i] for i in changed]
         results = self._run(graph, values)
-        # Nothing may stay pending: it would be computed from memory that is no longer there. What escaped loses its
-        # history, which keeps more of the trace alive; the state's own may be kept alive by the history of others.
+        # Nothing may stay pending: it would be computed from memory that is no longer there. What the body returned, or
+        # left elsewhere, loses its history, which keeps more of the trace alive; the state's own may be kept alive by
+        # the history of others.
         for tensor, i in zip(left, changed, strict=True):
             tensor.data = self._state.values[i]
-        for tensor, value in zip(escaped, results[len(returned) :], strict=True):
+        for tensor, value in zip([*returned, *escaped], results, strict=True):
             exchange(tensor, value, requires_grad=False)
-        return graph.returned(results)
+        return outputs
 
     def _replay(self, graph: _Graph, inputs: list[Tensor], seeds: list[int]) -> Any:
         if not self._state.held:
@@ -314,7 +328,7 @@ class Program:
         for i in graph.seeds:
             tensors[i] = self._seed(seeds[i])
         pool = [*self._state.values, *self._sums.tensors, *inputs, *tensors, *graph.constants]
-        return graph.returned(self._run(graph, list(graph.pick(pool))))
+        return graph.returned(self._run(graph, list(graph.pick(pool))), inputs)
 
     def _run(self, graph: _Graph, inputs: list[Tensor]) -> list[Tensor]:
         """Start the graph, put its results where they belong, and give back those that the body returned."""
@@ -356,6 +370,8 @@ class Program:
         """Why the step just traced can't be replayed, or nothing."""
         if where or report.looked_at() != looked:
             return f"it reads a value from the device{where and f' at {where}'}"
+        if [(t.shape, t.dtype) for t in self._sums.begun] != [(t.shape, t.dtype) for t in self._sums.tensors]:
+            return "its running sums change their shape or dtype"
         after = self._python_state()
         changed = sorted(name for name in python.keys() | after.keys() if python.get(name) != after.get(name))
         if changed:
@@ -420,6 +436,18 @@ def _pending_elsewhere(roots: Sequence[Tensor]) -> list[Tensor]:
     waiting = torch_xla._XLAC._check_tensor_need_materialization(tensors)
     found = [tensor for tensor, is_waiting in zip(tensors, waiting, strict=True) if is_waiting]
     return sorted(found, key=torch_xla._XLAC._xla_get_tensor_id)  # the order of their making
+
+
+def _kind(leaf: Any, places: dict[int, tuple[str, int]]) -> Any:
+    """What a leaf of the body's result is at the next run: computed anew, an input, or what it is now."""
+    if not isinstance(leaf, Tensor) or leaf.device.type != "xla":
+        return leaf
+    import torch_xla
+
+    if torch_xla._XLAC._check_tensor_need_materialization([leaf])[0]:
+        return _COMPUTED
+    name, index = places.get(torch_xla._XLAC._get_tensors_handle([leaf])[0], ("", 0))
+    return _Input(index) if name == "input" else leaf
 
 
 def _places(lists: dict[str, list[Tensor]]) -> dict[int, tuple[str, int]]:
