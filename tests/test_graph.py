@@ -255,6 +255,21 @@ def test_a_metric_that_keeps_whole_batches_is_replayed(cores):
     assert run(True) == run(False)
 
 
+def test_a_step_that_leaves_the_metrics_alone(cores):
+    """Its sums are no outputs of the graph then, and must not be taken for others that are."""
+
+    class Sometimes(tpufit.Model):
+        def test_step(self, batch):
+            x, y = batch
+            y_pred = self(x)
+            if len(x) > 5:  # not in the tail
+                self.update_metrics(x, y, y_pred)
+            return {"loss": self.compute_loss(x, y, y_pred)}
+
+    replayed, traced = (train(cores, model=Sometimes, jit_compile=jit, epochs=3)[1] for jit in (True, False))
+    assert replayed == traced
+
+
 class Change(Callback):
     """Does something to the model in the middle of training."""
 

@@ -121,7 +121,7 @@ class _Graph:
     sources: list[tuple[str, int]]  # for each input which list it is in, and where
     constants: list[Tensor]
     changed: list[int]  # the outputs: first these state tensors,
-    summed: int  # then so many sums,
+    summed: list[int]  # then these sums,
     template: list[Any]  # then the tensors that are computed among these leaves of what the body returned,
     spec: TreeSpec
     escaped: int  # then so many that the body has left somewhere else
@@ -273,7 +273,9 @@ class Program:
         returned = [leaf for leaf, kind in zip(leaves, template, strict=True) if kind is _COMPUTED]
         waiting = xla._check_tensor_need_materialization(state) if state else []
         changed = [i for i, is_waiting in enumerate(waiting) if is_waiting]
-        roots = [*(state[i] for i in changed), *sums.tensors, *returned]
+        added = xla._check_tensor_need_materialization(sums.tensors) if sums.tensors else []
+        summed = [i for i, is_waiting in enumerate(added) if is_waiting]
+        roots = [*(state[i] for i in changed), *(sums.tensors[i] for i in summed), *returned]
         escaped = _pending_elsewhere(roots)
         roots += escaped
         with report.role(self._role), alias_with_buffer_donor_config():
@@ -288,7 +290,7 @@ class Program:
                 sources=sources,
                 constants=constants,
                 changed=changed,
-                summed=len(sums.tensors),
+                summed=summed,
                 template=template,
                 spec=spec,
                 escaped=len(escaped),
@@ -340,14 +342,10 @@ class Program:
         except BaseException:
             state.lost = self._donate and bool(graph.changed)
             raise
-        end = len(graph.changed)
-        if end == len(state.values):
-            state.values = out[:end]
-        else:
-            for i, value in zip(graph.changed, out, strict=False):
-                state.values[i] = value
-        sums.tensors = out[end : end + graph.summed]
-        return out[end + graph.summed :]
+        middle, end = len(graph.changed), len(graph.changed) + len(graph.summed)
+        state.values = _replaced(state.values, graph.changed, out[:middle])
+        sums.tensors = _replaced(sums.tensors, graph.summed, out[middle:end])
+        return out[end:]
 
     def _settle(self) -> None:
         """Finish what the user's code has begun to do to the state: a graph takes only finished values."""
@@ -387,6 +385,16 @@ class Program:
         warnings.warn(
             f"the {self._role} step is traced anew on every call, which is slow, because {cause}", stacklevel=2
         )
+
+
+def _replaced(values: list[Tensor], places: list[int], new: list[Tensor]) -> list[Tensor]:
+    """A list with new values at some places; usually at all of them."""
+    if len(new) == len(values):
+        return new
+    values = list(values)
+    for i, value in zip(places, new, strict=True):
+        values[i] = value
+    return values
 
 
 class _Watch(TorchFunctionMode):
@@ -486,7 +494,8 @@ def _difference(earlier: _Graph, later: _Graph) -> str:
     """In what two traces of one step differ, or nothing."""
     if earlier.hash != later.hash:
         return "two traces of it gave different graphs: its Python depends on something that changes"
-    if earlier.sources != later.sources or earlier.changed != later.changed or earlier.escaped != later.escaped:
+    parts = ("sources", "changed", "summed", "escaped")
+    if any(getattr(earlier, part) != getattr(later, part) for part in parts):
         return "two traces of it used different tensors"
     for one, other in zip(earlier.constants, later.constants, strict=True):
         if not torch.equal(_peek(one), _peek(other)):
