@@ -72,7 +72,7 @@ class Model(loop.Trainee):
         self.stop_training = self.stop_evaluating = self.stop_predicting = False
         self._scale_lr: str | None = "linear"
         self._compiled = self._run_eagerly = False
-        self._own = {*vars(self), "_own", "_signatures"}
+        self._own = {*vars(self), "_own"}
 
     def compile(
         self,

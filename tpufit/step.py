@@ -58,6 +58,7 @@ class Steps:
         self._state = State([])
         self._programs: dict[str, tuple[Program, Running]] = {}  # by role
         self._running = Running([], HOST)
+        self._signatures: list[Any] = []  # the structures of batches met so far; a batch's number is its place here
         self._label_range: tuple[int, int] | None = None
         self._step = 0  # training steps taken since the model was made; the seed of each is a function of it
         self._seed = 0
@@ -255,7 +256,7 @@ class Fed:
 
     Attributes:
         tensors: Its tensors.
-        leaves: All its leaves, with None for the tensors.
+        leaves: All its leaves, with a mark for each tensor.
         spec: How the leaves make the batch.
         rows: How many rows it has.
         labels: The smallest and largest class label, where there are classes.
@@ -288,7 +289,7 @@ class StepRunner:
     def __init__(self, model: Steps, role: str) -> None:
         self._model, self._role = model, role
         self._steps = 0
-        self._signatures: list[Any] = model.__dict__.setdefault("_signatures", [])
+        self._signatures = model._signatures
         self._in_flight = InFlight()
         if role == "train" and not model._place.on_host:
             for optimizer in model._optimizers():
