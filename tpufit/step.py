@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from . import losses, optimizers, precision
 from .data import unpack
-from .data.batches import as_tensors, count_rows
+from .data.batches import as_tensors, count_rows, is_plain
 from .errors import DataError, NotCompiledError, StateLostError
 from .metrics import LazyLogs, Metric, Running
 from .runtime import (
@@ -59,6 +60,7 @@ class Steps:
         self._programs: dict[str, tuple[Program, Running]] = {}  # by role
         self._running = Running([], HOST)
         self._signatures: list[Any] = []  # the structures of batches met so far; a batch's number is its place here
+        self._guards: dict[tuple[Any, ...], int] = {}  # likewise what graphs depend on; hashing it takes long
         self._label_range: tuple[int, int] | None = None
         self._step = 0  # training steps taken since the model was made; the seed of each is a function of it
         self._seed = 0
@@ -259,6 +261,7 @@ class Fed:
         leaves: All its leaves, with a mark for each tensor.
         spec: How the leaves make the batch.
         rows: How many rows it has.
+        nbytes: How much memory it takes.
         labels: The smallest and largest class label, where there are classes.
         signature: A number for its structure, shapes and dtypes.
     """
@@ -267,6 +270,7 @@ class Fed:
     leaves: list[Any]
     spec: TreeSpec
     rows: int
+    nbytes: int
     labels: tuple[int, int] | None
     signature: int
 
@@ -276,6 +280,12 @@ class Fed:
 
 
 _TENSOR = object()
+
+
+@cache
+def _plain_spec(length: int) -> TreeSpec:
+    """How tensors make a batch that is a tuple of so many; always the same object, which compares faster."""
+    return tree_flatten((0,) * length)[1]
 
 
 class StepRunner:
@@ -300,7 +310,7 @@ class StepRunner:
         self._program.body = self._body
         self._running.reset()
         self._group: Sequence[Fed] = ()
-        self._guarded: tuple[Any, ...] | None = None
+        self._guarded: int | None = None
 
     def prepare(self, batch: Any) -> Fed:
         """Send a batch to the device. Called ahead of its step, in the feed's thread.
@@ -308,7 +318,7 @@ class StepRunner:
         Args:
             batch: A nest of host tensors, with the rows of all cores.
         """
-        leaves, spec = tree_flatten(batch)
+        leaves, spec = (list(batch), _plain_spec(len(batch))) if is_plain(batch) else tree_flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         structure = (spec, [(t.shape, t.dtype) for t in tensors])
         if structure not in self._signatures:
@@ -317,7 +327,8 @@ class StepRunner:
             to_device(tensors, self._model._place, Layout.ROWS),
             [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             spec,
-            count_rows(batch),
+            count_rows(tensors),
+            sum(t.nbytes for t in tensors),
             self._labels(batch),
             self._signatures.index(structure),
         )
@@ -348,7 +359,8 @@ class StepRunner:
         first, direction = (model._step, 1) if self._role == "train" else (-1 - self._steps, -1)
         seeds = [step_seed(model._seed, first + direction * i) for i in range(len(group))]
         if not self._program.traced_because and (self._guarded is None or not model._state.held):
-            self._guarded = model._guard()
+            guard = model._guard()
+            self._guarded = model._guards.setdefault(guard, len(model._guards))
         self._group = group
         model._running = self._running
         try:
@@ -364,7 +376,7 @@ class StepRunner:
             return outputs
         self._running.count(sum(fed.rows for fed in group), outputs)
         if self._running.tensors and not model._place.on_host:
-            self._in_flight.add(self._running.tensors[0])
+            self._in_flight.add(self._running.tensors[0], sum(fed.nbytes for fed in group))
         return None
 
     def logs(self) -> LazyLogs:

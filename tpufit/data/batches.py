@@ -123,9 +123,9 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     return x, y, sample_weight
 
 
-def count_rows(batch: Any) -> int:
-    """How many rows a batch has: the length of its first tensor that has dimensions, or 1."""
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+def count_rows(leaves: Iterable[Any]) -> int:
+    """How many rows a batch of these leaves has: the length of its first tensor that has dimensions, or 1."""
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def hold_out(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any, Any, Any]:
@@ -156,7 +156,7 @@ def hold_out(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any
             f"validation_split needs arrays or a map-style dataset, got {type(x).__name__}; use validation_data"
         )
     nest = tree_map(_host_array, (x, y, sample_weight))
-    first = _rows_to_train_on(count_rows(nest), share)
+    first = _rows_to_train_on(count_rows(tree_leaves(nest)), share)
     train = tree_map(lambda leaf: None if leaf is None else leaf[:first], nest)
     held = tree_map(lambda leaf: None if leaf is None else leaf[first:], nest)
     return *train, held if held[2] is not None else held[:2]
@@ -430,7 +430,14 @@ def _host_array(leaf: Any) -> Any:
 
 def as_tensors(batch: Any) -> Any:
     """The batch with its arrays and numbers as tensors. Strings and other objects stay as they are."""
+    if is_plain(batch):
+        return tuple(map(_as_tensor, batch))
     return tree_map(_as_tensor, batch)
+
+
+def is_plain(batch: Any) -> bool:
+    """Whether a batch is a tuple of tensors, as most are. Walking any nest takes longer than sending a small batch."""
+    return type(batch) is tuple and all(type(leaf) is Tensor for leaf in batch)
 
 
 def _as_tensor(leaf: Any) -> Any:

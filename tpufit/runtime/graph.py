@@ -25,12 +25,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import ReplayError, StateLostError
 from . import report
+from .devices import platform
 from .mesh import Placement
 from .transfer import exchange
 
 # How many traces in a row may differ from the one before until a step counts as one that can't be replayed. One differs
 # without fault where a module builds a cache in its first forward pass.
 _ATTEMPTS = 3
+
+# XLA:CPU waits for a step that is given memory, which costs a fifth of a small one: there it is done from so many bytes
+# on. Elsewhere it is free.
+_WORTH_GIVING = 1 << 24
 
 _tracing = False
 
@@ -168,7 +173,8 @@ class Program:
         state: The tensors that it reads and changes.
         sums: The running sums.
         jit_compile: `"auto"`: replay what can be replayed. True: an error if it can't be. False: trace every call.
-        donate: Whether the state's memory is given to its new values, so that it is needed only once.
+        donate: Whether the state's memory is given to its new values, so that it is needed only once. A small state's
+            is not given where that costs time.
         python_state: Names and values of what a step might change in Python; compared before and after a trace.
         inside: The context in which the body is traced.
     """
@@ -188,7 +194,8 @@ class Program:
     ) -> None:
         self.body, self._placement, self._role = body, placement, role
         self._state, self._sums = state, sums
-        self._jit_compile, self._donate = jit_compile, donate
+        self._jit_compile = jit_compile
+        self._donate = donate and (platform() != "CPU" or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
         self._python_state, self._inside = python_state, inside
         self._graphs: dict[Hashable, _Graph] = {}
         self._proven: set[Hashable] = set()

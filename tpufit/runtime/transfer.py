@@ -7,6 +7,7 @@ as a constant, frozen at its first value, where a transferred one is an input of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -31,9 +32,9 @@ def to_device(tensors: Sequence[Tensor], placement: Placement, layout: Layout) -
         return list(tensors)
     import torch_xla
 
-    host = [i for i, t in enumerate(tensors) if t.device.type != "xla"]
     moved = list(tensors)
-    values = [tensors[i].detach().contiguous() for i in host]
+    host = [i for i, t in enumerate(moved) if t.device.type != "xla"]
+    values = [moved[i].detach().contiguous() for i in host]
     specs = None
     if placement.cores is not None and placement.cores.spmd:
         specs = [placement.sharding(layout, t.dim()).xla_spec(t) for t in values]
@@ -173,23 +174,42 @@ def _join_shards(tensor: Tensor) -> Tensor:
 
 
 class InFlight:
-    """Back-pressure: lets a few steps run ahead of the device, and waits for an older one when they are too many.
+    """Back-pressure: lets steps run ahead of the device, and waits for an older one when they are too many.
+
+    Many short steps may be under way, because a wait costs as much as the call of one; of long steps only two, because
+    a signal waits for all of them, and each keeps its batch in memory.
 
     Args:
-        limit: How many steps may be under way, at least 2. Each keeps its batch in memory, and a signal waits for all.
+        seconds: How long all that is under way may take.
+        nbytes: How much memory its batches may take.
+        most: How many steps it may be; a TPU's own limit is 32.
     """
 
-    def __init__(self, limit: int = 8) -> None:
-        self._half = limit // 2
+    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, most: int = 32) -> None:
+        self._seconds, self._nbytes, self._most = seconds, nbytes, most
+        self._limit = 4  # until it is known how long they take
         self._started: list[Tensor] = []
+        self._new = 0
+        self._last_wait = perf_counter()
 
-    def add(self, result: Tensor) -> None:
-        """Note a small result of the step just started. **This may wait** for one of half the limit's steps ago."""
+    def add(self, result: Tensor, nbytes: int) -> None:
+        """Note the step just started. **This may wait** for one of half the limit's steps ago.
+
+        Args:
+            result: Something small that it computes.
+            nbytes: The size of its batches.
+        """
         self._started.append(result)
-        if len(self._started) >= 2 * self._half:
-            # Once in a while for several steps, rather than at each: a wait costs as much as a small step's call.
-            import torch_xla
+        self._new += 1
+        if len(self._started) < self._limit:
+            return
+        import torch_xla
 
-            report.count_wait("throttle")
-            torch_xla._XLAC._xla_get_cpu_tensors([self._started[self._half - 1]])
-            del self._started[: self._half]
+        half = self._limit // 2
+        report.count_wait("throttle")
+        torch_xla._XLAC._xla_get_cpu_tensors([self._started[half - 1]])
+        del self._started[:half]
+        now = perf_counter()
+        each = (now - self._last_wait) / self._new
+        self._limit = max(2, min(self._most, int(self._seconds / each), self._nbytes // max(nbytes, 1)))
+        self._new, self._last_wait = 0, now
