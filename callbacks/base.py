@@ -20,10 +20,12 @@ class TrainedModel(Protocol):
     Attributes:
         stop_training: Set it to True to end training after the current batch.
         optimizer: The optimizer; `optimizer.param_groups[0]["lr"]` is the actual learning rate.
+        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
     """
 
     stop_training: bool
     optimizer: torch.optim.Optimizer | None
+    input_bound: float | None
 
     @property
     def module(self) -> nn.Module:
@@ -52,8 +54,9 @@ class Callback:
         model: The model, from the start of `fit`, `evaluate` or `predict` on.
         params: `"epochs"`, `"steps"` (batches an epoch, None if unknown) and `"verbose"` (0, 1 or 2).
         reads_weights: Whether its hooks may look at the weights through the module itself, True by default: then they
-            are put back into it before each of its hooks. A callback that doesn't, or only uses the model's own methods
-            (`state_dict`, `save_weights`, ...), may say False, and save that time.
+            are put back into it before each of its hooks. A callback that leaves the module alone, or only uses the
+            model's own methods (`state_dict`, `save_weights`, ...) and the optimizer, may say False, and save that
+            time.
 
     Example:
         >>> class Losses(Callback):

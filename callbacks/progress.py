@@ -53,13 +53,15 @@ class ProgbarLogger(Callback):
         console: Where to write (default: standard output).
 
     Example:
+        >>> from types import SimpleNamespace
         >>> progress = ProgbarLogger()
+        >>> progress.set_model(SimpleNamespace(input_bound=0.25))
         >>> progress.set_params({"epochs": 10, "steps": 23, "verbose": 2})
         >>> progress.on_epoch_begin(2)
         >>> for batch in range(23):
         ...     progress.on_train_batch_end(batch, {"loss": 0.5})
         >>> progress.on_epoch_end(2, {"loss": 0.1234, "val_loss": 0.2})
-        Epoch 3/10 - 0.0s - 23 steps - loss: 0.1234 - val_loss: 0.2000
+        Epoch 3/10 - 0.0s - 23 steps - loss: 0.1234 - val_loss: 0.2000 - waited for data: 25%
 
     Source: `keras.callbacks.ProgbarLogger`.
     """
@@ -99,6 +101,7 @@ class ProgbarLogger(Callback):
         """Finish the line."""
         if self._line is not None:
             self._fit_steps = self._line.done
+            self._line.input_bound = self.model.input_bound
         self._finish(logs)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:

@@ -20,6 +20,7 @@ class ProgressLine:
     Attributes:
         done: Steps so far.
         values: Loss and metrics, as they were last known.
+        input_bound: The share of the time in which data were waited for, once that is known.
 
     Example:
         >>> line = ProgressLine("Epoch 3/10", total=23, now=0.0)
@@ -33,6 +34,7 @@ class ProgressLine:
         self.title, self.total = title, total
         self.done = 0
         self.values: dict[str, float] = {}
+        self.input_bound: float | None = None
         self._began = now
         self._after_first = now
 
@@ -88,7 +90,10 @@ class ProgressLine:
         return line
 
     def _values(self) -> list[str]:
-        return [f"{name}: {as_text(value)}" for name, value in self.values.items()]
+        values = [f"{name}: {as_text(value)}" for name, value in self.values.items()]
+        if self.input_bound is not None and self.input_bound >= 0.01:
+            values.append(f"waited for data: {self.input_bound:.0%}")
+        return values
 
 
 def duration(seconds: float) -> str:

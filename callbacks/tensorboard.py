@@ -15,9 +15,10 @@ from .scalars import scalars
 class TensorBoard(Callback):
     """Writes logs for `tensorboard --logdir logs`, as Keras lays them out.
 
-    The run `train` gets `epoch_loss`, the other logs likewise, `epoch_learning_rate` and, if asked, `batch_*`; the run
-    `validation` gets `epoch_*` without `val_`, so that both are in one chart, and `evaluation_*_vs_iterations` for each
-    validation or `evaluate`. `epoch_*` are by epoch, from 0, the others by the training steps this object has seen.
+    The run `train` gets `epoch_loss`, the other logs likewise, `epoch_learning_rate`, `epoch_input_bound` (the share of
+    the time in which data were waited for) and, if asked, `batch_*`; the run `validation` gets `epoch_*` without
+    `val_`, so that both are in one chart, and `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*`
+    are by epoch, from 0, the others by the training steps this object has seen.
 
     Args:
         log_dir: The folder (default `"logs"`); keep it to one training.
@@ -33,7 +34,7 @@ class TensorBoard(Callback):
         >>> from types import SimpleNamespace
         >>> folder = tempfile.mkdtemp()
         >>> board = TensorBoard(folder)
-        >>> board.set_model(SimpleNamespace(optimizer=None))
+        >>> board.set_model(SimpleNamespace(optimizer=None, input_bound=None))
         >>> board.on_epoch_end(0, {"loss": 0.5, "val_loss": 0.6})
         >>> board.on_train_end()
         >>> sorted(os.listdir(folder))
@@ -101,6 +102,8 @@ class TensorBoard(Callback):
         validation = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
         if self.model.optimizer is not None:
             train["learning_rate"] = float(self.model.optimizer.param_groups[0]["lr"])
+        if self.model.input_bound is not None:
+            train["input_bound"] = self.model.input_bound
         if self.write_steps_per_second:
             train["steps_per_second"] = _speed(self._epoch_began, self._epoch_ended)
         self._write("train", "epoch_{}", train, epoch)

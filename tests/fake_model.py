@@ -18,6 +18,7 @@ class FakeModel:
     def __init__(self, directions: Mapping[str, bool] | None = None, lr: float = 0.1) -> None:
         self.module: nn.Module = nn.Linear(1, 1, bias=False)
         self.optimizer: torch.optim.Optimizer | None = torch.optim.SGD(self.module.parameters(), lr=lr)
+        self.input_bound: float | None = None
         self.stop_training = False
         self.saved: list[str] = []
         self._directions = directions or {}

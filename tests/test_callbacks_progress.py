@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_model import FakeModel
 from rich.console import Console
 
 from tpufit.callbacks import ProgbarLogger
@@ -65,6 +66,7 @@ def on_screen(text):
 def started(verbose, epochs=3, steps=4, console=None):
     progress = ProgbarLogger(console)
     progress.set_params({"epochs": epochs, "steps": steps, "verbose": verbose})
+    progress.set_model(FakeModel())
     return progress
 
 
@@ -360,9 +362,11 @@ def in_a_terminal(code, **environ):
 def test_a_real_terminal():
     out = in_a_terminal(
         "import sys, time\n"
+        "from types import SimpleNamespace\n"
         "from tpufit.callbacks.progress import ProgbarLogger, resolve_verbose\n"
         "progress = ProgbarLogger()\n"
         "progress.set_params({'epochs': 1, 'steps': 3, 'verbose': resolve_verbose('auto')})\n"
+        "progress.set_model(SimpleNamespace(input_bound=None))\n"
         "progress.on_train_begin(); progress.on_epoch_begin(0)\n"
         "for batch in range(3):\n"
         "    time.sleep(0.3); progress.on_train_batch_end(batch, {'loss': 0.5})\n"
@@ -380,9 +384,11 @@ def test_a_real_terminal():
 def test_errors_that_go_to_a_file_stay_there(tmp_path):
     out = in_a_terminal(
         "import sys\n"
+        "from types import SimpleNamespace\n"
         "from tpufit.callbacks.progress import ProgbarLogger\n"
         "progress = ProgbarLogger()\n"
         "progress.set_params({'epochs': 1, 'steps': 3, 'verbose': 1})\n"
+        "progress.set_model(SimpleNamespace(input_bound=None))\n"
         f"sys.stderr = open({str(tmp_path / 'errors')!r}, 'w')\n"
         "progress.on_epoch_begin(0)\n"
         "print('a warning', file=sys.stderr, flush=True)\n"

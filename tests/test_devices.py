@@ -7,7 +7,7 @@ import fake_torch_xla
 import pytest
 
 from tpufit.errors import ArgumentError, CoresError, StartError, VersionError
-from tpufit.runtime import devices
+from tpufit.runtime import Cores, Placement, devices
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,13 @@ def test_a_cpu_has_as_many_cores_as_are_asked_for(monkeypatch, cores, virtual):
     assert start(cores).count == (1 if cores == [5] else virtual)
     assert os.environ["CPU_NUM_DEVICES"] == str(virtual)
     assert "start" in fake.calls
+
+
+@pytest.mark.parametrize("own", [[0, 1, 4, 5], [6, 2, 3, 7], range(8)])
+def test_the_places_of_a_hosts_devices_need_not_be_neighbours(monkeypatch, own):
+    fake_torch_xla.install(monkeypatch, devices=8, own=own)
+    assert Placement(Cores(8, 0, "TPU", "a test")).places == tuple(sorted(own))
+    assert Placement(Cores(1, 3, "TPU", "a test")).places is None
 
 
 def test_what_is_settled_stays(monkeypatch):

@@ -44,3 +44,12 @@ def test_the_programs_of_the_readme(run_python):
         shown = [blank.sub("N", line).strip() for line in process.stdout.strip().splitlines()]
         for line in printed.strip().splitlines():
             assert blank.sub("N", line).strip() in shown
+
+
+def test_cached_images(run_python, tmp_path):
+    output = run(run_python, "examples/cached_images.py", "--count", "96", "--epochs", "2")
+    rates = re.search(r"^without the cache: ([\d,]+) samples/s\nwith the cache: ([\d,]+) samples/s", output, re.M)
+    assert all(int(rate.replace(",", "")) > 0 for rate in rates.groups())
+    assert re.search(r"^96 JPEGs of (8|12) classes", output)
+    assert len(list((tmp_path / "runs/cached_images/photos-96").rglob("*.jpg"))) == 96
+    assert (tmp_path / "runs/cached_images/cache-96").is_dir()

@@ -193,9 +193,10 @@ def test_no_more_than_the_depth_is_read_ahead(depth, taken):
     with Feed(source, same, depth) as feed:
         for _ in range(taken):
             next(feed)
-        assert becomes(lambda: source.read == taken + depth)
+        least = taken + depth - (depth - 1) // 2  # the places of up to half of them are given back together
+        assert becomes(lambda: source.read >= least)
         time.sleep(0.002)
-        assert source.read == taken + depth
+        assert least <= source.read <= taken + depth
 
 
 def test_no_batch_is_kept_longer_than_it_is_needed():

@@ -14,9 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # What stands in tpufit/ (callbacks/ too, by the link) and its floor. A file imports from its own floor and those below.
 FLOORS = {
     "errors": 0,
+    "files": 0,
     "seeds": 0,
     "runtime": 0,
     "data": 1,
+    "guard": 1,
     "losses": 1,
     "metrics": 1,
     "optimizers": 1,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError, WeightsError
+from .files import replacing
 
 _SUFFIX = ".safetensors"
 
@@ -40,19 +41,8 @@ def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -
         else:
             tied[name] = owner
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    try:
+    with replacing(target) as draft:
         safetensors.torch.save_file(stored, draft, metadata={"format": "pt", "tied": json.dumps(tied)})
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    finally:
-        draft.unlink(missing_ok=True)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # else the rename itself may be lost with the power
-    finally:
-        os.close(folder)
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:

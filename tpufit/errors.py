@@ -5,7 +5,12 @@ TpufitError
 |   `-- UnknownNameError                a name that nothing goes by; the nearest ones are suggested
 |-- NotCompiledError (RuntimeError)     fit, evaluate or a step before compile gave what it needs
 |-- DataError (ValueError)              the data are empty, of unequal lengths or of an unusable form
-|   `-- LabelError                      a class label lies outside the module's classes
+|   |-- LabelError                      a class label lies outside the module's classes
+|   `-- CacheError                      a cache of samples can't be made or read
+|       |-- CacheMismatchError          its source, transform or version are others than now
+|       |-- CacheDamagedError           a file of it is not what was written
+|       |-- CacheDiskFullError          there is no room for the rest of it
+|       `-- CacheBusyError              another warm-up is at work on it
 |-- WeightsError (ValueError)           weights that don't fit the module, or a file that holds none
 |-- StartError (RuntimeError)           the device runtime can't be started as asked
 |   |-- CoresError                      a number of cores that this host or process can't give
@@ -61,6 +66,49 @@ class DataError(TpufitError, ValueError):
 
 class LabelError(DataError):
     """A class label lies outside the classes that the module tells apart."""
+
+
+class CacheError(DataError):
+    """A cache of samples can't be made or read."""
+
+
+class CacheMismatchError(CacheError):
+    """A cache was made of another source, with another transform, or as another version."""
+
+
+class CacheDamagedError(CacheError):
+    """A file of a cache is not what was written: cut short, altered, or another one."""
+
+
+class CacheDiskFullError(CacheError):
+    """There is no room for the rest of a cache. Finished files are kept.
+
+    Args:
+        folder: The cache.
+        need: Bytes still to be written.
+        free: Bytes that are free there.
+        done: How many files are finished.
+        files: How many there will be.
+
+    Attributes:
+        need, free, done, files: The same.
+
+    Example:
+        >>> error = CacheDiskFullError("cache", need=2_000, free=500, done=3, files=5)
+        >>> error.need - error.free
+        1500
+    """
+
+    def __init__(self, folder: object, need: int, free: int, done: int, files: int) -> None:
+        self.need, self.free, self.done, self.files = need, free, done, files
+        super().__init__(
+            f"no room in {folder} for the rest: {need:,} bytes are needed and {free:,} are free. {done} of {files} "
+            "files are finished and kept. Make room and call warm_up() again, or choose another cache_dir"
+        )
+
+
+class CacheBusyError(CacheError):
+    """Another warm-up is at work on the same cache."""
 
 
 class WeightsError(TpufitError, ValueError):

@@ -19,10 +19,12 @@ fit
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from torch.utils._pytree import tree_map
 from .callbacks.dispatch import CallbackList
 from .data import Stream
 from .data.feed import Feed
+from .data.meter import advice
 from .runtime import agree
 from .step import Fed, StepRunner, Steps, fetch
 
@@ -40,8 +43,9 @@ _OUTPUTS_IN_FLIGHT = 2
 
 
 class Trainee(Steps):
-    """What the loop needs of a model: its steps, and where a callback asks to stop."""
+    """What the loop needs of a model: its steps, where a callback asks to stop, and the share of time without data."""
 
+    input_bound: float | None
     stop_training: bool
     stop_evaluating: bool
     stop_predicting: bool
@@ -81,16 +85,23 @@ def fit(
         epochs: The epochs' numbers, from 0.
     """
     model.stop_training = False
+    advised = False
     logs: dict[str, Any] = {}
     model.module.eval()  # what it is left in, ready to be used
     with _closing(callbacks, model):
         callbacks.call("on_train_begin")
         for epoch in epochs:
             callbacks.call("on_epoch_begin", epoch)
-            run = StepRunner(model, "train")
+            run = StepRunner(model, "train", train.device_transform)
             model.module.train()
-            _run_pass(model, run, train.epoch(epoch), callbacks, "train", lambda: agree(model.stop_training))
+            began = perf_counter()
+            waited = _run_pass(model, run, train.epoch(epoch), callbacks, "train", lambda: agree(model.stop_training))
             logs = run.results()
+            elapsed = perf_counter() - began
+            model.input_bound = waited / elapsed
+            if not advised and (said := advice(waited, elapsed)):
+                advised = True
+                warnings.warn(said, stacklevel=3)
             if validation is not None and validation.is_due(epoch):
                 logs |= {f"val_{name}": value for name, value in evaluate(model, validation.stream, callbacks).items()}
             callbacks.call("on_epoch_end", epoch, logs)
@@ -108,7 +119,7 @@ def evaluate(model: Trainee, data: Stream, callbacks: CallbackList) -> dict[str,
     model.stop_evaluating = False
     with _closing(callbacks, model):
         callbacks.call("on_test_begin")
-        run = StepRunner(model, "eval")
+        run = StepRunner(model, "eval", data.device_transform)
         model.module.eval()
         _run_pass(model, run, data.epoch(0), callbacks, "test", lambda: agree(model.stop_evaluating))
         logs = run.results()
@@ -127,7 +138,7 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
     landed: list[Any] = []
     with _closing(callbacks, model):
         callbacks.call("on_predict_begin")
-        run = StepRunner(model, "predict")
+        run = StepRunner(model, "predict", data.device_transform)
         model.module.eval()
 
         def collect(outputs: list[Any]) -> None:
@@ -166,22 +177,26 @@ def _run_pass(
     name: str,
     stop: Callable[[], bool],
     collect: Callable[[list[Any]], None] | None = None,
-) -> None:
+) -> float:
+    """Run the steps of one pass. Returns for how many seconds it waited for data."""
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
     tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
     index = 0
-    with Feed(batches, run.prepare, depth=max(2, model._steps_per_execution)) as feed:
+    with Feed(batches, run.prepare, depth=max(4, 2 * model._steps_per_execution)) as feed:
         for group in _groups(feed, model._steps_per_execution):
             if tell_begin:
                 callbacks.call(begin, index)
+                run.hooked()
             outputs = run(group, feed.paused)
             index += len(group)
             if tell_end:
                 callbacks.call(end, index - 1, {"outputs": outputs[-1]} if collect else run.logs())
+                run.hooked()
             if collect:
                 collect(outputs)
             if stop():
                 break
+    return feed.seconds_waited
 
 
 def _groups(feed: Iterable[Fed], size: int) -> Iterator[list[Fed]]:

@@ -46,6 +46,7 @@ class Model(loop.Trainee):
         optimizer: The optimizer of `compile`; the rates in its `param_groups` are numbers that may be set at any time.
         metrics: The metrics of `compile`.
         history: The `History` of the last `fit`.
+        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
         stop_training: Set it to True in a callback to end training after the current batch.
 
     Example:
@@ -69,6 +70,7 @@ class Model(loop.Trainee):
             raise ArgumentError(f"tpufit.Model wraps a torch.nn.Module (an instance), got {module!r}")
         super().__init__(module)
         self.history: History | None = None
+        self.input_bound: float | None = None
         self.stop_training = self.stop_evaluating = self.stop_predicting = False
         self._scale_lr: str | None = "linear"
         self._compiled = self._run_eagerly = False
@@ -193,6 +195,7 @@ class Model(loop.Trainee):
         if validation_split and validation_data is None:
             x, y, sample_weight, validation_data = hold_out(x, y, sample_weight, validation_split)
         self._seed = torch.initial_seed()
+        place = self._place_on(settled_cores)
         train = stream(
             x,
             y,
@@ -202,6 +205,7 @@ class Model(loop.Trainee):
             shuffle=shuffle,
             seed=self._seed,
             steps=steps_per_epoch,
+            places=place.places,
             name="x",
         )
         validation = None
@@ -211,7 +215,7 @@ class Model(loop.Trainee):
             validation = loop.Validation(held_out, validation_freq)
         before = optimizers.rates(self._require_optimizer())
         optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](settled_cores.count))
-        self._move_to(self._place_on(settled_cores))
+        self._move_to(place)
         if verbosity:
             print(self._headline(settled_cores, train.batch_size, before), flush=True)
         history = History()
@@ -303,7 +307,7 @@ class Model(loop.Trainee):
         place = self._place if cores is None and settled() is None and self._host_is_equal() else None
         if place is None:
             place = self._place_on(start(cores, f"predict(cores={cores!r})"))
-        data = stream(x, batch_size=batch_size, cores=place.count, steps=steps, restart=True)
+        data = stream(x, batch_size=batch_size, cores=place.count, steps=steps, restart=True, places=place.places)
         self._move_to(place)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
         outputs = loop.predict(self, data, self._callbacks([*_as_list(callbacks), ProgbarLogger()], params))
@@ -419,7 +423,15 @@ class Model(loop.Trainee):
         self, data: Any, batch_size: int | None, cores: Cores, steps: int | None, name: str = "validation_data"
     ) -> Stream:
         parts = data if isinstance(data, tuple) and 2 <= len(data) <= 3 else (data,)
-        return stream(*parts, batch_size=batch_size, cores=cores.count, steps=steps, restart=True, name=name)
+        return stream(
+            *parts,
+            batch_size=batch_size,
+            cores=cores.count,
+            steps=steps,
+            restart=True,
+            places=self._place_on(cores).places,
+            name=name,
+        )
 
     def _callbacks(self, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:
         return CallbackList(callbacks, self, params, self._expose)

@@ -20,7 +20,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from . import losses, optimizers, precision
 from .data import unpack
 from .data.batches import as_tensors, count_rows, is_plain
+from .data.shapes import ShapeWatch
 from .errors import DataError, NotCompiledError, StateLostError
+from .guard import Guard, Guards, options
 from .metrics import LazyLogs, Metric, Running
 from .runtime import (
     HOST,
@@ -60,7 +62,9 @@ class Steps:
         self._programs: dict[str, tuple[Program, Running]] = {}  # by role
         self._running = Running([], HOST)
         self._signatures: list[Any] = []  # the structures of batches met so far; a batch's number is its place here
-        self._guards: dict[tuple[Any, ...], int] = {}  # likewise what graphs depend on; hashing it takes long
+        self._guards = Guards()
+        self._transforms: list[Any] = []  # and the transforms of data sets; some can't be hashed
+        self._shapes: dict[str, ShapeWatch] = {}
         self._label_range: tuple[int, int] | None = None
         self._step = 0  # training steps taken since the model was made; the seed of each is a function of it
         self._seed = 0
@@ -197,15 +201,9 @@ class Steps:
     def _move_to(self, place: Placement) -> None:
         """Move the module, the loss and the optimizers' state, each tensor in place, and compile nothing for it."""
         self.write_back()
-        names: dict[int, str] = {}
-        tensors: dict[int, Tensor] = {}
-        for module in (self.module, self._loss.module if self._loss else None):
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()] if module else []:
-                names.setdefault(id(tensor), name)
-                tensors.setdefault(id(tensor), tensor)
         for optimizer in self._optimizers():
             optimizers.create_state(optimizer)
-            tensors |= {id(t): t for t in optimizers.device_state(optimizer)}
+        tensors, names = self._state_tensors()
         move(tensors.values(), place, names)
         launch(place, "init")  # state created when the weights were on the device already, by a second compile
         if place != self._place:
@@ -213,6 +211,30 @@ class Steps:
         if place != self._place or [id(t) for t in self._state.tensors] != list(tensors):
             self._place, self._state = place, State(tensors.values())
             self._programs.clear()
+
+    def _state_tensors(self) -> tuple[dict[int, Tensor], dict[int, str]]:
+        """What training changes, and what it is called, both by `id`."""
+        names: dict[int, str] = {}
+        tensors: dict[int, Tensor] = {}
+        for module in (self.module, self._loss.module if self._loss else None):
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()] if module else []:
+                names.setdefault(id(tensor), name)
+                tensors.setdefault(id(tensor), tensor)
+        for optimizer in self._optimizers():
+            tensors |= {id(t): t for t in optimizers.device_state(optimizer)}
+        return tensors, names
+
+    def _take_in_new_state(self) -> None:
+        """After a step that was traced: let the state hold what the step has made, as some optimizers' first step does.
+
+        Graphs that were captured before know nothing of it, and are made anew.
+        """
+        tensors, _ = self._state_tensors()
+        if len(tensors) != len(self._state.tensors):
+            self.write_back()
+            self._state.replace(tensors.values())
+            for program, _ in self._programs.values():
+                program.forget()
 
     def _optimizers(self) -> list[Optimizer]:
         """The optimizer of `compile`, and those of one's own: attributes of the model, as in the usual GAN."""
@@ -227,18 +249,13 @@ class Steps:
             known = self._rates[id(optimizer)] = (optimizer, optimizers.DeviceRates(optimizer, self._place))
         return known[1]
 
-    def _guard(self) -> tuple[Any, ...]:
-        """What a graph depends on that user code may change between steps."""
-        modes = tuple(module.training for module in self.module.modules())
-        learning = tuple(parameter.requires_grad for parameter in self.module.parameters())
-        options = tuple(
-            (key, value if isinstance(value, (int, float, str, bool, tuple)) else id(value))
-            for optimizer, _ in self._rates.values()
-            for group in optimizer.param_groups
-            for key, value in group.items()
-            if key not in ("lr", "initial_lr")
-        )
-        return modes, learning, options, tuple(map(id, self.module.parameters())), tuple(self._python_state().items())
+    def _transform_number(self, transform: Any) -> int:
+        """A number for a data set's transform, which goes into its graphs. It is kept, so that no other has its id."""
+        for number, known in enumerate(self._transforms):
+            if known is transform:
+                return number
+        self._transforms.append(transform)
+        return len(self._transforms) - 1
 
     def _python_state(self) -> dict[str, Any]:
         """The numbers, words and flags that the user's classes keep, by name: a step must leave them as they are."""
@@ -294,11 +311,17 @@ class StepRunner:
     Args:
         model: Whose steps.
         role: `"train"`, `"eval"` or `"predict"`.
+        transform: What to do to each batch on the device, before the step.
+
+    Attributes:
+        steps: How many steps have been run.
     """
 
-    def __init__(self, model: Steps, role: str) -> None:
-        self._model, self._role = model, role
-        self._steps = 0
+    def __init__(self, model: Steps, role: str, transform: Callable[[Any], Any] | None = None) -> None:
+        self._model, self._role, self._transform = model, role, transform
+        self.steps = 0
+        self._transform_number = model._transform_number(transform)
+        self._shapes = model._shapes.setdefault(role, ShapeWatch(role))
         self._signatures = model._signatures
         self._in_flight = InFlight()
         if role == "train" and not model._place.on_host:
@@ -310,7 +333,9 @@ class StepRunner:
         self._program.body = self._body
         self._running.reset()
         self._group: Sequence[Fed] = ()
-        self._guarded: int | None = None
+        self._guard: Guard | None = None
+        self._guard_number = 0
+        self._hooked = False
 
     def prepare(self, batch: Any) -> Fed:
         """Send a batch to the device. Called ahead of its step, in the feed's thread.
@@ -323,6 +348,8 @@ class StepRunner:
         structure = (spec, [(t.shape, t.dtype) for t in tensors])
         if structure not in self._signatures:
             self._signatures.append(structure)
+        signature = self._signatures.index(structure)
+        self._shapes.note(signature, batch)
         return Fed(
             to_device(tensors, self._model._place, Layout.ROWS),
             [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
@@ -330,7 +357,7 @@ class StepRunner:
             count_rows(tensors),
             sum(t.nbytes for t in tensors),
             self._labels(batch),
-            self._signatures.index(structure),
+            signature,
         )
 
     def __call__(self, group: Sequence[Fed], pause: Callable[[], AbstractContextManager[object]] = nullcontext) -> Any:
@@ -356,20 +383,23 @@ class StepRunner:
             inputs += fed.tensors
             inputs += [vector[i] for vector in vectors]
         # Steps of evaluation count backwards from -1, so that their seeds are none of training's.
-        first, direction = (model._step, 1) if self._role == "train" else (-1 - self._steps, -1)
+        first, direction = (model._step, 1) if self._role == "train" else (-1 - self.steps, -1)
         seeds = [step_seed(model._seed, first + direction * i) for i in range(len(group))]
-        if not self._program.traced_because and (self._guarded is None or not model._state.held):
-            guard = model._guard()
-            self._guarded = model._guards.setdefault(guard, len(model._guards))
+        if not self._program.traced_because and not model._place.on_host:
+            self._check_guard()
         self._group = group
         model._running = self._running
         try:
-            outputs = self._program((self._guarded, *(fed.signature for fed in group)), inputs, seeds, pause)
+            key = (self._guard_number, self._transform_number, *(fed.signature for fed in group))
+            known = self._program.knows(key)
+            outputs = self._program(key, inputs, seeds, pause)
+            if not known:
+                model._take_in_new_state()
         except RuntimeError as error:
             if model._state.lost and not isinstance(error, StateLostError):
                 raise StateLostError(self._lost(error)) from error
             raise
-        self._steps += len(group)
+        self.steps += len(group)
         if self._role == "train":
             model._step += len(group)
         if self._role == "predict":
@@ -379,6 +409,10 @@ class StepRunner:
             self._in_flight.add(self._running.tensors[0], sum(fed.nbytes for fed in group))
         return None
 
+    def hooked(self) -> None:
+        """Note that callbacks have run, which may have changed the optimizer's options."""
+        self._hooked = True
+
     def logs(self) -> LazyLogs:
         """The logs of the pass so far; they wait for the device only if one is read."""
         return self._running.lazy()
@@ -386,6 +420,20 @@ class StepRunner:
     def results(self) -> dict[str, Any]:
         """The logs of the whole pass, as numbers. This is the pass's one wait for the device."""
         return self._running.results("logs")
+
+    def _check_guard(self) -> None:
+        """Take a new snapshot of what graphs depend on wherever user code may have changed it since the last.
+
+        Callbacks that look at weights have them put back, so that the state isn't held; the others have no business
+        with the module, but may change the optimizer.
+        """
+        model = self._model
+        used = [optimizer for optimizer, _ in model._rates.values()]
+        hooked, self._hooked = self._hooked, False
+        if self._guard is not None and model._state.held and (not hooked or self._guard.options == options(used)):
+            return
+        self._guard = Guard.of(model.module, used, model._python_state())
+        self._guard_number = model._guards.number(self._role, self._guard, model.module)
 
     def _build(self) -> tuple[Program, Running]:
         model = self._model
@@ -414,6 +462,8 @@ class StepRunner:
             for i, fed in enumerate(self._group):
                 seed(i)
                 batch = fed.batch(tensors)
+                if self._transform is not None:
+                    batch = self._transform(batch)
                 for rates in every:
                     rates.use(next(tensors))
                 model._label_range = fed.labels

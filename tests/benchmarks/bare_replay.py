@@ -97,6 +97,26 @@ def train(workload: Workload, clock: Clock, *, epochs: int, steps: int, cores: i
         clock.end_epoch(loss)
 
 
+def replay_graph_of(model: Any, loader: Any, rate: float, clock: Clock) -> None:
+    """One pass over the data with the graph that a tpufit model replays, and nothing around it but its transfers."""
+    program, running = model._programs["train"]
+    (graph,) = program._graphs.values()
+    if program._donate:
+        raise ValueError("this graph takes the memory of its state, which the model still needs")
+    device = str(model._place.device)
+    state, sums = list(program._state.values), list(running.tensors)
+    clock.begin_epoch()
+    for number, (x, y) in enumerate(loader):
+        inputs = _XLAC._xla_tensors_from_aten([x, y, torch.tensor([rate])], [device] * 3, None)
+        xm.set_rng_state(_FIRST_SEED + number, device)
+        seed = _XLAC._get_base_seed_as_tensor(device)
+        arguments = graph.pick([*state, *sums, *inputs, seed, *graph.constants])
+        out = _XLAC._run_cached_graph(graph.hash, list(arguments))
+        state, sums = out[: len(graph.changed)], out[len(graph.changed) : len(graph.changed) + len(graph.summed)]
+    (total,) = _XLAC._xla_get_cpu_tensors(sums[:1])
+    clock.end_epoch(float(total))
+
+
 def _sender(device: str, cores: int) -> Callable[[Tensor, Tensor, float], list[Tensor]]:
     """A function that sends a batch and a rate, in one call."""
     mesh = spmd.Mesh(np.arange(cores), (cores,), ("data",)) if cores > 1 else None

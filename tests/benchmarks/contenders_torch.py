@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 os.environ["PJRT_DEVICE"] = "CPU"
 
 import torch
-from measure import READ_AT, Clock, Missing
+from measure import READ_AT, WARM_UP, Clock, Missing
 from torch import Tensor, nn
 from workloads import WORKLOADS
 
@@ -173,6 +174,39 @@ def tpufit(clock: Clock, spec: Spec) -> Spec:
     model.fit(**data, epochs=spec["epochs"], verbose=0, cores=cores, callbacks=[callback])
     counts = tpufit.runtime.counts()
     return _graphs() | {"graphs_by_role": dict(counts.graphs), "waits": dict(counts.waits)}
+
+
+def tpufit_beside_replay(clock: Clock, spec: Spec) -> Spec:
+    """tpufit's `fit`, and after each of its epochs as many bare runs of the graph that it has just replayed.
+
+    So both meet the same moments of the machine, and what differs is the loop: the feed, the guards, the logs.
+    """
+    from bare_replay import replay_graph_of
+
+    import tpufit
+
+    workload, steps = WORKLOADS[spec["workload"]], spec["steps"]
+    loader, bare = workload.loader(steps), Clock()
+
+    class InTurn(tpufit.callbacks.Callback):
+        reads_weights = False
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            clock.begin_epoch()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            clock.end_epoch(logs["loss"])
+            replay_graph_of(model, loader, workload.rate, bare)
+
+    model = tpufit.Model(workload.build())
+    optimizer = partial(workload.optimizer, lr=workload.rate)
+    model.compile(optimizer=optimizer, loss="cross_entropy", metrics=["accuracy"], scale_lr=None)
+    model.fit(loader, epochs=spec["epochs"], verbose=0, callbacks=[InTurn()])
+    pairs = list(zip(clock.wall, bare.wall, strict=True))[WARM_UP:]
+    return _graphs() | {
+        "own_replay_ms_per_step": 1e3 * statistics.median(seconds for _, seconds in pairs) / steps,
+        "to_own_replay": statistics.median(ours / theirs for ours, theirs in pairs),
+    }
 
 
 def _loop(

@@ -96,6 +96,7 @@ def rows() -> list[Row]:
         mlp("hand", "torch_xla, by hand", "hand"),
         mlp("tpufit", "tpufit", "tpufit"),
         mlp("replay", "bare replay", "bare_replay"),
+        mlp("tpufit-beside", "tpufit, in turn with a bare replay of its own graph", "tpufit_beside_replay"),
         mlp("keras", "Keras 3 on JAX", "keras_jax"),
         mlp("tpufit-10", "tpufit, 10 steps per execution", "tpufit", compile={"steps_per_execution": 10}),
         mlp("keras-10", "Keras 3 on JAX, 10 steps per execution", "keras_jax", compile={"steps_per_execution": 10}),
@@ -265,6 +266,10 @@ def print_tables(report: dict[str, Any]) -> None:
     print()
     for name, ratio in report["ratios"].items():
         print(f"{name}: {ratio}")
+    for row in report["rows"]:
+        if "to_own_replay" in row["medians"]:
+            ratio = row["medians"]["to_own_replay"]
+            print(f"{row['name']} / bare replay of its graph, ms_per_step: {ratio:.3f}")
     for word in ("skipped", "failed"):
         for name, reason in report[word].items():
             print(f"{word} {name}: {reason}")

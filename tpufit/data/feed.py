@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import atexit
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +22,7 @@ from ..errors import ArgumentError
 T = TypeVar("T")
 
 _PATIENCE = 2.0  # seconds that close() waits for a thread which is inside the user's data
+_SILENCE = 60.0  # seconds without a batch after which it is said that one is waited for
 _NO_BATCH = object()
 
 
@@ -54,6 +56,8 @@ class Feed(Generic[T]):
             raise ArgumentError(f"depth must be a whole number of at least 1, got {depth!r}")
         self.seconds_waited = 0.0
         self._paused = False
+        self._owed = 0  # slots of batches given out that the thread doesn't have back yet
+        self._half = (depth + 1) // 2
         self._lane: _Lane[T] = _Lane(depth)
         self._stop = weakref.finalize(self, self._lane.stop)  # when dropped, or by close()
         # A daemon: data that never return must not keep the interpreter from exiting.
@@ -72,15 +76,21 @@ class Feed(Generic[T]):
         lane, began = self._lane, None
         if lane.stopped:
             raise StopIteration
+        self._owed += 1
         if lane.ready.empty():
             if self._paused:
+                self._owed -= 1
                 raise RuntimeError("no batch is ready and the feed is paused: ask for the next one after the pause")
             if not self._thread.is_alive() and lane.ready.empty():
                 raise RuntimeError("the feed's thread stayed in another process: this one was forked from it")
             began = perf_counter()
-        lane.slots.put(None)
+        # Half of them at once: a thread that is woken for each batch costs more than sending a small one does.
+        if began is not None or self._owed >= self._half:
+            for _ in range(self._owed):
+                lane.slots.put(None)
+            self._owed = 0
         try:
-            item = lane.ready.get()
+            item = self._get()
         finally:
             if began is not None:
                 self.seconds_waited += perf_counter() - began
@@ -91,6 +101,17 @@ class Feed(Generic[T]):
             raise StopIteration if item.error is None else item.error
         finally:
             del item  # the error's traceback holds this frame, which must not hold the error
+
+    def _get(self) -> T | _End:
+        try:
+            return self._lane.ready.get(timeout=_SILENCE)
+        except Empty:
+            warnings.warn(
+                f"the data have given no batch for {_SILENCE:g} s, and are still being waited for. If a worker may "
+                "hang, DataLoader(..., timeout=60) makes an error of it that names the worker",
+                stacklevel=4,
+            )
+            return self._lane.ready.get()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from .devices import Cores, CoresArgument, agree, init, platform, settled, start
 from .graph import Program, State, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
-from .report import Counts, counts
+from .report import Counts, count_capture, counts
 from .transfer import InFlight, move, overwrite, to_device, to_host
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Program",
     "State",
     "agree",
+    "count_capture",
     "counts",
     "init",
     "launch",

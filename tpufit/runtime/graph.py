@@ -89,6 +89,10 @@ class State:
         self._empty = []
         self.held = True
 
+    def replace(self, tensors: Iterable[Tensor]) -> None:
+        """Go on with other tensors, while nothing is held."""
+        self.tensors, self._empty = list(tensors), []
+
     def write_back(self) -> None:
         """Put the values back into the user's tensors.
 
@@ -201,6 +205,16 @@ class Program:
         self._proven: set[Hashable] = set()
         self._differed = 0
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether a call with this key makes no new graph."""
+        return key in self._proven or self._placement.on_host or bool(self.traced_because)
+
+    def forget(self) -> None:
+        """Forget all graphs: the state has other tensors than they have."""
+        self._graphs.clear()
+        self._proven.clear()
+        self._differed = 0
 
     def __call__(
         self,
@@ -387,8 +401,7 @@ class Program:
         if self._jit_compile is True:
             raise ReplayError(f"jit_compile=True, but the {self._role} step can't be replayed: {cause}")
         self.traced_because = cause
-        self._graphs.clear()
-        self._proven.clear()
+        self.forget()
         warnings.warn(
             f"the {self._role} step is traced anew on every call, which is slow, because {cause}", stacklevel=2
         )

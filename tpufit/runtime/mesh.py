@@ -47,6 +47,19 @@ class Placement:
         return 1 if self.cores is None else self.cores.count
 
     @cached_property
+    def places(self) -> tuple[int, ...] | None:
+        """Where the devices of this process stand along the mesh: the parts of a batch that it has to send.
+
+        None without a mesh; with one process all of them. On a pod a host's devices need not be neighbours.
+        """
+        if self.cores is None or not self.cores.spmd:
+            return None
+        import torch_xla
+
+        own = set(torch_xla._XLAC._xla_get_runtime_devices())
+        return tuple(i for i, device in enumerate(torch_xla._XLAC._xla_get_all_runtime_devices()) if device in own)
+
+    @cached_property
     def device(self) -> torch.device:
         """The device of every tensor here. With several cores it is one virtual device."""
         if self.cores is None:

@@ -17,12 +17,14 @@ class Counts:
 
     Attributes:
         graphs: Graphs compiled, by role: `"train"`, `"eval"`, `"predict"`, `"init"`, `"transfer"`, `"metric"`.
+        captures: How often a step was captured anew, by what had changed, e.g. `"momentum in ..."`; new shapes apart.
         waits: Waits for the device, by reason, e.g. `"logs"` or `"outputs"`.
         fallbacks: Operations that ran on the host for lack of a lowering, by name, e.g. `"aten::nonzero"`.
         host_reads: Values that a step's own code read, as `.item()` does: each waits for the device.
     """
 
     graphs: Counter[str] = field(default_factory=Counter)
+    captures: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     host_reads: int = 0
@@ -30,6 +32,7 @@ class Counts:
     def __sub__(self, earlier: Counts) -> Counts:
         return Counts(
             self.graphs - earlier.graphs,
+            self.captures - earlier.captures,
             self.waits - earlier.waits,
             self.fallbacks - earlier.fallbacks,
             self.host_reads - earlier.host_reads,
@@ -37,6 +40,7 @@ class Counts:
 
 
 _graphs: Counter[str] = Counter()
+_captures: Counter[str] = Counter()
 _waits: Counter[str] = Counter()
 
 
@@ -50,7 +54,7 @@ def counts() -> Counts:
             if name.startswith("aten::"):
                 fallbacks[name] = metrics.counter_value(name)
     host_reads = fallbacks.pop("aten::_local_scalar_dense", 0)
-    return Counts(Counter(_graphs), Counter(_waits), fallbacks, host_reads)
+    return Counts(Counter(_graphs), Counter(_captures), Counter(_waits), fallbacks, host_reads)
 
 
 @contextmanager
@@ -61,6 +65,11 @@ def role(name: str) -> Iterator[None]:
         yield
     finally:
         _graphs[name] += _compiled() - before
+
+
+def count_capture(change: str) -> None:
+    """Count that a step has to be captured anew, because of a change."""
+    _captures[change] += 1
 
 
 def count_wait(reason: str) -> None:

@@ -1,0 +1,142 @@
+"""Sources and transforms for the tests of caches, in a module where worker processes find them."""
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+
+class Everything(Dataset):
+    """Samples with a leaf of each kind. A row of the image is copied by itself, the others are gathered by NumPy."""
+
+    def __init__(self, rows=120):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        values = np.random.default_rng(index)
+        image = values.integers(0, 256, (3, 64, 96), dtype=np.uint8)
+        image.flags.writeable = False  # as PIL gives them
+        return {
+            "image": image,
+            "pair": (torch.tensor([index, -index], dtype=torch.bfloat16), [values.normal(size=(2, 2))]),
+            "label": index,
+            "weight": index / 7,
+            "even": index % 2 == 0,
+            "mask": torch.tensor([True, False, index % 3 == 0]),
+            "half": np.float16(index),
+            "none": torch.empty(0, 3),
+        }
+
+
+def expected(samples):
+    """What a batch of such samples must be."""
+    return {
+        "image": torch.stack([torch.tensor(sample["image"]) for sample in samples]),
+        "pair": (
+            torch.stack([sample["pair"][0] for sample in samples]),
+            [torch.stack([torch.tensor(sample["pair"][1][0]) for sample in samples])],
+        ),
+        "label": torch.tensor([sample["label"] for sample in samples]),
+        "weight": torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32),
+        "even": torch.tensor([sample["even"] for sample in samples]),
+        "mask": torch.stack([sample["mask"] for sample in samples]),
+        "half": torch.tensor(np.array([sample["half"] for sample in samples])),
+        "none": torch.empty(len(samples), 0, 3),
+    }
+
+
+class Rows(Dataset):
+    """Row i is 256 numbers i; half a MiB for 512 rows."""
+
+    def __init__(self, rows=64):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        return torch.full((256,), index, dtype=torch.int32), index
+
+
+# What 16 rows of it need, and of what `noise` makes of them, in MiB.
+FILES_OF_16, NOISE_OF_16 = 16 * 1032 / 2**20, 16 * 40 / 2**20
+
+
+def noise(sample):
+    """Random numbers from each generator there is."""
+    return sample[1], random.random(), np.random.normal(size=2), torch.rand(3)
+
+
+def slow(sample):
+    time.sleep(0.004)
+    return sample
+
+
+def note_process(sample):
+    """Leave a file with the process's number in the folder that PIDS names."""
+    open(os.path.join(os.environ["PIDS"], str(os.getpid())), "a").close()
+    return slow(sample)
+
+
+def with_modules(sample):
+    """Whether the process that makes the sample has loaded torch_xla."""
+    return sample, "torch_xla" in sys.modules
+
+
+class FailAt:
+    """Raise at one sample."""
+
+    def __init__(self, index):
+        self.index = index
+
+    def __call__(self, sample):
+        if sample[1] == self.index:
+            raise KeyError("no such label")
+        return sample
+
+
+class DieAt(FailAt):
+    """Kill the process at one sample."""
+
+    def __call__(self, sample):
+        if sample[1] == self.index:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+
+class FillDiskAt(FailAt):
+    """Leave no room on the disk from one sample on, but not again where there was none before."""
+
+    def __init__(self, index, ballast):
+        super().__init__(index)
+        self.ballast = ballast
+
+    def __call__(self, sample):
+        if sample[1] == self.index and not os.path.exists(self.ballast):
+            with open(self.ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+                for _ in range(4096):
+                    file.write(bytes(4096))
+        return sample
+
+
+class Unreadable:
+    """A transform that can be pickled, but not unpickled."""
+
+    def __call__(self, sample):
+        return sample
+
+    def __reduce__(self):
+        return _fail, ()
+
+
+def _fail():
+    raise ImportError("this worker lacks something")

@@ -1,0 +1,56 @@
+"""Nets as people build them train 5 steps, replayed and traced, to equal results; what is only traced says why."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from architectures import ARCHITECTURES, BATCH, STEPS
+
+pytestmark = pytest.mark.cores(1, 8, timeout=600)
+
+
+def train(architecture, cores, jit_compile):
+    """Train 5 steps. Returns all that they leave, the weights they began with, and how often their Python ran."""
+    traces = []
+
+    class Counted(architecture.model):
+        def train_step(self, batch):
+            traces.append(1)
+            return super().train_step(batch)
+
+    torch.manual_seed(0)
+    net = architecture.net()
+    begun = {name: value.detach().clone() for name, value in net.named_parameters()}
+    model = Counted(net)
+    model.compile(
+        architecture.optimizer(net), architecture.loss, architecture.metrics, scale_lr=None, jit_compile=jit_compile
+    )
+    history = model.fit(*architecture.data, batch_size=BATCH // cores, verbose=0, shuffle=False, cores=cores).history
+    model.to_cpu()
+    state = dict(net.named_parameters()) | dict(net.named_buffers())
+    optimizers = [value for value in vars(model).values() if isinstance(value, torch.optim.Optimizer)]
+    for i, optimizer in enumerate(optimizers):
+        for j, values in enumerate(optimizer.state.values()):
+            state |= {f"{key} of weight {j} in optimizer {i}": torch.as_tensor(v) for key, v in values.items()}
+    return SimpleNamespace(history=history, state=state, begun=begun, traces=len(traces))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_five_steps_replayed_equal_five_traced_to_the_bit(cores, name):
+    architecture = ARCHITECTURES[name]
+    why = architecture.why_traced
+    said = f"the train step is traced anew on every call, which is slow, because {why}"
+    with pytest.warns(UserWarning, match=said) if why else nullcontext():
+        replayed = train(architecture, cores, "auto")
+    traced = train(architecture, cores, False)
+    assert (replayed.traces, traced.traces) == (architecture.traces, STEPS)
+    assert replayed.history == traced.history
+    assert replayed.state.keys() == traced.state.keys()
+    for key, value in traced.state.items():
+        assert torch.equal(replayed.state[key], value), key
+    # And they did train. A bias before a norm, or of a critic, has nothing to learn.
+    assert np.isfinite([values for values in traced.history.values()]).all()
+    for key, value in traced.begun.items():
+        assert value.dim() < 2 or not torch.equal(traced.state[key], value), f"{key} has not learned"

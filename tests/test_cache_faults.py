@@ -1,0 +1,569 @@
+"""Faults on a cache: kills, full disks, damaged files, changes, rivals. None gives a wrong sample or loses a good file."""
+
+import errno
+import fcntl
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import namedtuple
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import processes
+import pytest
+import safetensors.torch
+import torch
+from cache_sources import FILES_OF_16, DieAt, FailAt, FillDiskAt, Rows, Unreadable, noise, note_process, slow
+
+from tpufit.data.cache import CachedDataset
+from tpufit.errors import (
+    ArgumentError,
+    CacheBusyError,
+    CacheDamagedError,
+    CacheDiskFullError,
+    CacheError,
+    CacheMismatchError,
+    DataError,
+)
+
+TESTS = Path(__file__).parent
+IMPORTS = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+MODES = ["mmap", "ram", "blocks"]
+SOON = 60.0  # seconds that something may take which takes a few
+
+
+def rows(folder, transform=None, count=64, workers=0, **options):
+    """A cache of `Rows` in files of 16."""
+    return CachedDataset(Rows(count), folder, transform, shard_mb=FILES_OF_16, workers=workers, **options)
+
+
+def warmed(folder, *arguments, **options):
+    data = rows(folder, *arguments, **options)
+    data.warm_up(progress=False)
+    return data
+
+
+def assert_right(data):
+    """All samples are what the source gives."""
+    values, labels = data.get_batch(np.arange(len(data)))
+    assert labels.tolist() == list(range(len(data)))
+    assert torch.equal(values, labels[:, None].int().expand(-1, 256))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def finished(folder):
+    """When each finished file was written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*")}
+
+
+def becomes(condition):
+    deadline = time.monotonic() + SOON
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+@contextmanager
+def running(folder, code, **environment):
+    """A Python of its own that runs code."""
+    with (
+        open(folder / "output", "wb") as output,
+        processes.process_group(
+            [sys.executable, "-c", code],
+            cwd=folder,
+            env={**os.environ, **IMPORTS, **environment},
+            stdout=output,
+            stderr=output,
+        ) as process,
+    ):
+        yield process
+
+
+# Kills.
+
+WARM_UP = """
+from cache_sources import *
+from tpufit.data.cache import CachedDataset
+data = CachedDataset(Rows({count}), "cache", note_process, shard_mb=FILES_OF_16, workers=2)
+data.warm_up(progress=False)
+"""
+
+
+@pytest.fixture
+def pids(tmp_path, monkeypatch):
+    """The folder where processes that make samples leave their numbers."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setenv("PIDS", str(tmp_path / "mine"))
+    return folder
+
+
+@contextmanager
+def at_work(folder, pids, count):
+    """A warm-up by two workers, once they make samples. It and they have ended when the block has."""
+    for path in pids.iterdir():
+        path.unlink()
+    with running(folder, WARM_UP.format(count=count), PIDS=str(pids)) as process:
+        assert becomes(lambda: workers_of(process, pids)), (folder / "output").read_text()
+        yield process
+        assert becomes(lambda: not any(map(alive, workers_of(process, pids))))
+
+
+def workers_of(process, pids):
+    return {int(path.name) for path in pids.iterdir()} - {process.pid}
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def kill_and_resume(folder, pids, times, count, seed):
+    """Kill a warm-up at random moments, look each time at what is left, and let the last one finish."""
+    cache, moments = folder / "cache", random.Random(seed)
+    for _ in range(times):
+        before = finished(cache)
+        with at_work(folder, pids, count) as process:
+            time.sleep(moments.uniform(0, 0.2))
+            os.kill(process.pid, signal.SIGKILL)  # only this one: its workers must end by themselves
+        assert before.items() <= finished(cache).items()
+        left = rows(cache, note_process, count)
+        assert left.verify() == []
+        assert left.info().missing == count // 16 - len(finished(cache)) > 0
+    with at_work(folder, pids, count) as process:
+        assert process.wait(timeout=SOON) == 0, (folder / "output").read_text()
+    data = CachedDataset.open(cache)
+    assert data.verify() == []
+    assert_right(data)
+    assert {path.name for path in cache.iterdir()} - finished(cache).keys() == {"meta.json", ".lock"}
+
+
+def test_killed_at_any_moment(tmp_path, pids):
+    kill_and_resume(tmp_path, pids, times=3, count=480, seed=0)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments(tmp_path, pids):
+    kill_and_resume(tmp_path, pids, times=20, count=2400, seed=1)
+
+
+def test_killed_while_writing(tmp_path, run_python):
+    code = """
+        import os, signal, safetensors.torch
+        from cache_sources import *
+        from tpufit.data.cache import CachedDataset
+        real = safetensors.torch.save_file
+        def half(tensors, path, metadata):
+            real(tensors, path, metadata)
+            if "00002-of" in str(path):
+                os.truncate(path, os.path.getsize(path) // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+        safetensors.torch.save_file = half
+        CachedDataset(Rows(), "cache", shard_mb=FILES_OF_16, workers=0).warm_up()
+    """
+    assert run_python(code, env=IMPORTS).returncode == -signal.SIGKILL
+    cache = tmp_path / "cache"
+    before = finished(cache)
+    assert len(before) == 2 and list(cache.glob(".*.tmp-*"))
+    assert_right(warmed(cache))
+    assert before.items() <= finished(cache).items() and not list(cache.glob(".*.tmp-*"))
+
+
+def test_interrupted_from_the_keyboard(tmp_path, pids):
+    with at_work(tmp_path, pids, count=480) as process:
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert process.wait(timeout=SOON) == -signal.SIGINT
+        output = (tmp_path / "output").read_text()
+    assert output.count("Traceback") == 1 and output.rstrip().endswith("KeyboardInterrupt")
+    assert not list((tmp_path / "cache").glob(".*.tmp-*"))
+    assert rows(tmp_path / "cache", note_process, 480).verify() == []
+
+
+# Two at once.
+
+
+def test_two_warm_ups_at_once(tmp_path, pids):
+    with at_work(tmp_path, pids, count=800) as process:
+        mine = rows(tmp_path / "cache", note_process, 800)
+        for use in (lambda: mine.warm_up(progress=False), lambda: mine[0]):
+            with pytest.raises(CacheBusyError, match="another warm-up is at work in"):
+                use()
+        assert process.wait(timeout=SOON) == 0, (tmp_path / "output").read_text()
+    assert_right(mine)
+
+
+def test_another_warm_up_was_faster_with_something_else(tmp_path):
+    mine = rows(tmp_path, version="mine")
+    warmed(tmp_path, version="theirs")
+    with pytest.raises(CacheMismatchError, match="something else"):
+        rows(tmp_path, version="mine")
+    mine_before = contents(tmp_path)
+    (tmp_path / "shard-00000-of-00004.safetensors").unlink()
+    with pytest.raises(CacheMismatchError, match="version: 'theirs' then, 'mine' now"):
+        mine.warm_up(progress=False)
+    assert contents(tmp_path).items() < mine_before.items()
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match="has no locks .*make sure that no other warm-up is at work"):
+        assert_right(warmed(tmp_path))
+
+
+# No room.
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 2 MiB if this process may mount one, else None."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder]
+    mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+    yield folder if mounted else None
+    if mounted:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_disk_that_fills_up(tmp_path, small_disk, monkeypatch, workers):
+    ballast = (small_disk or tmp_path) / "ballast"
+    if small_disk is None:  # then the file system's answer is made up
+        workers, real = 0, safetensors.torch.save_file
+
+        def save(tensors, path, metadata):
+            if ballast.exists() and ballast.stat().st_size:
+                raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+            real(tensors, path, metadata)
+
+        monkeypatch.setattr(safetensors.torch, "save_file", save)
+    data = rows(ballast.with_name("cache"), FillDiskAt(40, ballast), workers=workers)
+    with pytest.raises(CacheDiskFullError, match="no room in .* Make room and call warm_up") as raised:
+        data.warm_up(progress=False)
+    kept, error = finished(data.info().path), raised.value
+    assert 2 <= error.done == len(kept) < error.files == 4
+    assert error.need == (4 - len(kept)) * 16 * 1032 and error.free < error.need or small_disk is None
+    assert not list(data.info().path.glob(".*.tmp-*"))
+    os.truncate(ballast, 0)
+    assert_right(data)
+    assert kept.items() <= finished(data.info().path).items()
+
+
+def test_no_room_from_the_beginning(tmp_path, monkeypatch):
+    data = rows(tmp_path)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(
+        CacheDiskFullError, match=r"66,048 bytes are needed and 1,000 are free\. 0 of 4 files"
+    ) as raised:
+        data.warm_up(progress=False)
+    assert (raised.value.need, raised.value.free) == (64 * 1032, 1000)
+    assert not finished(tmp_path)
+
+
+# Damaged files.
+
+
+@pytest.mark.parametrize("size", [-1, 0.5, 100, 5, 0])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_file_cut_short(tmp_path, mode, size):
+    warmed(tmp_path)
+    before = contents(tmp_path)
+    path = tmp_path / "shard-00002-of-00004.safetensors"
+    whole = path.stat().st_size
+    os.truncate(path, {-1: whole - 1, 0.5: whole // 2}.get(size, size))
+    with pytest.raises(CacheDamagedError, match=r"shard-00002-of-00004.safetensors is damaged: .*repair=True"):
+        CachedDataset.open(tmp_path, mode=mode)
+    data = rows(tmp_path, mode=mode)
+    with pytest.raises(CacheDamagedError, match=r"shard-00002-of-00004"):
+        data[0]
+    data.warm_up(progress=False)  # makes what is missing, and only that
+    assert data.verify() == ["shard-00002-of-00004.safetensors"]
+    data.warm_up(progress=False, repair=True)
+    assert data.verify() == [] and contents(tmp_path) == before
+    assert_right(data)
+
+
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_flipped_bit_among_the_rows(tmp_path, mode):
+    warmed(tmp_path)
+    path = tmp_path / "shard-00001-of-00004.safetensors"
+    data_begins = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    for bit in random.Random(0).sample(range(8 * data_begins, 8 * path.stat().st_size), 100):
+        flip(path, bit)
+        data = CachedDataset.open(tmp_path, mode=mode) if mode != "ram" else rows(tmp_path, mode=mode)
+        with pytest.raises(CacheDamagedError, match=r"shard-00001.* of its rows \d+ to \d+ is not what was written"):
+            data.get_batch(range(64))
+        flip(path, bit)
+    assert_right(CachedDataset.open(tmp_path, mode=mode))
+
+
+def test_files_are_checked_when_first_read(tmp_path):
+    warmed(tmp_path)
+    flip(tmp_path / "shard-00003-of-00004.safetensors", -8)  # in the last byte
+    for mode in ("mmap", "blocks"):
+        data = CachedDataset.open(tmp_path, mode=mode)
+        assert data.get_batch(range(48))[1].tolist() == list(range(48))
+        with pytest.raises(CacheDamagedError, match="shard-00003"):
+            data[48]
+    assert data.verify() == ["shard-00003-of-00004.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["shard-00001-of-00002.safetensors", "meta.json"])
+def test_any_flipped_bit_of_a_header(tmp_path, name):
+    warmed(tmp_path, count=32)
+    path = tmp_path / name
+    good = path.read_bytes()
+    bits = 8 * len(good) if name == "meta.json" else 8 * (8 + int.from_bytes(good[:8], "little"))
+    unnoticed = 0
+    for bit in range(bits):
+        flip(path, bit)
+        try:
+            data = CachedDataset.open(tmp_path)
+        except CacheError:
+            pass
+        else:
+            unnoticed += 1
+            assert_right(data)
+        path.write_bytes(good)
+    assert unnoticed < bits / 100
+
+
+def test_files_in_each_others_place(tmp_path):
+    warmed(tmp_path / "a"), warmed(tmp_path / "b", version="2")
+    first, second = (tmp_path / "a" / f"shard-0000{i}-of-00004.safetensors" for i in (0, 1))
+    for path, other in ((first, second), (second, tmp_path / "b" / second.name)):
+        good = path.read_bytes()
+        path.write_bytes(other.read_bytes())
+        with pytest.raises(CacheDamagedError, match="its header is not what was written under this name"):
+            CachedDataset.open(tmp_path / "a")
+        path.write_bytes(good)
+    assert_right(CachedDataset.open(tmp_path / "a"))
+
+
+class Canary:
+    def __reduce__(self):
+        return (os.mkdir, ("hatched",))
+
+
+@pytest.mark.parametrize("name", ["shard-00001-of-00004.safetensors", "meta.json"])
+def test_nothing_is_unpickled(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    warmed(tmp_path)
+    (tmp_path / name).write_bytes(pickle.dumps(Canary()))
+    with pytest.raises(CacheDamagedError, match="is damaged"):
+        CachedDataset.open(tmp_path)
+    assert not (tmp_path / "hatched").exists()
+
+
+def test_a_format_of_the_future(tmp_path):
+    warmed(tmp_path)
+    path = tmp_path / "meta.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(CacheError, match="a format that this version of tpufit doesn't know"):
+        CachedDataset.open(tmp_path)
+
+
+# Something has changed.
+
+
+class OtherRows(Rows):
+    pass
+
+
+class Changed(Rows):
+    """The same class by name, with another value."""
+
+    def __getitem__(self, index):
+        values, label = super().__getitem__(index)
+        return values, label + (index == 63)
+
+
+Changed.__qualname__ = "Rows"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"transform": noise}, r"transform .*: 'slow \w+' then, 'noise \w+' now; how a sample is built"),
+        ({"transform": FailAt(99)}, r"transform .* 'FailAt \w+' now"),
+        ({"source": Rows(65)}, "the number of samples: 64 then, 65 now"),
+        ({"source": OtherRows(64)}, r"source .*: 'Rows \w+' then, 'OtherRows \w+' now"),
+        ({"source": Changed(64)}, r"the samples themselves: the first, the middle or the last one"),
+        ({"version": "2"}, "version: '1' then, '2' now"),
+        ({"seed": 1}, "seed: 0 then, 1 now"),
+        ({"copies": 2}, "copies: 1 then, 2 now"),
+    ],
+)
+def test_a_change_is_named(tmp_path, change, message):
+    arguments = {"source": Rows(), "cache_dir": tmp_path, "transform": slow, "workers": 0}
+    CachedDataset(**arguments).warm_up(progress=False)
+    before = contents(tmp_path)
+    with pytest.raises(CacheMismatchError, match=message):
+        CachedDataset(**arguments | change)
+    assert contents(tmp_path) == before  # neither read nor made anew
+    assert_right(CachedDataset(**arguments))
+    assert len(CachedDataset(**arguments | change | {"cache_dir": tmp_path / "other"}).get_batch([0])) >= 2
+
+
+def test_what_does_not_change_the_samples_may_change(tmp_path):
+    warmed(tmp_path)
+    other = CachedDataset(Rows(), tmp_path, device_transform=abs, shard_mb=1, workers="auto", mode="ram", ordered=False)
+    assert_right(other)
+
+
+def unrepeatable(sample):
+    return sample, os.urandom(1)[0]
+
+
+def test_a_transform_with_random_numbers_of_its_own(tmp_path):
+    arguments = {"source": [0] * 40, "cache_dir": tmp_path, "transform": unrepeatable, "workers": 0}
+    with pytest.warns(UserWarning, match="the same sample made twice isn't the same"):
+        data = CachedDataset(**arguments)
+    data.warm_up(progress=False)
+    again = CachedDataset(**arguments)  # no change that could be seen, so none is claimed
+    assert torch.equal(again.get_batch(range(40))[1], data.get_batch(range(40))[1])
+
+
+# Nothing may be written.
+
+
+def test_a_read_only_folder(run_python):
+    code = """
+        import os, sys
+        from cache_sources import *
+        from tpufit.data.cache import CachedDataset
+        from tpufit.errors import CacheError
+        if os.geteuid() == 0:
+            os.setuid(65534)  # root may write anywhere
+        for name in ("whole", "partial"):
+            path = os.path.join(sys.argv[1], name)
+            data = CachedDataset(Rows(), path, shard_mb=FILES_OF_16, workers=0)
+            try:
+                data.warm_up()
+                print(data[33][1].item(), CachedDataset.open(path).get_batch([63])[1].item(), data.verify())
+            except CacheError as error:
+                print(type(error).__name__, str(error).replace(path, "PATH"))
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # tmp_path is for this user only
+        for name in ("whole", "partial"):
+            warmed(Path(folder, name))
+        Path(folder, "partial", "shard-00001-of-00004.safetensors").unlink()
+        for path in Path(folder).rglob("*"):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        result = run_python(code.replace("sys.argv[1]", repr(folder)), env=IMPORTS)
+        for path in Path(folder).iterdir():
+            path.chmod(0o755)
+    assert result.returncode == 0, result.stderr
+    whole, partial = result.stdout.splitlines()
+    assert whole == "33 63 []"
+    assert partial.startswith("CacheError PATH can't be written to (Permission denied). Make the cache where")
+
+
+# What the source, the transform and the workers can do wrong.
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_can_not_be_made(tmp_path, workers):
+    data = rows(tmp_path, FailAt(40), workers=workers)
+    with pytest.raises(DataError, match=r"sample 40 could not be made: KeyError: 'no such label'") as raised:
+        data.warm_up(progress=False)
+    cause = raised.value.__cause__
+    assert isinstance(cause, KeyError) if not workers else 'raise KeyError("no such label")' in str(cause)
+    assert len(finished(tmp_path)) >= 1 and data.verify() == []
+
+
+def test_a_worker_that_is_killed(tmp_path):
+    data = rows(tmp_path, DieAt(40), workers=2)
+    message = r"worker [01] \(process \d+\) was killed by SIGKILL, as the kernel does .* it made shard-00002-of-00004"
+    with pytest.raises(CacheError, match=message):
+        data.warm_up(progress=False)
+    assert len(finished(tmp_path)) >= 1 and data.verify() == []
+    assert not list(tmp_path.glob(".*.tmp-*"))
+
+
+def test_what_a_worker_can_not_unpickle(tmp_path):
+    data = rows(tmp_path, Unreadable(), workers=1)
+    with pytest.raises(CacheError, match="ImportError: this worker lacks something") as raised:
+        data.warm_up(progress=False)
+    assert "Traceback" in str(raised.value.__cause__)
+
+
+def test_what_can_not_be_pickled(tmp_path, monkeypatch):
+    def local(sample):
+        return sample
+
+    with pytest.raises(ArgumentError, match=r"workers=2: .* can't be pickled \(.*\)\. Define in a module .*workers=0"):
+        rows(tmp_path / "a", lambda sample: sample, workers=2).warm_up(progress=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with pytest.warns(UserWarning, match="one process makes all the samples: .* can't be pickled"):
+        assert_right(warmed(tmp_path / "b", local, workers="auto"))
+
+
+def test_what_is_defined_in_a_notebook(run_python):
+    code = """
+        from cache_sources import *
+        from tpufit.data.cache import CachedDataset
+        def mine(sample):
+            return sample
+        CachedDataset(Rows(), "cache", mine, shard_mb=FILES_OF_16, workers=2).warm_up()
+    """
+    result = run_python(code, env=IMPORTS)
+    assert "ArgumentError: workers=2: source or transform is defined in a notebook or prompt" in result.stderr
+
+
+SCRIPT = """
+from cache_sources import FILES_OF_16, Rows
+from tpufit.data.cache import CachedDataset
+
+print("imported as", __name__)
+
+def mine(sample):
+    return sample
+
+def main():
+    CachedDataset(Rows(), "cache", mine, shard_mb=FILES_OF_16, workers=2).warm_up(progress=False)
+
+"""
+
+
+def test_a_script_without_the_usual_condition(tmp_path):
+    (tmp_path / "script.py").write_text(f"{SCRIPT}main()\n")
+    result = run_script(tmp_path)
+    assert result.returncode == 1 and result.stdout.count("imported as") == 1
+    assert "script.py as a whole. Put all but its definitions under `if __name__ ==" in result.stderr
+
+
+def test_a_script_with_the_usual_condition(tmp_path):
+    (tmp_path / "script.py").write_text(f'{SCRIPT}if __name__ == "__main__":\n    main()\n')
+    result = run_script(tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.split()[2::3]) == ["__main__", "__mp_main__", "__mp_main__"]
+    assert_right(CachedDataset.open(tmp_path / "cache"))
+
+
+def run_script(folder):
+    return processes.run([sys.executable, "script.py"], timeout=120, cwd=folder, env={**os.environ, **IMPORTS})

@@ -1,0 +1,180 @@
+"""Every optimizer of PyTorch's takes the steps that it takes on the host, with another rate at each, in one graph."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+import tpufit
+from tpufit import runtime
+from tpufit.callbacks import Callback
+
+pytestmark = pytest.mark.cores(1, 8, timeout=600)
+
+X = np.random.default_rng(0).normal(size=(30 * 16 - 3, 6)).astype("float32")  # 30 batches, the last one of 13 rows
+Y = (X.sum(1) > 0).astype("int64")
+
+# The rate is an input of the graph of all of these: a new one at every step compiles, traces and reads nothing.
+RATE_IS_AN_INPUT = {
+    "sgd": optim.SGD,
+    "sgd momentum": partial(optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
+    "sgd nesterov": partial(optim.SGD, lr=0.01, momentum=0.9, nesterov=True),
+    "sgd dampening": partial(optim.SGD, lr=0.01, momentum=0.9, dampening=0.5),
+    "adam": optim.Adam,
+    "adam amsgrad": partial(optim.Adam, amsgrad=True, weight_decay=0.01),
+    "adamw": optim.AdamW,
+    "adamax": optim.Adamax,
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "asgd": optim.ASGD,
+    "rprop": partial(optim.Rprop, lr=1e-3),
+    "rmsprop": partial(optim.RMSprop, lr=1e-3),
+    "rmsprop centered": partial(optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+}
+
+# These read a value in their step, or keep it in Python, and so are traced at every call. They are right all the same.
+TRACED = {
+    "adafactor": (optim.Adafactor, "reads a value from the device"),
+    "muon": (partial(optim.Muon, lr=1e-3), "reads a value from the device"),
+}
+
+
+class Signs(optim.Optimizer):
+    """Somebody's own optimizer, which makes its state in its first step."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.mul_(0.9).add_(p.grad)
+                    p.sub_(mean.tanh() * group["lr"])
+
+
+RATE_IS_AN_INPUT["somebody's own"] = Signs
+
+
+def rate(base, step):
+    return base * (1 + 0.5 * (step % 7))
+
+
+class Changing(Callback):
+    reads_weights = False
+
+    def on_train_begin(self, logs=None):
+        self.base = self.model.optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_begin(self, batch, logs=None):
+        for group in self.model.optimizer.param_groups:
+            group["lr"] = rate(self.base, batch)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def on_the_host(make):
+    module = net()
+    optimizer = make(module.parameters())
+    base = optimizer.param_groups[0]["lr"]
+    for step in range(30):
+        rows = slice(step * 16, step * 16 + 16)
+        optimizer.param_groups[0]["lr"] = rate(base, step)
+        optimizer.zero_grad()
+        F.cross_entropy(module(torch.from_numpy(X[rows])), torch.from_numpy(Y[rows])).backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+def with_tpufit(make, cores, **compiling):
+    model = tpufit.Model(net())
+    model.compile(make, "cross_entropy", scale_lr=None, **compiling)
+    before = runtime.counts()
+    model.fit(X, Y, 16 // cores, 1, verbose=0, shuffle=False, callbacks=[Changing()], cores=cores)
+    return model, runtime.counts() - before
+
+
+@pytest.mark.parametrize("name", RATE_IS_AN_INPUT)
+def test_30_steps_with_another_rate_at_each(cores, name):
+    make = RATE_IS_AN_INPUT[name]
+    model, counts = with_tpufit(make, cores, jit_compile=True)
+    for key, expected in on_the_host(make).items():
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
+    # A whole batch and the last; one more where the first step makes state that only the second one has.
+    assert counts.graphs["train"] <= (3 if name in ("sgd dampening", "somebody's own") else 2)
+    assert counts.host_reads == 0 and not counts.fallbacks
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_the_others_are_traced_and_say_why(cores, name):
+    make, cause = TRACED[name]
+
+    def matrices(parameters):  # all that Muon takes
+        return make([p for p in parameters if p.dim() == 2])
+
+    with pytest.warns(UserWarning, match=f"the train step is traced anew on every call.*{cause}"):
+        model, _ = with_tpufit(matrices, cores)
+    tolerance = 1e-3 if name == "muon" else 1e-5  # Muon computes in bfloat16
+    for key, expected in on_the_host(matrices).items():
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=tolerance)
+
+
+OPTIONS = [
+    ("sgd momentum", "momentum", lambda value: value * 0.9),
+    ("adamw", "betas", lambda value: (value[0] * 0.9, value[1])),
+    ("adamw", "weight_decay", lambda value: value * 2),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "change"), OPTIONS, ids=[option for _, option, _ in OPTIONS])
+def test_another_option_is_another_graph_counted_and_right(cores, name, option, change):
+    class Once(Callback):
+        reads_weights = False
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 15:
+                group = self.model.optimizer.param_groups[0]
+                group[option] = change(group[option])
+
+    def host():
+        module = net()
+        optimizer = RATE_IS_AN_INPUT[name](module.parameters())
+        for step in range(30):
+            if step == 15:
+                optimizer.param_groups[0][option] = change(optimizer.param_groups[0][option])
+            rows = slice(step * 16, step * 16 + 16)
+            optimizer.zero_grad()
+            F.cross_entropy(module(torch.from_numpy(X[rows])), torch.from_numpy(Y[rows])).backward()
+            optimizer.step()
+        return module.state_dict()
+
+    model = tpufit.Model(net())
+    model.compile(RATE_IS_AN_INPUT[name], "cross_entropy", scale_lr=None)
+    before = runtime.counts()
+    model.fit(X, Y, 16 // cores, 1, verbose=0, shuffle=False, callbacks=[Once()], cores=cores)
+    counts = runtime.counts() - before
+    assert counts.captures == {f"{option} in the optimizer's param_groups": 1}
+    assert counts.graphs["train"] <= 3
+    for key, expected in host().items():
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
+
+
+def test_an_option_that_keeps_changing_is_said(cores):
+    class Always(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.optimizer.param_groups[0]["momentum"] *= 0.99
+
+    model = tpufit.Model(net())
+    model.compile(RATE_IS_AN_INPUT["sgd momentum"], "cross_entropy", scale_lr=None)
+    with pytest.warns(UserWarning, match="compiled anew 4 times because momentum in the optimizer's param_groups"):
+        model.fit(X[:96], Y[:96], 16 // cores, 1, verbose=0, callbacks=[Always()], cores=cores)

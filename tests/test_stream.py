@@ -1,0 +1,215 @@
+"""A stream's rows: each exactly once an epoch, over any number of hosts, and resumed anywhere."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from tpufit.data import stream
+from tpufit.data.sampling import order, rows_of
+from tpufit.errors import ArgumentError, DataError
+
+
+class Numbers(Dataset):
+    """Its samples are their own numbers; it notes which were read."""
+
+    def __init__(self, length):
+        self.length, self.read = length, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        return i
+
+
+def rows(batches):
+    return [int(row) for batch in batches for row in (batch[0] if isinstance(batch, (tuple, list)) else batch)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    length=st.integers(1, 2000),
+    batch_size=st.integers(1, 300),
+    owners=st.lists(st.integers(0, 3), min_size=1, max_size=8),  # of each core the host, which need not be neighbours
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+    resume_at=st.floats(0, 1),
+    form=st.sampled_from(["arrays", "dataset"]),
+)
+def test_every_row_exactly_once(length, batch_size, owners, shuffle, epoch, resume_at, form):
+    data = np.arange(length) if form == "arrays" else Numbers(length)
+    how = {"batch_size": batch_size, "cores": len(owners), "shuffle": shuffle, "seed": 5}
+    whole = rows(stream(data, **how).epoch(epoch))
+    assert sorted(whole) == list(range(length))
+
+    position = round(resume_at * length)  # any row, also in the middle of what was a batch
+    before, after = [], []
+    for host in sorted(set(owners)):
+        places = [i for i, owner in enumerate(owners) if owner == host]
+        first, second = stream(data, places=places, **how), stream(data, places=places, **how)
+        size = batch_size * len(owners)
+        taken = [batch for _, batch in zip(range(position // size), first.epoch(epoch), strict=False)]
+        before += rows(taken)
+        second.load_state_dict(first.state_dict(len(taken)) if taken else {"number": epoch})
+        after += rows(second.epoch(epoch))
+        anywhere = stream(data, places=places, **how)
+        anywhere.load_state_dict({"number": epoch, "place": position})
+        assert set(rows(anywhere.epoch(epoch))) <= set(whole[position:])
+    assert sorted(before + after) == list(range(length))  # over all hosts, each row once
+    if set(owners) == {owners[0]}:
+        assert before + after == whole
+        anywhere = stream(data, **how)
+        anywhere.load_state_dict({"number": epoch, "place": position})
+        assert rows(anywhere.epoch(epoch)) == whole[position:]
+
+
+@given(count=st.integers(1, 64), length=st.integers(0, 500), data=st.data())
+def test_hosts_part_a_batch_between_them(count, length, data):
+    owners = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    parts = [rows_of([i for i, o in enumerate(owners) if o == h], count, length) for h in sorted(set(owners))]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(length))
+
+
+def test_resuming_reads_nothing_of_what_was_before():
+    data = Numbers(1_000)
+    resumed = stream(data, batch_size=10, shuffle=True, seed=1)
+    resumed.load_state_dict({"batches": 99, "number": 4, "place": 990})
+    assert rows(resumed.epoch(4)) == data.read == order(1_000, 1, 4)[990:].tolist()
+
+
+def test_the_order_of_millions_of_rows_is_quick_to_find():
+    resumed = stream(np.arange(3_000_000), batch_size=100, shuffle=True, seed=1)
+    resumed.load_state_dict({"batches": 29_999, "number": 0, "place": 2_999_900})
+    assert rows(resumed.epoch(0)) == order(3_000_000, 1, 0)[-100:].tolist()
+
+
+def loaders(length):
+    tensors = TensorDataset(torch.arange(length))
+    return {
+        "loader": lambda: DataLoader(tensors, batch_size=3),
+        "sampler": lambda: DataLoader(
+            tensors, batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(0), drop_last=False
+        ),
+        "iterable": lambda: [(torch.arange(i, min(i + 3, length)),) for i in range(0, length, 3)],
+    }
+
+
+@pytest.mark.parametrize("form", ["loader", "sampler", "iterable"])
+@pytest.mark.parametrize("cores", [1, 2, 8])
+def test_loaders_and_iterables_resume(form, cores):
+    make = loaders(50)[form]
+    whole = list(stream(make(), cores=cores).epoch(0))
+    for done in range(len(whole) + 1):
+        first, second = stream(make(), cores=cores), stream(make(), cores=cores)
+        taken = [batch for _, batch in zip(range(done), first.epoch(0), strict=False)]
+        second.load_state_dict(first.state_dict(done) if done else {})
+        assert rows(taken) + rows(second.epoch(0)) == rows(whole)
+
+
+class Stateful:
+    """An iterable that keeps its own place, as torchdata's loaders do; it counts how often it was read."""
+
+    def __init__(self, length):
+        self.length, self.next, self.reads = length, 0, 0
+
+    def __iter__(self):
+        while self.next < self.length:
+            self.next += 1
+            self.reads += 1
+            yield torch.full((2,), self.next - 1)
+        self.next = 0
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def test_a_loader_with_a_state_of_its_own_is_resumed_by_it():
+    first, data = stream(Stateful(9), cores=2), Stateful(9)
+    ahead = [batch for _, batch in zip(range(4), first.epoch(0), strict=False)]
+    state = first.state_dict(2)  # two were used, the others only read ahead
+    second = stream(data, cores=2)
+    second.load_state_dict(state)
+    rest = list(second.epoch(0))
+    assert rows(ahead[:2]) + rows(rest) == [i for i in range(9) for _ in range(2)]
+    assert data.reads == 5
+
+
+def test_a_place_in_other_data_is_refused():
+    with pytest.raises(DataError, match="no account"):
+        stream(np.arange(3)).load_state_dict({"own": {"next": 1}})
+
+
+def test_a_place_that_was_not_reached():
+    data = stream(np.arange(9), batch_size=2)
+    next(data.epoch(0))
+    with pytest.raises(ArgumentError, match="not read as far as batch 2"):
+        data.state_dict(2)
+
+
+@given(length=st.integers(1, 40), size=st.integers(1, 7), steps=st.integers(1, 20), done=st.integers(0, 100))
+def test_epochs_of_so_many_steps_resume_within_a_pass(length, size, steps, done):
+    def epochs(data, first, count):
+        return [rows([batch]) for epoch in range(first, first + count) for batch in data.epoch(epoch)]
+
+    how = {"batch_size": size, "shuffle": True, "steps": steps}
+    whole = epochs(stream(np.arange(length), **how), 0, 6)
+    epoch, batches = divmod(min(done, 5 * steps), steps)
+    first, second = stream(np.arange(length), **how), stream(np.arange(length), **how)
+    before = epochs(first, 0, epoch)
+    before += [rows([batch]) for _, batch in zip(range(batches), first.epoch(epoch), strict=False)]
+    second.load_state_dict(first.state_dict(batches))
+    assert before + epochs(second, epoch, 6 - epoch) == whole
+
+
+def test_steps_that_are_exactly_a_pass():
+    data = stream(np.arange(4), batch_size=1, steps=4)
+    assert [rows(data.epoch(epoch)) for epoch in range(3)] == [[0, 1, 2, 3]] * 3
+
+
+def test_iterables_cannot_be_read_in_parts():
+    class Endless(IterableDataset):
+        def __iter__(self):
+            yield from range(3)
+
+    with pytest.raises(ArgumentError, match="can't read its part"):
+        stream(Endless(), cores=2, places=[0])
+
+
+def test_the_sample_that_raised_is_named():
+    class Broken(Numbers):
+        def __getitem__(self, i):
+            if i == 7:
+                raise ValueError("a broken image")
+            return i
+
+    with pytest.raises(ValueError, match="a broken image") as error:
+        list(stream(Broken(9), batch_size=4).epoch(0))
+    assert getattr(error.value, "__notes__", ["This was sample 7 of x."]) == ["This was sample 7 of x."]
+
+
+def test_samples_of_different_lengths_say_how_to_pad_them():
+    class Texts(Numbers):
+        def __getitem__(self, i):
+            return torch.zeros(3 + i % 2), i
+
+    with pytest.raises(DataError, match=r"one shape to make a batch, got \[\(3,\)\] and \[\(4,\)\].*PadToBuckets"):
+        list(stream(Texts(9), batch_size=4).epoch(0))
+
+
+def test_batches_of_different_lengths_say_how_to_pad_them():
+    with pytest.raises(DataError, match=r"of one shape, got batches of shapes \[\(2, 3\), \(2, 4\)\].*PadToBuckets"):
+        list(stream([(torch.zeros(2, 3),), (torch.zeros(2, 4),)], cores=2).epoch(0))
+
+
+def test_read_only_arrays_are_shared_and_no_warning_is_given():
+    array = np.arange(6.0, dtype=np.float32)
+    array.flags.writeable = False
+    ((x,),) = stream(array).epoch(0)
+    assert x.tolist() == array.tolist() and x.data_ptr() == array.ctypes.data

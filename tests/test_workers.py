@@ -1,0 +1,100 @@
+"""Loader workers next to the runtime's threads: they start, they give all rows, and their faults are named."""
+
+import os
+import signal
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import tpufit
+from tpufit.errors import DataError
+
+pytestmark = [
+    pytest.mark.cores(1, 8, timeout=600),
+    # True, as each of these short epochs waits for workers to start; test_meter.py is about it.
+    pytest.mark.filterwarnings("ignore:the device waited for data"),
+]
+
+
+class Points(Dataset):
+    """Points in two classes; `fault` is called with the number of each sample, in the worker."""
+
+    def __init__(self, fault=None):
+        self.fault = fault
+
+    def __len__(self):
+        return 70
+
+    def __getitem__(self, i):
+        if self.fault is not None:
+            self.fault(i)
+        return np.array([i % 2, i / 70], dtype="float32"), i % 2
+
+
+def killed(i):
+    if i == 40:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hanging(i):
+    if i == 40:
+        time.sleep(600)
+
+
+def raising(i):
+    if i == 40:
+        raise ValueError("sample 40 is broken")
+
+
+def train(cores, epochs=2, fault=None, **loading):
+    torch.manual_seed(0)
+    model = tpufit.Model(nn.Linear(2, 2))
+    model.compile("sgd", "cross_entropy", ["accuracy"], scale_lr=None)
+    loader = DataLoader(Points(fault), batch_size=16 // cores, **loading)
+    history = model.fit(loader, validation_data=loader, epochs=epochs, verbose=0, cores=cores)
+    return model, history.history
+
+
+@pytest.mark.parametrize("context", [None, "forkserver"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_two_workers(cores, context, persistent):
+    expected = train(cores)[1]
+    how = {"num_workers": 2, "multiprocessing_context": context, "persistent_workers": persistent}
+    assert train(cores, **how)[1] == expected
+
+
+def test_workers_are_forked_again_and_again_while_the_device_computes(cores):
+    _, history = train(cores, epochs=25, num_workers=2)
+    assert len(history["loss"]) == 25
+
+
+def test_forking_is_no_warning(cores):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the device waited for data")
+        train(cores, epochs=1, num_workers=2)
+
+
+def test_a_killed_worker_is_named(cores):
+    with pytest.raises(DataError, match=r"worker \d \(pid \d+, killed by signal 9\) of the DataLoader ended.*memory"):
+        train(cores, fault=killed, num_workers=2)
+    assert len(train(cores)[1]["loss"]) == 2  # the process goes on
+
+
+def test_a_hanging_worker_is_named(cores):
+    with pytest.raises(DataError, match=r"worker \d \(pid \d+\) of the DataLoader gave nothing for 3 s.*batch \d was"):
+        train(cores, fault=hanging, num_workers=2, timeout=3)
+    assert len(train(cores)[1]["loss"]) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_exception_keeps_its_type_and_tells_its_line(cores, workers):
+    with pytest.raises(ValueError, match="sample 40 is broken") as error:
+        train(cores, fault=raising, num_workers=workers)
+    assert ("worker process" in str(error.value)) == bool(workers)
+    assert len(train(cores)[1]["loss"]) == 2

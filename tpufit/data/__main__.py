@@ -1,0 +1,36 @@
+"""`python -m tpufit.data warm module:dataset` makes a cache ahead of the training, on a machine without a TPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from operator import attrgetter
+
+from .cache import CachedDataset
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line.
+
+    Args:
+        arguments: The words after `python -m tpufit.data` (default: those of this process).
+    """
+    parser = argparse.ArgumentParser(prog="python -m tpufit.data", description="Caches of samples.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    warm = commands.add_parser("warm", help="make the files of a CachedDataset that are missing")
+    warm.add_argument(
+        "dataset", metavar="module:dataset", help="where the CachedDataset is, e.g. my_project.data:train"
+    )
+    warm.add_argument("--repair", action="store_true", help="also check all files, and make damaged ones anew")
+    chosen = parser.parse_args(arguments)
+    module, _, name = chosen.dataset.partition(":")
+    if not module or not name:
+        parser.error(f"expected module:dataset, e.g. my_project.data:train, got {chosen.dataset!r}")
+    dataset = attrgetter(name)(importlib.import_module(module))
+    if not isinstance(dataset, CachedDataset):
+        parser.error(f"{chosen.dataset} must be a tpufit.data.CachedDataset, got {type(dataset).__name__}")
+    dataset.warm_up(repair=chosen.repair)
+
+
+if __name__ == "__main__":
+    main()

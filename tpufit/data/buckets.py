@@ -1,0 +1,78 @@
+"""`PadToBuckets`: batches of texts or other sequences in a few lengths, so that a few graphs do for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.data import default_collate
+
+from ..errors import ArgumentError, DataError
+from .batches import as_tensors
+
+
+class PadToBuckets:
+    """A `collate_fn` that pads fields of samples to the smallest of a few lengths that holds the longest of a batch.
+
+    A graph is compiled for each shape of a batch; with this there are at most as many as lengths, and as many again for
+    a shorter last batch. Fields of different lengths, such as a sentence and its translation, are padded each by
+    itself, which multiplies the shapes.
+
+    Args:
+        lengths: The lengths, in any order, e.g. `[32, 64, 128]`. A field's length is its first dimension.
+        padding: What to pad with (default 0), or a value for each field, as a nest like a sample. A field whose value
+            is None stays as it is, and so do single numbers. Targets that the loss shall leave out are padded with its
+            `ignore_index`, -100 for `"cross_entropy"`.
+
+    Raises:
+        ArgumentError: No lengths, or some below 1.
+        DataError: When called: a sample is longer than all lengths.
+
+    Example:
+        >>> import torch
+        >>> collate = PadToBuckets([4, 8], padding=(0, -100))
+        >>> samples = [(torch.tensor([5, 6, 7]), torch.tensor([1, 1, 1])), (torch.tensor([5]), torch.tensor([2]))]
+        >>> x, y = collate(samples)
+        >>> x.tolist(), y.tolist()
+        ([[5, 6, 7, 0], [5, 0, 0, 0]], [[1, 1, 1, -100], [2, -100, -100, -100]])
+    """
+
+    def __init__(self, lengths: Sequence[int], padding: Any = 0) -> None:
+        self.lengths = sorted(lengths)
+        if not self.lengths or self.lengths[0] < 1:
+            raise ArgumentError(f"lengths must be one or more whole numbers of at least 1, got {lengths!r}")
+        self.padding = padding
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """The batch of some samples, each a nest of tensors, arrays and numbers."""
+        flat = [tree_flatten(as_tensors(sample)) for sample in samples]
+        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        values = tree_leaves(self.padding) * (1 if isinstance(self.padding, (tuple, list, dict)) else len(columns))
+        if len(values) != len(columns):
+            raise ArgumentError(f"padding has {len(values)} values, but a sample has {len(columns)} fields")
+        joined = [self._join(column, value) for column, value in zip(columns, values, strict=True)]
+        return tree_unflatten(joined, flat[0][1])
+
+    def _join(self, column: Sequence[Any], value: float | None) -> Any:
+        if value is None or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in column):
+            return default_collate(list(column))
+        length = self._bucket(max(map(len, column)))
+        return torch.stack([_padded(leaf, length, value) for leaf in column])
+
+    def _bucket(self, longest: int) -> int:
+        for length in self.lengths:
+            if length >= longest:
+                return length
+        raise DataError(
+            f"a sample has length {longest}, but the longest bucket is {self.lengths[-1]}: cut the sample, or add a "
+            "longer bucket to PadToBuckets"
+        )
+
+
+def _padded(tensor: Tensor, length: int, value: float) -> Tensor:
+    out = tensor.new_full((length, *tensor.shape[1:]), value)
+    out[: len(tensor)] = tensor
+    return out

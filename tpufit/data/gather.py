@@ -1,0 +1,169 @@
+"""Reading the rows of a batch out of the files of a cache: mapped, from memory, or block by block from the disk."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .layout import Layout
+from .samples import Field
+from .shards import Columns, Shard
+
+Rows = NDArray[np.int64]
+
+# Shorter rows are gathered by NumPy, file by file; for longer ones a loop over the rows is faster.
+_LONG = 2048  # bytes
+# In "blocks" mode the rows of this many blocks are mixed, and twice as many are kept in memory: 256 MiB at most, if no
+# row is longer than a block.
+_WINDOW = 64
+
+
+class Reader(ABC):
+    """Reads rows of a cache.
+
+    Args:
+        layout: What the cache holds.
+        shards: All its files.
+    """
+
+    def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
+        self._layout = layout
+        self._shards = shards
+
+    def read(self, rows: Rows, ordered: bool) -> dict[str, Tensor]:
+        """Copy rows.
+
+        Args:
+            rows: Which ones of the cache.
+            ordered: Whether to keep their order. Else they come sorted, which is faster.
+
+        Returns:
+            The rows by the fields' names, each of shape `(len(rows), *shape)`.
+
+        Raises:
+            CacheDamagedError: They are not what was written.
+        """
+        rows = rows if ordered else np.sort(rows)
+        return {field.name: field.tensor(bits) for field, bits in self._gather(rows, ordered)}
+
+    @abstractmethod
+    def _gather(self, rows: Rows, ordered: bool) -> list[tuple[Field, NDArray[Any]]]: ...
+
+
+class Mapped(Reader):
+    """From the mapped files, each checked when it is first read from."""
+
+    def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
+        super().__init__(layout, shards)
+        self._unchecked = set(range(len(shards)))
+
+    def _gather(self, rows: Rows, ordered: bool) -> list[tuple[Field, NDArray[Any]]]:
+        files, local = np.divmod(rows, self._layout.rows_per_file)
+        for number in self._unchecked.intersection(files.tolist()) if self._unchecked else ():
+            self._shards[number].check()
+            self._unchecked.discard(number)
+        positions = np.argsort(files, kind="stable")
+        bounds = np.searchsorted(files[positions], np.arange(len(self._shards) + 1)).tolist()
+        spans = [(number, span) for number, span in enumerate(pairwise(bounds)) if span[0] < span[1]]
+        gathered = []
+        for field in self._layout.fields:
+            columns = [shard.columns[field.name] for shard in self._shards]
+            batch = field.empty(len(rows))
+            if not ordered:
+                for number, (a, b) in spans:
+                    np.take(columns[number], local[a:b], axis=0, out=batch[a:b], mode="clip")  # "raise" would copy
+            elif field.row_bytes >= _LONG:
+                for position, (number, row) in enumerate(zip(files.tolist(), local.tolist(), strict=True)):
+                    batch[position] = columns[number][row]
+            else:
+                for number, (a, b) in spans:
+                    batch[positions[a:b]] = columns[number][local[positions[a:b]]]
+            gathered.append((field, batch))
+        return gathered
+
+
+class InMemory(Reader):
+    """From memory, where all rows are copied, and checked, at the beginning."""
+
+    def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
+        super().__init__(layout, shards)
+        self._columns = {field.name: field.empty(layout.rows * layout.copies) for field in layout.fields}
+        for number, shard in enumerate(shards):
+            span = layout.span(number)
+            part = {name: column[span.start : span.stop] for name, column in self._columns.items()}
+            for name, column in part.items():
+                column[...] = shard.columns[name]
+            shard.check(part)
+
+    def _gather(self, rows: Rows, ordered: bool) -> list[tuple[Field, NDArray[Any]]]:
+        return [(field, self._columns[field.name].take(rows, axis=0)) for field in self._layout.fields]
+
+
+class Blocks(Reader):
+    """From the disk, a block of neighbouring rows at a time; each is checked, and the last ones are kept in memory."""
+
+    def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
+        super().__init__(layout, shards)
+        self._kept: OrderedDict[int, Columns] = OrderedDict()
+        self._turn = threading.Lock()
+
+    def _gather(self, rows: Rows, ordered: bool) -> list[tuple[Field, NDArray[Any]]]:
+        gathered = [(field, field.empty(len(rows))) for field in self._layout.fields]
+        blocks, local = _blocks_of(self._layout, rows)
+        positions = np.argsort(blocks, kind="stable")
+        numbers, starts = np.unique(blocks[positions], return_index=True)
+        with self._turn:
+            for number, (a, b) in zip(numbers.tolist(), pairwise([*starts.tolist(), len(rows)]), strict=True):
+                columns = self._block(number)
+                for field, batch in gathered:
+                    batch[positions[a:b]] = columns[field.name][local[positions[a:b]]]
+        return gathered
+
+    def _block(self, number: int) -> Columns:
+        if number not in self._kept:
+            file, block = divmod(number, _blocks_per_file(self._layout))
+            self._kept[number] = self._shards[file].read(block)
+            if len(self._kept) > 2 * _WINDOW:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(number)
+        return self._kept[number]
+
+
+def window_order(layout: Layout, seed: int, epoch: int) -> Rows:
+    """An order of the samples that reads each block of the cache but once, and keeps few of them in memory.
+
+    The blocks are put in a random order, and each sample then moves back by up to 64 blocks. So samples are mixed with
+    those of 63 other random blocks, not with all.
+
+    Args:
+        layout: What the cache holds.
+        seed: The run's seed.
+        epoch: The number of the pass over the data, from 0.
+
+    Returns:
+        The samples' numbers in their order, shape `(rows,)`; a function of the arguments only.
+    """
+    generator = np.random.Generator(np.random.Philox(key=[seed % (1 << 64), epoch]))
+    rows = np.arange(layout.rows) + epoch % layout.copies * layout.rows
+    numbers, blocks = np.unique(_blocks_of(layout, rows)[0], return_inverse=True)
+    place = generator.permutation(len(numbers))[blocks] + _WINDOW * generator.random(layout.rows)
+    return np.argsort(place, kind="stable")
+
+
+def _blocks_per_file(layout: Layout) -> int:
+    return -(-layout.rows_per_file // layout.rows_per_block)
+
+
+def _blocks_of(layout: Layout, rows: Rows) -> tuple[Rows, Rows]:
+    """In which block of the cache each row is, and where in it."""
+    files, local = np.divmod(rows, layout.rows_per_file)
+    blocks, rest = np.divmod(local, layout.rows_per_block)
+    return files * _blocks_per_file(layout) + blocks, rest

@@ -1,0 +1,242 @@
+"""Image folders, decoded and resized once, in parallel, into a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..errors import ArgumentError, DataError
+from .cache import CachedDataset
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+Size = int | tuple[int, int]
+
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")  # torchvision's
+
+
+def presize(
+    folder: str | os.PathLike[str],
+    size: Size,
+    cache_dir: str | os.PathLike[str],
+    *,
+    progress: bool = True,
+    version: str = "1",
+    **options: Any,
+) -> CachedDataset:
+    """Decode and resize a folder of images in parallel, once, into a cache.
+
+    Args:
+        folder: One folder per class with its images, see `ImageFolder`.
+        size: The side of the square that each image becomes, or its `(height, width)`, in pixels.
+        cache_dir: The cache's folder. What is in it already is not decoded again, unless the names or the sizes of the
+            files have changed since: that is an error.
+        progress: Whether to show how far it is (default True).
+        version: As in `CachedDataset` (default `"1"`).
+        options: Whatever else `CachedDataset` takes: `device_transform`, `workers`, ...
+
+    Returns:
+        The complete cache of `(image, label)`, uint8 of shape `(3, height, width)` and int64, in the order of
+        `ImageFolder(folder).samples`. The names of the labels are `ImageFolder(folder).classes`.
+
+    Raises:
+        ArgumentError: A size that can't be.
+        DataError: No images, or one that can't be decoded. What has been done until then is kept.
+        ImportError: Pillow is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in ("cat", "dog"):
+        ...         Path(folder, "photos", name).mkdir(parents=True)
+        ...         Image.new("RGB", (40, 30)).save(Path(folder, "photos", name, "1.jpg"))
+        ...     cached = presize(Path(folder, "photos"), 16, Path(folder, "cache"), progress=False)
+        ...     image, label = cached[1]
+        >>> tuple(image.shape), int(label)
+        ((3, 16, 16), 1)
+    """
+    source = ImageFolder(folder, _height_and_width(size))
+    cached = CachedDataset(source, cache_dir, version=f"{version}, files {_digest(source)}", **options)
+    cached.warm_up(progress=progress)
+    return cached
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """The images of a folder that has one folder per class, as `(image, label)`.
+
+    Images may lie at any depth in the folder of their class. Names that begin with a dot (`.ipynb_checkpoints`) are
+    passed over, and a warning counts the other files that are no images by their suffix. An image is turned as its EXIF
+    data say and becomes RGB: a transparent one as if it were opaque, 16 bits a pixel as the upper 8.
+
+    Args:
+        folder: The folder.
+        size: The side of the square that each image becomes, or its `(height, width)`, in pixels: the image is scaled
+            until it just covers that, and what stands out is cut off, half on either side. None (default): as it is.
+
+    Attributes:
+        folder: The folder.
+        size: `(height, width)`, or None.
+        classes: The names of the class folders, sorted.
+        class_to_idx: The label of each name.
+        samples: The path and the label of each image, sorted.
+
+    Raises:
+        ArgumentError: A size that can't be.
+        DataError: No class folders, or one without images. When indexed: an image that can't be decoded.
+        ImportError: Pillow is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in ("cat", "dog"):
+        ...         Path(folder, name).mkdir()
+        ...         Image.new("RGB", (40, 30)).save(Path(folder, name, "1.jpg"))
+        ...     images = ImageFolder(folder)
+        ...     image, label = images[1]
+        >>> images.class_to_idx, tuple(image.shape), image.dtype, label
+        ({'cat': 0, 'dog': 1}, (3, 30, 40), torch.uint8, 1)
+
+    Source: `torchvision.datasets.ImageFolder`; its `Resize` and `CenterCrop`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], size: Size | None = None) -> None:
+        _require_pillow()
+        self.folder = Path(folder).absolute()
+        self.size = None if size is None else _height_and_width(size)
+        self.classes, self.samples = _find(self.folder)
+        self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, label = self.samples[index]
+        pixels = np.asarray(_read(path, self.size))
+        return torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C")), label
+
+
+def _require_pillow() -> None:
+    try:
+        import PIL.Image  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ImportError("reading images needs Pillow: pip install pillow") from error
+
+
+def _height_and_width(size: Any) -> tuple[int, int]:
+    sides = (size, size) if isinstance(size, int) else size
+    if (
+        not isinstance(sides, (tuple, list))
+        or len(sides) != 2
+        or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in sides)
+    ):
+        raise ArgumentError(f"size must be a whole number of pixels of at least 1, or (height, width), got {size!r}")
+    return sides[0], sides[1]
+
+
+def _digest(images: ImageFolder) -> str:
+    """A hash of the names and sizes of the files. Not of their times: a copy of the folder has new ones."""
+    digest = hashlib.sha256()
+    for path, label in images.samples:
+        digest.update(f"{os.path.relpath(path, images.folder)}\0{label}\0{os.path.getsize(path)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _find(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
+    """The names of the classes, and the images with their labels."""
+    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    classes = sorted(entry.name for entry in entries if entry.is_dir())
+    if not classes:
+        raise DataError(f"{folder} has no folders in it: images must lie in one per class, as {folder}/cat/1.jpg")
+    left_out = Counter("images beside the class folders" for entry in entries if entry.is_file() and _is_image(entry))
+    samples = []
+    for label, name in enumerate(classes):
+        files = list(_files(folder / name))
+        images = [path for path in files if _is_image(path)]
+        if not images:
+            raise DataError(
+                f"the class folder {folder / name} has no images in it (files that end in {', '.join(SUFFIXES)}). "
+                "Remove it, or put some there"
+            )
+        samples += [(path, label) for path in images]
+        left_out.update(os.path.splitext(path)[1] or "without a suffix" for path in files if not _is_image(path))
+    if left_out:
+        counts = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()))
+        warnings.warn(f"files in {folder} that are not among the images: {counts}", stacklevel=3)
+    return classes, samples
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """The files in a folder at any depth, in an order that doesn't depend on the file system."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error  # os.walk would go on without the folder that can't be read
+
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (os.path.join(root, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _is_image(path: str | os.PathLike[str]) -> bool:
+    return os.fspath(path).lower().endswith(SUFFIXES)
+
+
+def _read(path: str, size: tuple[int, int] | None) -> PIL.Image.Image:
+    """The image of a file: upright, RGB, of the size."""
+    import PIL.Image
+    import PIL.ImageOps
+
+    content = Path(path).read_bytes()
+    try:
+        image: PIL.Image.Image = PIL.Image.open(io.BytesIO(content))
+        if size is not None:
+            # A JPEG can be decoded at a half, a quarter or an eighth of its size. Twice the final size is left for the
+            # filter. The larger side for both, since the image may be about to be turned.
+            image.draft(None, (2 * max(size), 2 * max(size)))
+        PIL.ImageOps.exif_transpose(image, in_place=True)
+        image = _rgb(image)
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        reason = error if content else "the file is empty"
+        raise DataError(
+            f"the image {path} can't be decoded: {reason}. Replace the file or delete it; no image is left out in "
+            "silence"
+        ) from error
+    return image if size is None else _cover(image, *size)
+
+
+def _rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+    import PIL.Image
+
+    if image.mode.startswith("I;16"):  # convert() would make all but the darkest of it white
+        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"its pixels (mode {image.mode}) have no range that could become 0 to 255")
+    elif "transparency" in image.info:  # in a palette, whose conversion to RGB would warn
+        image = image.convert("RGBA")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _cover(image: PIL.Image.Image, height: int, width: int) -> PIL.Image.Image:
+    """The image scaled to cover the size, and cropped around its centre: only what is kept is scaled."""
+    import PIL.Image
+
+    scale = max(height / image.height, width / image.width)
+    kept_width, kept_height = min(width / scale, image.width), min(height / scale, image.height)
+    left, top = (image.width - kept_width) / 2, (image.height - kept_height) / 2
+    box = (left, top, left + kept_width, top + kept_height)
+    return image.resize((width, height), PIL.Image.Resampling.BILINEAR, box, reducing_gap=2.0)

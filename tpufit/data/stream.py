@@ -1,0 +1,299 @@
+"""`stream`: arrays, data sets, loaders, iterables: whatever a user has becomes one `Stream` of global batches.
+
+A global batch holds the rows of all cores. It is a nest (tuples, lists, dicts) of host tensors as the data gave it; the
+last one of a pass is as short as it must be, and is never dropped, padded or filled up.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from ..errors import ArgumentError, DataError
+from .batches import as_tensors, count_rows, host_array
+from .cache import CachedDataset
+from .sources import Arrays, Cached, Iteration, Plan, Samples, Source, Transform, of_loader
+
+DEFAULT_BATCH_SIZE = 32  # Keras's
+
+# How far behind the batches read one may ask for a place: more than are ever read ahead.
+_PLACES_KEPT = 4096
+
+
+def stream(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    cores: int = 1,
+    shuffle: bool = False,
+    seed: int = 0,
+    steps: int | None = None,
+    restart: bool = False,
+    places: Sequence[int] | None = None,
+    name: str = "x",
+) -> Stream:
+    """One stream of global batches from any data.
+
+    Args:
+        x: Arrays or tensors (or a nest of them), a map-style or iterable `Dataset`, a `DataLoader`, or any iterable
+            of batches.
+        y: Targets, with arrays only: the other forms yield them with `x`.
+        sample_weight: One weight a row, with arrays only.
+        batch_size: Rows per core (default 32). Loaders and iterables bring their own.
+        cores: How many cores share a global batch of `batch_size * cores` rows.
+        shuffle: Whether arrays and map-style data sets are put in a new order each epoch. Loaders and iterables never.
+        seed: With the epoch's number, what the order is a function of.
+        steps: Global batches an epoch (default: as many as the data have). Must be given for endless data.
+        restart: With `steps`, whether each epoch begins the data anew (an evaluation) or goes on where the one before
+            left off (training).
+        places: Which of the cores along the mesh are this process's (default: all): only their rows are read. Loaders
+            and iterables can't be read in parts.
+        name: What to call the data in errors.
+
+    Returns:
+        The stream; nothing has been read from it yet.
+
+    Raises:
+        ArgumentError: An argument that doesn't go with this form of data.
+        DataError: No rows, unequal lengths, or something that can't be batched.
+
+    Example:
+        >>> import numpy as np
+        >>> data = stream(np.arange(10.0), np.arange(10), batch_size=2, cores=2)
+        >>> data.steps, [len(x) for x, y in data.epoch(0)]
+        (3, [4, 4, 2])
+    """
+    for argument, value in (("batch_size", batch_size), ("steps", steps)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ArgumentError(f"{argument} must be a whole number of at least 1, got {value!r}")
+    plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, places)
+    source: Source
+    if isinstance(x, TensorDataset) and y is None:  # collating its rows one by one would give the same, slower
+        source = Arrays(tuple(x.tensors), plan)
+    elif _is_arrays(x, y):
+        if y is None and sample_weight is None:
+            nest: tuple[Any, ...] = (x,)
+        else:
+            nest = (x, y) if sample_weight is None else (x, y, sample_weight)
+        source = Arrays(tree_map(host_array, nest), plan)
+    elif y is not None or sample_weight is not None:
+        raise ArgumentError(
+            f"y and sample_weight go with arrays; {name} is a {type(x).__name__}, which must yield them itself, "
+            "as (x, y) or (x, y, sample_weight)"
+        )
+    elif isinstance(x, CachedDataset):
+        source = Cached(x, plan)
+    elif isinstance(x, Dataset) and not isinstance(x, IterableDataset):
+        source = Samples(x, plan)
+    elif places is not None and len(places) < cores:
+        raise ArgumentError(f"{name} is a {type(x).__name__}, of which a process can't read its part: use a Dataset")
+    else:
+        source = _of_batches(x, batch_size, cores, name)
+    return Stream(source, steps, restart, name)
+
+
+def hold_out(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any, Any, Any]:
+    """Keep the last rows back for validation, before any shuffling.
+
+    Args:
+        x: Arrays, or a map-style dataset.
+        y: Targets, with arrays.
+        sample_weight: One weight a row, with arrays.
+        share: The share of the rows to keep back, between 0 and 1.
+
+    Returns:
+        `(x, y, sample_weight, validation_data)`.
+
+    Raises:
+        ArgumentError: A share out of range, or data without rows to count.
+
+    Source: `validation_split` of `keras.Model.fit`.
+    """
+    if not 0 < share < 1:
+        raise ArgumentError(f"validation_split must be between 0 and 1, got {share!r}")
+    if y is None and isinstance(x, Dataset) and not isinstance(x, IterableDataset):
+        rows = len(x)  # type: ignore[arg-type]
+        first = _rows_to_train_on(rows, share)
+        return Subset(x, range(first)), None, None, Subset(x, range(first, rows))
+    if not _is_arrays(x, y):
+        raise ArgumentError(
+            f"validation_split needs arrays or a map-style dataset, got {type(x).__name__}; use validation_data"
+        )
+    nest = tree_map(host_array, (x, y, sample_weight))
+    first = _rows_to_train_on(count_rows(tree_leaves(nest)), share)
+    train = tree_map(lambda leaf: None if leaf is None else leaf[:first], nest)
+    held = tree_map(lambda leaf: None if leaf is None else leaf[first:], nest)
+    return *train, held if held[2] is not None else held[:2]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in the data a stream is.
+
+    Attributes:
+        batches: How many batches of the epoch came before.
+        number: The number of the pass over the data.
+        place: The place in that pass, as the source counts.
+        own: The data's own account of their place, if they keep one.
+    """
+
+    batches: int = 0
+    number: int = 0
+    place: int = 0
+    own: dict[str, Any] | None = None
+
+
+class Stream:
+    """Global batches, epoch by epoch.
+
+    Attributes:
+        steps: Batches an epoch, or None if only reading them all can tell.
+        batch_size: Rows per core, or None if the data make their own batches.
+        device_transform: What the data want done to each batch on the device, or None.
+    """
+
+    def __init__(self, source: Source, steps: int | None, restart: bool, name: str) -> None:
+        self.batch_size = source.batch_size
+        self.device_transform: Transform | None = source.device_transform
+        self.steps = steps if steps is not None else source.steps()
+        self._source, self._limit, self._name = source, steps, name
+        self._goes_on = steps is not None and not restart
+        self._running: Iterator[tuple[int, Any]] | None = None  # the pass that an epoch of `steps` left unfinished
+        self._passes = 0
+        self._resumed: _Place | None = None
+        self._places: deque[_Place] = deque([_Place()], maxlen=_PLACES_KEPT)  # of this epoch's batches
+
+    def epoch(self, index: int) -> Iterator[Any]:
+        """The batches of one epoch, as host tensors; after `load_state_dict` those that are left of it.
+
+        Args:
+            index: The epoch's number, from 0. With the seed it determines the order.
+
+        Raises:
+            DataError: The data gave nothing at all, or ended for good before the epoch did.
+        """
+        last = self._places[-1]
+        begin = _Place(0, last.number, last.place, last.own) if self._goes_on else _Place(0, index)
+        begin, self._resumed = self._resumed or begin, None
+        self._places.clear()
+        self._places.append(begin)
+        return self._next_batches(begin) if self._goes_on else self._one_pass(begin)
+
+    def state_dict(self, batches: int) -> dict[str, Any]:
+        """The place after some batches of this epoch, which may be fewer than have been read ahead.
+
+        Args:
+            batches: How many have been used, of those that `epoch` gave, with those before a resumption.
+
+        Returns:
+            A small dict of numbers, and the data's own account of their place if they keep one.
+
+        Raises:
+            ArgumentError: So many have not been read.
+        """
+        for place in self._places:
+            if place.batches == batches:
+                return asdict(place)
+        raise ArgumentError(f"{self._name} was not read as far as batch {batches} in this epoch")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin the next epoch at a place.
+
+        Rows of arrays and data sets are found in constant time; a loader's sampler is asked for the numbers that it
+        would have given; batches of an iterable are read and dropped, unless it has `load_state_dict` itself.
+
+        Args:
+            state: What `state_dict` gave, of a stream over the same data with the same seed.
+        """
+        self._resumed = _Place(**state)
+        self._running = None
+        if self._resumed.own is not None:
+            self._source.load_state_dict(self._resumed.own)
+
+    def _one_pass(self, begin: _Place) -> Iterator[Any]:
+        taken = begin.batches
+        left = None if self._limit is None else self._limit - taken
+        for place, batch in islice(self._source.batches(begin.number, begin.place), left):
+            taken += 1
+            yield self._noted(taken, begin.number, place, batch)
+        if not taken and not begin.place:
+            again = " this time: an iterator can be read only once" if self._passes else ""
+            raise DataError(f"{self._name} gave no batches{again}")
+        self._passes += 1
+
+    def _next_batches(self, begin: _Place) -> Iterator[Any]:
+        """Keras's rule for `steps_per_epoch`: take up where the last epoch left off, begin anew when the data end."""
+        assert self._limit is not None
+        taken, number, start = begin.batches, begin.number, begin.place
+        while taken < self._limit:
+            begins = self._running is None and not start
+            self._running = self._running or self._source.batches(number, start)
+            before = taken
+            for place, batch in islice(self._running, self._limit - taken):
+                taken += 1
+                yield self._noted(taken, number, place, batch)
+            if taken < self._limit:
+                if begins and taken == before:
+                    raise DataError(
+                        f"{self._name} gave only {taken} of the {self._limit} batches of this epoch and can't be read "
+                        "again. Pass fewer steps, or data that can be iterated anew"
+                    )
+                self._running, number, start = None, number + 1, 0
+
+    def _noted(self, taken: int, number: int, place: int, batch: Any) -> Any:
+        self._places.append(_Place(taken, number, place, self._source.state_dict()))
+        return as_tensors(batch)
+
+
+def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Source:
+    if isinstance(data, DataLoader):
+        if batch_size is not None:
+            raise ArgumentError(
+                f"batch_size={batch_size} given, but {name} is a DataLoader, whose own batch_size "
+                f"({data.batch_size}) is the size of a batch per core. Leave batch_size out"
+            )
+        return of_loader(data, cores, name)
+    if isinstance(data, IterableDataset):  # by PyTorch's convention it yields rows, not batches
+        rows: DataLoader[Any] = DataLoader(data, batch_size=batch_size or DEFAULT_BATCH_SIZE)
+        return of_loader(rows, cores, name)
+    if isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
+        if batch_size is not None:
+            warnings.warn(
+                f"batch_size={batch_size} has no effect: {name} is an iterable, which makes its own batches",
+                stacklevel=4,
+            )
+        return Iteration(data, cores)
+    raise DataError(
+        f"{name} must be arrays, tensors, a Dataset, a DataLoader or an iterable of batches, got {type(data).__name__}"
+    )
+
+
+def _is_arrays(x: Any, y: Any) -> bool:
+    """Whether these are arrays rather than something that yields batches."""
+    if isinstance(x, (Tensor, np.ndarray)) or _is_numbers(x):
+        return True
+    if isinstance(x, dict) or type(x) is tuple or (isinstance(x, (tuple, list)) and y is not None):
+        return True
+    return isinstance(x, list) and bool(x) and all(isinstance(leaf, (Tensor, np.ndarray)) for leaf in x)
+
+
+def _is_numbers(x: Any) -> bool:
+    return isinstance(x, list) and bool(x) and all(isinstance(leaf, (int, float)) for leaf in x)
+
+
+def _rows_to_train_on(rows: int, share: float) -> int:
+    first = int(rows * (1 - share))
+    if not 0 < first < rows:
+        raise DataError(f"validation_split={share} of {rows} rows leaves none to train on, or none to validate on")
+    return first

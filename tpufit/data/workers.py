@@ -1,0 +1,83 @@
+"""Reading a `DataLoader`: its workers are started without danger to them, and named when they die or hang."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..errors import DataError
+
+
+def read(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader's batches.
+
+    Args:
+        loader: Any loader, with workers or without.
+
+    Raises:
+        DataError: A worker died, or gave nothing within the loader's `timeout`. An error of the data set is raised as
+            PyTorch raises it: of its own type, with the worker's number and traceback in its message.
+    """
+    with _forking():
+        batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            message = _explained(loader, batches, str(error))
+            if message is None:
+                raise
+            raise DataError(message) from error
+        yield batch
+
+
+@contextmanager
+def _forking() -> Iterator[None]:
+    """Start processes while threads run.
+
+    A worker that is forked must never touch what the device's threads may have held at that moment. It runs nothing
+    but the data set, so this could only happen in a garbage collection that meets one of the device's tensors: what
+    there is now is therefore never collected in a worker.
+    """
+    gc.freeze()
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of just this. The loop waits for its first batch meanwhile, and no other code of ours
+            # could lose a warning.
+            warnings.filterwarnings("ignore", r".*multi-threaded, use of fork", DeprecationWarning)
+            yield
+    finally:
+        gc.unfreeze()
+
+
+def _explained(loader: DataLoader[Any], batches: Any, message: str) -> str | None:
+    """What happened to which worker, if the loader's error is about one."""
+    workers = getattr(batches, "_workers", [])
+    if "exited unexpectedly" in message:
+        ended = [
+            f"worker {i} (pid {w.pid}, {_ending(w.exitcode)})" for i, w in enumerate(workers) if w.exitcode is not None
+        ]
+        return (
+            f"{', '.join(ended) or 'a worker'} of the DataLoader ended before its work was done. Killed workers have "
+            "most often used up the machine's memory: take fewer of them, or smaller samples"
+        )
+    if "timed out" in message:
+        number, *_ = batches._task_info[batches._rcvd_idx]
+        which = f"worker {number} (pid {workers[number].pid})"
+        return (
+            f"{which} of the DataLoader gave nothing for {loader.timeout:g} s (its timeout), when batch "
+            f"{batches._rcvd_idx} was due. Look at what its data set does there, or allow more time: "
+            "DataLoader(..., timeout=...)"
+        )
+    return None
+
+
+def _ending(exitcode: int) -> str:
+    return f"killed by signal {-exitcode}" if exitcode < 0 else f"exit code {exitcode}"
