@@ -71,15 +71,16 @@ def _facts(value: Any, above: tuple[int, ...]) -> Any:
     if isinstance(value, FunctionType):
         kept = inspect.getclosurevars(value).nonlocals
         return value.__qualname__, _code(value), _facts((value.__defaults__, value.__kwdefaults__, kept), above)
-    if isinstance(value, type) or not (callable(value) or isinstance(value, Dataset)):
-        own = type(value).__repr__ is not object.__repr__
-        text = re.sub(r" at 0x[0-9a-f]+", "", repr(value)) if own else type(value).__qualname__
-        return (text, _code(value)) if isinstance(value, type) else text
+    if isinstance(value, type):  # without its module, which is another one when that is run as a script
+        return value.__qualname__, _code(value)
+    if not (callable(value) or isinstance(value, Dataset)):
+        own = repr(value) != object.__repr__(value)
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(value)) if own else type(value).__qualname__
     settings = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
     if isinstance(value, nn.Module):
         settings["(modules)"] = dict(value.named_children())
         settings["(itself)"] = value.extra_repr()
-    return _facts((type(value), settings), above)
+    return _facts((getattr(value, "__name__", ""), type(value), settings), above)
 
 
 def _several(values: Sequence[Any], above: tuple[int, ...]) -> Any:

@@ -80,7 +80,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     Images may lie at any depth in the folder of their class. Names that begin with a dot (`.ipynb_checkpoints`) are
     passed over, and a warning counts the other files that are no images by their suffix. An image is turned as its EXIF
-    data say and becomes RGB: a transparent one as if it were opaque, 16 bits a pixel as the upper 8.
+    data say and becomes RGB: a transparent one as if it were opaque, 16-bit greys as their upper 8 bits.
 
     Args:
         folder: The folder.
@@ -153,7 +153,8 @@ def _digest(images: ImageFolder) -> str:
     """A hash of the names and sizes of the files. Not of their times: a copy of the folder has new ones."""
     digest = hashlib.sha256()
     for path, label in images.samples:
-        digest.update(f"{os.path.relpath(path, images.folder)}\0{label}\0{os.path.getsize(path)}\n".encode())
+        digest.update(os.fsencode(os.path.relpath(path, images.folder)))
+        digest.update(f"\0{label}\0{os.path.getsize(path)}\0".encode())
     return digest.hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ..errors import DataError
 from .batches import as_tensors, join
@@ -153,7 +153,7 @@ class Samples(_Rows):
     def __init__(self, dataset: Dataset[Any], plan: Plan) -> None:
         super().__init__(len(dataset), plan)  # type: ignore[arg-type]
         self.dataset: Any = dataset
-        self.device_transform = getattr(dataset, "device_transform", None)
+        self.device_transform = _transform_of(dataset)
 
     def take(self, rows: slice | NDArray[np.int64], index: int) -> Any:
         numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
@@ -176,20 +176,21 @@ class Samples(_Rows):
 
 
 class Cached(_Rows):
-    """A `CachedDataset`, read a batch at a time."""
+    """A `CachedDataset`, or some rows of one, read a batch at a time."""
 
-    def __init__(self, dataset: CachedDataset, plan: Plan) -> None:
-        super().__init__(len(dataset), plan)
+    def __init__(self, dataset: CachedDataset, plan: Plan, some: Sequence[int] | None = None) -> None:
+        super().__init__(len(dataset) if some is None else len(some), plan)
         self.dataset = dataset
+        self.some = None if some is None else np.asarray(some, dtype=np.int64)
         self.device_transform = dataset.device_transform
 
     def order(self, index: int) -> NDArray[np.int64]:
-        own: NDArray[np.int64] | None = self.dataset.order(self.plan.seed, index)
+        own = self.dataset.order(self.plan.seed, index) if self.some is None else None
         return super().order(index) if own is None else own
 
     def take(self, rows: slice | NDArray[np.int64], index: int) -> Any:
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        return self.dataset.get_batch(numbers, index)
+        return self.dataset.get_batch(numbers if self.some is None else self.some[numbers], index)
 
 
 class Loader(Source):
@@ -198,7 +199,7 @@ class Loader(Source):
     def __init__(self, loader: DataLoader[Any], cores: int) -> None:
         self.loader, self.cores = loader, cores
         self.batch_size = loader.batch_size
-        self.device_transform = getattr(loader.dataset, "device_transform", None)
+        self.device_transform = _transform_of(loader.dataset)
         # A loader of ours over the user's data set and sampler lets the workers make whole batches. On one core theirs
         # will do, which may have workers already.
         self._joining = _JoinedBatches(loader.batch_sampler, cores)
@@ -220,7 +221,7 @@ class Iteration(Source):
 
     def __init__(self, batches: Iterable[Any], cores: int) -> None:
         self.iterable, self.cores = batches, cores
-        self.device_transform = getattr(getattr(batches, "dataset", batches), "device_transform", None)
+        self.device_transform = _transform_of(getattr(batches, "dataset", batches))
         self._stateful: Any = (
             batches if hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict") else None
         )
@@ -299,6 +300,12 @@ def _over(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
         generator=loader.generator,
         **workers,
     )
+
+
+def _transform_of(dataset: Any) -> Transform | None:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return getattr(dataset, "device_transform", None)
 
 
 def _length(data: Any) -> int | None:

@@ -94,6 +94,8 @@ def stream(
         )
     elif isinstance(x, CachedDataset):
         source = Cached(x, plan)
+    elif isinstance(x, Subset) and isinstance(x.dataset, CachedDataset):
+        source = Cached(x.dataset, plan, x.indices)
     elif isinstance(x, Dataset) and not isinstance(x, IterableDataset):
         source = Samples(x, plan)
     elif places is not None and len(places) < cores:
