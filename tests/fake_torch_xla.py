@@ -1,6 +1,7 @@
 """A stand-in for torch_xla on machines that aren't here: hosts with TPUs, pods, a runtime that somebody started.
 
-Only what `tpufit.runtime.devices` and the mesh's places touch, with the behaviour that torch_xla 2.9 documents. No TPU has run any of it.
+Only what `tpufit.runtime.devices` and the places of a mesh touch, with the behaviour that torch_xla 2.9 documents. No
+TPU has run any of it.
 """
 
 import sys

@@ -262,10 +262,11 @@ Point = namedtuple("Point", "x y")
         (None, "NoneType"),
         (Point(1, 2), "Point"),
         ({1: 2}, "builtins.dict.* strings for keys"),
-        (np.array(["a"]), "ndarray"),
-        (torch.eye(3).to_sparse(), "Tensor"),
-        (1j, "complex"),
-        (torch.zeros(2, dtype=torch.complex128), "Tensor"),
+        (np.array(["a"]), "numpy.ndarray of <U1"),
+        (np.zeros(2, np.longdouble), "numpy.ndarray of float128"),
+        (torch.eye(3).to_sparse(), "torch.Tensor of torch.float32"),
+        (1j, "builtins.complex"),
+        (torch.zeros(2, dtype=torch.complex128), "torch.Tensor of torch.complex128"),
     ],
 )
 def test_what_a_sample_can_not_be(tmp_path, leaf, message):
@@ -291,6 +292,12 @@ def test_all_samples_are_alike(tmp_path, odd, message):
 def test_the_order_of_keys_does_not_matter(tmp_path):
     data = CachedDataset([{"a": 1, "b": 2}, {"b": 4, "a": 3}], tmp_path, workers=0)
     assert {name: column.tolist() for name, column in data.get_batch([0, 1]).items()} == {"a": [1, 3], "b": [2, 4]}
+
+
+def test_arrays_of_any_strides_and_byte_order(tmp_path):
+    array = np.arange(24, dtype=">i4").reshape(2, 3, 4)
+    data = CachedDataset([array[:, ::-1, ::2], array[:, ::-1, ::2] + 1], tmp_path, workers=0)
+    exactly(data.get_batch([1])[0], torch.from_numpy(array.astype("i4")[:, ::-1, ::2] + 1))
 
 
 def test_a_bare_tensor_and_views_and_gradients(tmp_path):

@@ -274,7 +274,7 @@ def test_no_room_from_the_beginning(tmp_path, monkeypatch):
     ) as raised:
         data.warm_up(progress=False)
     assert (raised.value.need, raised.value.free) == (64 * 1032, 1000)
-    assert not finished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 # Damaged files.
@@ -384,6 +384,19 @@ def test_a_format_of_the_future(tmp_path):
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(CacheError, match="a format that this version of tpufit doesn't know"):
         CachedDataset.open(tmp_path)
+
+
+def test_meta_json_is_missing(tmp_path):
+    data = warmed(tmp_path)
+    before = contents(tmp_path)
+    (tmp_path / "meta.json").unlink()
+    with pytest.raises(CacheError, match="holds no cache"):
+        CachedDataset.open(tmp_path)
+    data.warm_up(progress=False)
+    assert contents(tmp_path) == before
+    (tmp_path / "meta.json").unlink()
+    with pytest.raises(CacheDamagedError, match="its header is not what was written under this name"):
+        rows(tmp_path, version="2")[0]
 
 
 # Something has changed.

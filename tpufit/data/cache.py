@@ -28,7 +28,7 @@ from .layout import Layout
 from .make import Maker, alone, probe
 from .samples import Field, nest
 from .shards import Shard
-from .warm import Workers, build, exclusive, missing
+from .warm import Workers, build, check_room, exclusive, missing
 
 Mode = Literal["mmap", "ram", "blocks"]
 
@@ -269,16 +269,17 @@ class CachedDataset(Dataset[Any]):
         if self._maker is None:
             raise CacheError("a cache that was opened without its source can't be made: use CachedDataset(source, ...)")
         damaged = self.verify() if repair else []
-        if not damaged and not missing(self._path, self._layout):
+        if not damaged and layouts.read(self._path) and not missing(self._path, self._layout):
             return
         with exclusive(self._path):
             found = layouts.read(self._path)
-            if found is None:
-                layouts.write(self._path, self._layout)
-            else:  # also made by another process since
+            if found is not None:  # maybe made by another process since
                 self._adopt(found)
             for name in damaged:
                 (self._path / name).unlink(missing_ok=True)
+            check_room(self._path, self._layout)
+            if found is None:
+                layouts.write(self._path, self._layout)
             build(self._maker, self._path, self._layout, self._workers, progress)
         self._reader = None
 

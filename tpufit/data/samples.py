@@ -142,16 +142,19 @@ def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def _leaf(leaf: Any, name: str) -> Tensor:
-    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biuf":
-        # Through a copy in any case: torch warns of sharing memory that can't be written, such as a PIL image's.
-        leaf = torch.tensor(np.array(leaf, copy=None, order="C"))
-    elif isinstance(leaf, bool):
-        leaf = torch.tensor(leaf)
-    elif isinstance(leaf, (int, float)):
-        leaf = torch.tensor(leaf, dtype=torch.int64 if isinstance(leaf, int) else torch.float32)
+    if isinstance(leaf, (bool, int, float)):
+        leaf = np.array(
+            leaf, dtype=bool if isinstance(leaf, bool) else np.int64 if isinstance(leaf, int) else np.float32
+        )
+    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biuf" and leaf.dtype.itemsize in _BITS:
+        # Of a copy: torch warns of sharing memory that can't be written, such as a PIL image's.
+        return torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C"))
     if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.dtype.itemsize in _BITS:
         return leaf.detach().cpu()
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    if hasattr(leaf, "dtype"):
+        kind += f" of {leaf.dtype}"
     cure = "return a tensor, an array or a number, or a tuple, list or dict of them with strings for keys"
-    if type(leaf).__module__.startswith("PIL."):
+    if kind.startswith("PIL."):
         cure = "turn it into an array in `transform`, e.g. with numpy.asarray"
-    raise DataError(f"{name} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which a cache can't keep: {cure}")
+    raise DataError(f"{name} is a {kind}, which a cache can't keep: {cure}")

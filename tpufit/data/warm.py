@@ -94,7 +94,7 @@ def build(maker: Maker, folder: Path, layout: Layout, workers: Workers, progress
         progress: Whether to show a bar.
 
     Raises:
-        CacheDiskFullError: There is no room.
+        CacheDiskFullError: There is no room any more.
         CacheError: A worker died.
         DataError: A sample can't be made.
         ArgumentError: What is to go to the workers can't.
@@ -102,8 +102,6 @@ def build(maker: Maker, folder: Path, layout: Layout, workers: Workers, progress
     todo = missing(folder, layout)
     crew, payload = _crew(maker, workers, len(todo))
     rows = sum(len(layout.span(number)) for number in todo)
-    if rows * layout.row_bytes > shutil.disk_usage(folder).free:
-        raise _disk_full(folder, layout)
     with _spooled(payload) as path, _bar(rows, progress) as tell:
         try:
             if crew:
@@ -126,6 +124,21 @@ def missing(folder: Path, layout: Layout) -> list[int]:
         layout: What it is to hold.
     """
     return [number for number in range(layout.files) if not (folder / layout.name(number)).exists()]
+
+
+def check_room(folder: Path, layout: Layout) -> None:
+    """Make sure that the missing files will fit on the disk, before any work is done.
+
+    Args:
+        folder: The cache.
+        layout: What it is to hold.
+
+    Raises:
+        CacheDiskFullError: They won't.
+    """
+    error = _disk_full(folder, layout)
+    if error.need > error.free:
+        raise error
 
 
 def _disk_full(folder: Path, layout: Layout) -> CacheDiskFullError:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -203,7 +205,7 @@ class Program:
         self._python_state, self._inside = python_state, inside
         self._graphs: dict[Hashable, _Graph] = {}
         self._proven: set[Hashable] = set()
-        self._differed = 0
+        self._differed: Counter[Hashable] = Counter()
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
 
     def knows(self, key: Hashable) -> bool:
@@ -214,7 +216,7 @@ class Program:
         """Forget all graphs: the state has other tensors than they have."""
         self._graphs.clear()
         self._proven.clear()
-        self._differed = 0
+        self._differed.clear()
 
     def __call__(
         self,
@@ -251,8 +253,8 @@ class Program:
             launch(self._placement, self._role)
             return outputs
 
-    def _trace(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> tuple[Any, str]:
-        """Run the body over lazy tensors; also where it looked at a value on the way, if it did."""
+    def _trace(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> tuple[Any, _Watch]:
+        """Run the body over lazy tensors; also what was seen on the way."""
         import torch_xla
 
         global _tracing
@@ -267,7 +269,7 @@ class Program:
                 outputs = self.body(key, inputs, lambda i: torch_xla._XLAC._xla_set_rng_seed(seeds[i], device))
         finally:
             _tracing = False
-        return outputs, watch.where
+        return outputs, watch
 
     def _prove(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
         """Trace the step and compile its graph, or show that it is the one there is; then run that graph."""
@@ -280,9 +282,9 @@ class Program:
         xla._xla_wait_device_ops([])
         earlier = self._graphs.get(key)
         places = _places({"state": state, "sum": sums.tensors, "input": inputs})
-        python, looked = self._python_state(), report.looked_at()
-        outputs, where = self._trace(key, inputs, seeds)
-        cause = self._obstacle(python, looked, where)
+        python, looked, fallen = self._python_state(), report.looked_at(), report.counts().fallbacks
+        outputs, watch = self._trace(key, inputs, seeds)
+        cause = self._obstacle(looked, fallen, watch.where)
         if cause:
             self._give_up(cause)
             launch(self._placement, self._role)
@@ -316,8 +318,10 @@ class Program:
                 spec=spec,
                 escaped=len(escaped),
             )
-            difference = "it has only been traced once" if earlier is None else _difference(earlier, graph)
-            if difference:
+            unproven = "it has only been traced once" if earlier is None else _difference(earlier, graph)
+            varies = self._varies(python, watch)
+            difference = varies or unproven
+            if unproven:
                 xla._xla_warm_up_cache(roots, [])
         if not difference:
             assert earlier is not None
@@ -327,8 +331,8 @@ class Program:
             sizes = {"state": len(state), "sum": len(sums.begun), "input": len(inputs), "seed": len(seeds)}
             graph.arrange(sizes | {"constant": len(constants)})
             self._graphs[key] = graph
-            self._differed += earlier is not None
-            if self._differed >= _ATTEMPTS:
+            self._differed[key] += bool(varies) or earlier is not None
+            if self._differed[key] >= _ATTEMPTS:
                 self._give_up(difference)
 
         self._state.hold()
@@ -385,17 +389,28 @@ class Program:
         tensor: Tensor = torch_xla._XLAC._get_base_seed_as_tensor(device)
         return tensor
 
-    def _obstacle(self, python: dict[str, Any], looked: int, where: str) -> str:
-        """Why the step just traced can't be replayed, or nothing."""
+    def _obstacle(self, looked: int, fallen: Counter[str], where: str) -> str:
+        """Why no trace of the step can be replayed, or nothing."""
         if where or report.looked_at() != looked:
+            operations = sorted(report.counts().fallbacks - fallen)
+            if operations and not where:
+                where = f" from the device: torch_xla runs {' and '.join(operations)} on the host"
+                return f"it reads a value{where}"
             return f"it reads a value from the device{where and f' at {where}'}"
         if [(t.shape, t.dtype) for t in self._sums.begun] != [(t.shape, t.dtype) for t in self._sums.tensors]:
             return "its running sums change their shape or dtype"
+        return ""
+
+    def _varies(self, python: dict[str, Any], watch: _Watch) -> str:
+        """Why the step just traced may be another the next time, even if its graph is the same; or nothing.
+
+        The first time it may be without fault: a cache is built, a layer begins with the statistics of its first batch.
+        """
         after = self._python_state()
         changed = sorted(name for name in python.keys() | after.keys() if python.get(name) != after.get(name))
         if changed:
             return f"its Python changes {changed[0]} (from {python.get(changed[0])!r} to {after.get(changed[0])!r})"
-        return ""
+        return watch.drew and f"its Python draws random numbers at {watch.drew}"
 
     def _give_up(self, cause: str) -> None:
         if self._jit_compile is True:
@@ -418,23 +433,53 @@ def _replaced(values: list[Tensor], places: list[int], new: list[Tensor]) -> lis
 
 
 class _Watch(TorchFunctionMode):
-    """Notes where the code being traced first looks at a value on the device."""
+    """Notes where the code being traced first looks at a value on the device, or draws a number on the host."""
 
     _LOOKS = frozenset(
         getattr(Tensor, name)
         for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__")
     )
+    _DRAWS = frozenset(
+        [
+            getattr(torch, name)
+            for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")
+        ]
+        + [
+            getattr(Tensor, name)
+            for name in ("bernoulli", "bernoulli_", "multinomial", "normal_", "random_", "uniform_")
+        ]
+    )
 
     def __init__(self) -> None:
         super().__init__()
-        self.where = ""
+        self.where = self.drew = ""
+
+    def __enter__(self) -> _Watch:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._watches = sys.getprofile() is None  # else somebody measures
+        if self._watches:
+            sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._watches:
+            sys.setprofile(None)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _profile(self, frame: Any, event: str, called: Any) -> None:
+        # Of this thread only: the feed's thread may draw for the data at the same time.
+        if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random) and not self.drew:
+            self.drew = _users_line()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in self._LOOKS and not self.where and args[0].device.type == "xla":
             self.where = _users_line()
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in self._DRAWS and not self.drew and result.device.type == "cpu":
+            self.drew = _users_line()
+        return result
 
 
 def _users_line() -> str:

@@ -165,11 +165,17 @@ def _layer_norm(
     return y.to(_promoted(input, weight, bias))
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor | None:
+    """Of a weight, not of a batch; torch_xla has no lowering for the native operation, and runs it on the host."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
 _ARITHMETIC: dict[str, Callable[..., Tensor | None]] = {
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
     "group_norm": _group_norm,
     "layer_norm": _layer_norm,
+    "_weight_norm": _weight_norm,
 }
 
 
