@@ -418,7 +418,7 @@ class WaveNet(nn.Module):
         for block in self.blocks:
             h, skip = block(h)
             total = total + skip
-        return self.head(F.relu(total))[:, 0]
+        return self.head(F.relu(total + h))[:, 0]
 
 
 # Tables, sets and graphs

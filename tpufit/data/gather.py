@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ _LONG = 2048  # bytes
 # In "blocks" mode the rows of this many blocks are mixed, and twice as many are kept in memory: 256 MiB at most, if no
 # row is longer than a block.
 _WINDOW = 64
+# Memory of batches is kept for the next ones if it is large, and no more than a feed and a device hold at once.
+_LARGE, _KEPT = 1 << 20, 4
 
 
 class Reader(ABC):
@@ -37,6 +40,7 @@ class Reader(ABC):
     def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
         self._layout = layout
         self._shards = shards
+        self._memory = {field.name: _Memory(field) for field in layout.fields}
 
     def read(self, rows: Rows, ordered: bool) -> dict[str, Tensor]:
         """Copy rows.
@@ -58,6 +62,38 @@ class Reader(ABC):
     def _gather(self, rows: Rows, ordered: bool) -> list[tuple[Field, NDArray[Any]]]: ...
 
 
+class _Memory:
+    """Room for batches. What nobody holds any more is given out again: new memory costs as much as filling it.
+
+    Nobody holds it when it would be freed if it weren't kept here. So a transfer to a device that still reads it, and
+    holds it for that, is not disturbed.
+
+    Args:
+        field: What it is for.
+    """
+
+    def __init__(self, field: Field) -> None:
+        self._field = field
+        self._kept: list[tuple[NDArray[Any], weakref.ref[NDArray[Any]]]] = []  # memory, and who was given it
+        self._turn = threading.Lock()
+
+    def room(self, rows: int) -> NDArray[Any]:
+        """Room for some rows, as `Field.empty` gives it."""
+        if rows * self._field.row_bytes < _LARGE:
+            return self._field.empty(rows)
+        with self._turn:
+            free = [i for i, (_, holder) in enumerate(self._kept) if holder() is None]
+            place = next((i for i in free if len(self._kept[i][0]) >= rows), free[0] if free else len(self._kept))
+            if place in free and len(self._kept[place][0]) >= rows:
+                memory = self._kept[place][0]
+            else:
+                memory = self._field.empty(rows)
+            room = memory[:rows]
+            if place < _KEPT:
+                self._kept[place : place + 1] = [(memory, weakref.ref(room))]
+            return room
+
+
 class Mapped(Reader):
     """From the mapped files, each checked when it is first read from."""
 
@@ -76,10 +112,10 @@ class Mapped(Reader):
         gathered = []
         for field in self._layout.fields:
             columns = [shard.columns[field.name] for shard in self._shards]
-            batch = field.empty(len(rows))
+            batch = self._memory[field.name].room(len(rows))
             if not ordered:
                 for number, (a, b) in spans:
-                    np.take(columns[number], local[a:b], axis=0, out=batch[a:b], mode="clip")  # "raise" would copy
+                    np.take(columns[number], local[a:b], axis=0, out=batch[a:b], mode="clip")
             elif field.row_bytes >= _LONG:
                 for position, (number, row) in enumerate(zip(files.tolist(), local.tolist(), strict=True)):
                     batch[position] = columns[number][row]
@@ -104,7 +140,10 @@ class InMemory(Reader):
             shard.check(part)
 
     def _gather(self, rows: Rows, ordered: bool) -> list[tuple[Field, NDArray[Any]]]:
-        return [(field, self._columns[field.name].take(rows, axis=0)) for field in self._layout.fields]
+        gathered = [(field, self._memory[field.name].room(len(rows))) for field in self._layout.fields]
+        for field, batch in gathered:
+            np.take(self._columns[field.name], rows, axis=0, out=batch, mode="clip")  # mode="raise" would copy twice
+        return gathered
 
 
 class Blocks(Reader):
@@ -116,7 +155,7 @@ class Blocks(Reader):
         self._turn = threading.Lock()
 
     def _gather(self, rows: Rows, ordered: bool) -> list[tuple[Field, NDArray[Any]]]:
-        gathered = [(field, field.empty(len(rows))) for field in self._layout.fields]
+        gathered = [(field, self._memory[field.name].room(len(rows))) for field in self._layout.fields]
         blocks, local = _blocks_of(self._layout, rows)
         positions = np.argsort(blocks, kind="stable")
         numbers, starts = np.unique(blocks[positions], return_index=True)

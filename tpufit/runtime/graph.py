@@ -205,7 +205,8 @@ class Program:
         self._python_state, self._inside = python_state, inside
         self._graphs: dict[Hashable, _Graph] = {}
         self._proven: set[Hashable] = set()
-        self._differed: Counter[Hashable] = Counter()
+        self._differed: Counter[Hashable] = Counter()  # traces in a row of one key that gave another graph
+        self._varied = 0  # traces in a row, of whatever key, whose Python was another
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
 
     def knows(self, key: Hashable) -> bool:
@@ -217,6 +218,7 @@ class Program:
         self._graphs.clear()
         self._proven.clear()
         self._differed.clear()
+        self._varied = 0
 
     def __call__(
         self,
@@ -327,12 +329,14 @@ class Program:
             assert earlier is not None
             graph = earlier
             self._proven.add(key)
+            self._varied = 0
         else:
             sizes = {"state": len(state), "sum": len(sums.begun), "input": len(inputs), "seed": len(seeds)}
             graph.arrange(sizes | {"constant": len(constants)})
             self._graphs[key] = graph
-            self._differed[key] += bool(varies) or earlier is not None
-            if self._differed[key] >= _ATTEMPTS:
+            self._varied = self._varied + 1 if varies else 0
+            self._differed[key] += earlier is not None
+            if max(self._varied, self._differed[key]) >= _ATTEMPTS:
                 self._give_up(difference)
 
         self._state.hold()
