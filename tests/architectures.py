@@ -19,7 +19,7 @@ import tpufit
 
 BATCH, STEPS = 16, 5
 ROWS = BATCH * STEPS
-CLASSES, WORDS, LENGTH, WIDTH = 4, 23, 5, 16
+CLASSES, WORDS, LENGTH, WIDTH = 4, 23, 4, 16
 
 GENERATOR = np.random.default_rng(0)
 IMAGES = GENERATOR.normal(size=(ROWS, 3, 8, 8)).astype("float32")

@@ -10,6 +10,8 @@ from architectures import ARCHITECTURES, BATCH, STEPS
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600)
 
+SLOW = ("encoder-decoder",)
+
 
 def train(architecture, cores, jit_compile):
     """Train 5 steps. Returns all that they leave, the weights they began with, and how often their Python ran."""
@@ -37,7 +39,9 @@ def train(architecture, cores, jit_compile):
     return SimpleNamespace(history=history, state=state, begun=begun, traces=len(traces))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ARCHITECTURES]
+)
 def test_five_steps_replayed_equal_five_traced_to_the_bit(cores, name):
     architecture = ARCHITECTURES[name]
     why = architecture.why_traced
