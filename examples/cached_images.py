@@ -94,11 +94,8 @@ def train(data, classes, args, **options):
     """Train a network from scratch, and return the samples per second of an epoch; not of the first, which compiles."""
     tpufit.set_random_seed(0)
     net = nn.Sequential(
-        nn.AvgPool2d(4),
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.AvgPool2d(2),
-        nn.Conv2d(8, 16, 3, padding=1),
+        nn.AvgPool2d(8),
+        nn.Conv2d(3, 16, 3, padding=1),
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(16 * (SIZE // 8) ** 2, len(classes)),

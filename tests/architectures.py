@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -269,21 +270,21 @@ def of_tokens(logits, tokens):
 
 
 class Rotary(nn.Module):
-    """Rotary positions. The table is built when it is first needed, and kept."""
+    """Rotary positions. The tables are built for the longest row so far, and kept."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.width = width
-        self.table = None
+        self.width, self.length = width, 0
 
     def forward(self, x):
-        if self.table is None:
+        if x.shape[-2] > self.length:
+            self.length = x.shape[-2]
             rates = 10000.0 ** (-torch.arange(0, self.width, 2, device=x.device) / self.width)
-            angles = torch.outer(torch.arange(LENGTH, device=x.device), rates).repeat(1, 2)
-            self.table = angles.cos(), angles.sin()
-        cos, sin = self.table
+            angles = torch.outer(torch.arange(self.length, device=x.device), rates).repeat(1, 2)
+            self.register_buffer("cos", angles.cos(), persistent=False)
+            self.register_buffer("sin", angles.sin(), persistent=False)
         left, right = x.chunk(2, dim=-1)
-        return x * cos + torch.cat([-right, left], dim=-1) * sin
+        return x * self.cos[: x.shape[-2]] + torch.cat([-right, left], dim=-1) * self.sin[: x.shape[-2]]
 
 
 class LlamaBlock(nn.Module):
@@ -666,6 +667,58 @@ class Bootstrap(tpufit.Model):
         return {"loss": loss}
 
 
+class ActNorm(nn.Module):
+    """Begins with the statistics of its first batch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mean, self.log_scale = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.is_ready = False
+
+    def forward(self, x):
+        if not self.is_ready:
+            with torch.no_grad():
+                self.mean.copy_(x.mean(0))
+                self.log_scale.copy_(-x.std(0).log())
+            self.is_ready = True
+        return (x - self.mean) * self.log_scale.exp(), self.log_scale.sum()
+
+
+class Coupling(nn.Module):
+    """Scales and shifts one half by what a net makes of the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = ActNorm(width)
+        self.net = nn.Sequential(nn.Linear(width // 2, 16), nn.ReLU(), nn.Linear(16, width))
+
+    def forward(self, x):
+        x, log_volume = self.norm(x)
+        left, right = x.chunk(2, dim=1)
+        log_scale, shift = self.net(left).chunk(2, dim=1)
+        log_scale = log_scale.tanh()
+        return torch.cat([right * log_scale.exp() + shift, left], dim=1), log_volume + log_scale.sum(1)
+
+
+class Flow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Coupling(12), Coupling(12)])
+
+    def forward(self, x):
+        total = 0
+        for layer in self.layers:
+            x, log_volume = layer(x)
+            total = total + log_volume
+        return x, total
+
+
+class Likelihood(tpufit.Model):
+    def compute_loss(self, x, y, y_pred, sample_weight=None):
+        z, log_volume = y_pred
+        return (z.square().sum(1) / 2 - log_volume).mean()
+
+
 # Python that can't be replayed
 
 
@@ -683,6 +736,25 @@ class Alternating(nn.Module):
         if self.steps % 2:
             h = h + F.relu(self.second(h))
         return self.head(h)
+
+
+class TeacherForced(nn.Module):
+    """Repeats what it has read. While it learns, words follow the true ones or its own, by the toss of a coin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.encoder, self.decoder = nn.RNN(WIDTH, WIDTH, batch_first=True), nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, tokens):
+        _, (h,) = self.encoder(self.embed(tokens))
+        word, logits = torch.zeros_like(tokens[:, 0]), []
+        is_forced = self.training and random.random() < 0.5
+        for i in range(LENGTH):
+            h = self.decoder(self.embed(word), h)
+            logits.append(self.head(h))
+            word = tokens[:, i] if is_forced else logits[-1].argmax(1)
+        return torch.stack(logits, dim=1)
 
 
 def of_all(make: Callable[..., optim.Optimizer], **options: Any) -> Callable[[nn.Module], optim.Optimizer]:
@@ -712,8 +784,6 @@ ARCHITECTURES = {
         (WAVES[:, :-1], WAVES[:, 1:]),
         of_all(optim.NAdam, lr=1e-3),
         "mse",
-        traces=5,
-        why_traced="it reads a value from the device",  # torch_xla has no weight norm, which is computed on the host
     ),
     "encoder-decoder": Architecture(
         Translator,
@@ -722,7 +792,7 @@ ARCHITECTURES = {
         of_tokens,
     ),
     "GPT": Architecture(GPT, _next_words, matrices_decay, of_tokens),
-    # The table is built in the first trace, and used as a constant from the second on.
+    # The tables are built in the first trace, and used as constants from the second on.
     "Llama": Architecture(llama, _next_words, of_all(optim.AdamW, lr=1e-3), of_tokens, traces=3),
     "mixture of experts": Architecture(
         MixtureOfExperts, _text, of_all(optim.AdamW, lr=1e-3), **_classes, model=Balanced
@@ -733,7 +803,7 @@ ARCHITECTURES = {
         of_all(optim.Adagrad, lr=0.05),
         **_classes,
         traces=5,
-        why_traced="it reads a value from the device",  # torch_xla has no embedding bag either
+        why_traced="it reads a value from the device: torch_xla runs aten::_embedding_bag and .* on the host",
     ),
     "DeepFM": Architecture(DeepFM, (CATEGORIES, FLAGS), of_all(optim.Adam, lr=1e-3), "bce_with_logits", ["accuracy"]),
     "two towers": Architecture(TwoTowers, ((VECTORS, OTHER_VECTORS),), of_all(optim.AdamW, lr=1e-3), model=Contrastive),
@@ -757,6 +827,7 @@ ARCHITECTURES = {
     "WGAN with gradient penalty": Architecture(
         WGAN, (VECTORS,), lambda net: optim.RMSprop(net.generator.parameters(), 1e-3), model=Wasserstein
     ),
+    "normalising flow": Architecture(Flow, (VECTORS,), of_all(optim.Adam, lr=1e-3), model=Likelihood, traces=3),
     "diffusion": Architecture(Denoiser, (IMAGES,), of_all(optim.AdamW, lr=1e-3), model=Diffusion),
     "BYOL": Architecture(
         Twins,
@@ -770,6 +841,14 @@ ARCHITECTURES = {
         of_all(optim.SGD, lr=0.05, momentum=0.9),
         **_classes,
         traces=5,
-        why_traced=r"its Python changes Alternating\.steps \(from 0 to 1\)",
+        why_traced=r"its Python changes Alternating\.steps \(from \d to \d\)",
+    ),
+    "teacher forcing": Architecture(
+        TeacherForced,
+        (TEXT[:, 1:], TEXT[:, 1:]),
+        of_all(optim.Adam, lr=1e-3),
+        of_tokens,
+        traces=5,
+        why_traced=r"its Python draws random numbers at architectures\.py:\d+",
     ),
 }

@@ -8,6 +8,7 @@ does unnoticed.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,10 @@ import processes
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A shell starts what it runs in the background with SIGINT ignored, and every process that a test starts would ignore it
+# too: those that are interrupted would never end.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class RunPython(Protocol):

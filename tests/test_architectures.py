@@ -8,9 +8,11 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, BATCH, STEPS
 
+import tpufit
+
 pytestmark = pytest.mark.cores(1, 8, timeout=600)
 
-SLOW = ("encoder-decoder",)
+SLOW = ("ConvNeXt", "U-Net", "GRU", "encoder-decoder")
 
 
 def train(architecture, cores, jit_compile):
@@ -22,7 +24,7 @@ def train(architecture, cores, jit_compile):
             traces.append(1)
             return super().train_step(batch)
 
-    torch.manual_seed(0)
+    tpufit.set_random_seed(0)
     net = architecture.net()
     begun = {name: value.detach().clone() for name, value in net.named_parameters()}
     model = Counted(net)

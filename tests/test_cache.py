@@ -5,6 +5,7 @@ import pickle
 import random
 import sys
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cache_sources
@@ -84,6 +85,40 @@ def test_what_is_read_is_a_copy(everything, mode):
     for read in (lambda: data[3]["image"], lambda: data.get_batch([3])["image"][0]):
         read().zero_()
         exactly(read(), torch.tensor(Everything()[3]["image"]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_is_used_again_once_nobody_holds_it(everything, mode):
+    data = CachedDataset.open(everything, mode=mode)
+    images = torch.stack([torch.tensor(Everything()[i]["image"]) for i in range(120)])
+    orders = [np.random.default_rng(i).permutation(120)[: 60 + i] for i in range(12)]  # more than is ever kept
+    held = [data.get_batch(order)["image"] for order in orders]
+    pieces = [held[0][5, 1], held[1].numpy()[7:9], held[2].view(torch.int16)]
+    copies = [torch.as_tensor(piece).clone() for piece in pieces]
+    for order, batch in zip(orders, held, strict=True):
+        exactly(batch, images[order])
+    places = {batch.data_ptr() for batch in held}
+    del held, batch
+    for _ in range(3):
+        again = [data.get_batch(order)["image"] for order in orders]
+        for order, batch in zip(orders, again, strict=True):
+            exactly(batch, images[order])
+    assert places & {batch.data_ptr() for batch in again}
+    for piece, copy in zip(pieces, copies, strict=True):
+        exactly(torch.as_tensor(piece), copy)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_threads_may_read(everything, mode):
+    data = CachedDataset.open(everything, mode=mode)
+    images = torch.stack([torch.tensor(Everything()[i]["image"]) for i in range(120)])
+
+    def read(seed):
+        orders = [np.random.default_rng([seed, i]).permutation(120)[:64] for i in range(10)]
+        return all(torch.equal(data.get_batch(order)["image"], images[order]) for order in orders)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(read, range(8)))
 
 
 def test_iterating_ends(tmp_path):

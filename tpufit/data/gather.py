@@ -20,7 +20,7 @@ from .shards import Columns, Shard
 
 Rows = NDArray[np.int64]
 
-# Shorter rows are gathered by NumPy, file by file; for longer ones a loop over the rows is faster.
+# Shorter rows are copied file by file; for longer ones it is faster to list them one by one.
 _LONG = 2048  # bytes
 # In "blocks" mode the rows of this many blocks are mixed, and twice as many are kept in memory: 256 MiB at most, if no
 # row is longer than a block.
@@ -116,12 +116,12 @@ class Mapped(Reader):
             if not ordered:
                 for number, (a, b) in spans:
                     np.take(columns[number], local[a:b], axis=0, out=batch[a:b], mode="clip")
-            elif field.row_bytes >= _LONG:
-                for position, (number, row) in enumerate(zip(files.tolist(), local.tolist(), strict=True)):
-                    batch[position] = columns[number][row]
+            elif field.row_bytes >= _LONG and len(rows):
+                one_by_one = [columns[number][row] for number, row in zip(files.tolist(), local.tolist(), strict=True)]
+                np.concatenate(one_by_one, out=batch.reshape(-1))
             else:
                 for number, (a, b) in spans:
-                    batch[positions[a:b]] = columns[number][local[positions[a:b]]]
+                    batch[positions[a:b]] = columns[number].take(local[positions[a:b]], axis=0)
             gathered.append((field, batch))
         return gathered
 
