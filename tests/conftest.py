@@ -22,8 +22,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A shell starts what it runs in the background with SIGINT ignored, and every process that a test starts would ignore it
-# too: those that are interrupted would never end.
+# A shell starts what it runs in the background with SIGINT ignored, and so would every process be that a test starts:
+# those that are interrupted would never end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
