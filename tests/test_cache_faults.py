@@ -518,6 +518,14 @@ def test_a_worker_that_is_killed(tmp_path):
     assert not list(tmp_path.glob(".*.tmp-*"))
 
 
+def test_a_source_larger_than_a_pipe(tmp_path):
+    source = [torch.full((10_000,), i) for i in range(40)]
+    data = CachedDataset(source, tmp_path, shard_mb=0.8, workers=2)
+    data.warm_up(progress=False)
+    assert data.info().files == 4
+    assert torch.equal(data.get_batch(range(40)), torch.stack(source))
+
+
 def test_what_a_worker_can_not_unpickle(tmp_path):
     data = rows(tmp_path, Unreadable(), workers=1)
     with pytest.raises(CacheError, match="ImportError: this worker lacks something") as raised:
@@ -568,6 +576,14 @@ def test_a_script_without_the_usual_condition(tmp_path):
     result = run_script(tmp_path)
     assert result.returncode == 1 and result.stdout.count("imported as") == 1
     assert "script.py as a whole. Put all but its definitions under `if __name__ ==" in result.stderr
+
+
+def test_a_script_that_only_speaks_of_the_usual_condition(tmp_path):
+    (tmp_path / "script.py").write_text(f"{SCRIPT}main()  # without __main__\n")
+    result = run_script(tmp_path)
+    assert result.returncode == 1  # it doesn't hang, and starts no workers of workers
+    assert "another warm-up is at work" in result.stderr
+    assert "ended with exit code 1 before it made a file. What it had to say is above" in result.stderr
 
 
 def test_a_script_with_the_usual_condition(tmp_path):

@@ -82,13 +82,11 @@ class _Memory:
         if rows * self._field.row_bytes < _LARGE:
             return self._field.empty(rows)
         with self._turn:
-            free = [i for i, (_, holder) in enumerate(self._kept) if holder() is None]
-            place = next((i for i in free if len(self._kept[i][0]) >= rows), free[0] if free else len(self._kept))
-            if place in free and len(self._kept[place][0]) >= rows:
-                memory = self._kept[place][0]
-            else:
-                memory = self._field.empty(rows)
+            free = [place for place, (_, holder) in enumerate(self._kept) if holder() is None]
+            fitting = [place for place in free if len(self._kept[place][0]) >= rows]
+            memory = self._kept[fitting[0]][0] if fitting else self._field.empty(rows)
             room = memory[:rows]
+            place = (fitting or free or [len(self._kept)])[0]
             if place < _KEPT:
                 self._kept[place : place + 1] = [(memory, weakref.ref(room))]
             return room

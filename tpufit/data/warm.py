@@ -16,7 +16,6 @@ import pickle
 import shutil
 import signal
 import sys
-import tempfile
 import traceback
 import warnings
 from collections import deque
@@ -102,10 +101,10 @@ def build(maker: Maker, folder: Path, layout: Layout, workers: Workers, progress
     todo = missing(folder, layout)
     crew, payload = _crew(maker, workers, len(todo))
     rows = sum(len(layout.span(number)) for number in todo)
-    with _spooled(payload) as path, _bar(rows, progress) as tell:
+    with _bar(rows, progress) as tell:
         try:
             if crew:
-                _build_in_workers(_Task(path, folder, layout, os.getpid()), todo, crew, tell)
+                _build_in_workers(_Task(folder, layout, os.getpid()), payload, todo, crew, tell)
             else:
                 with alone():
                     for number in todo:
@@ -192,20 +191,10 @@ def _pickled(maker: Maker) -> tuple[bytes, str]:
     return payload, ""
 
 
-@contextmanager
-def _spooled(payload: bytes) -> Iterator[str]:
-    """A file that holds it. A pipe would make the start of each worker wait for the one before."""
-    with tempfile.NamedTemporaryFile(prefix="tpufit-") as file:
-        file.write(payload)
-        file.flush()
-        yield file.name
-
-
 @dataclass(frozen=True)
 class _Task:
-    """What a worker is told: where its source and transform are, what to make, and who its parent is."""
+    """What a worker is started with: what to make, and who its parent is."""
 
-    payload: str
     folder: Path
     layout: Layout
     parent: int
@@ -227,28 +216,31 @@ class _Worker:
     """A worker process, as its parent sees it.
 
     Args:
-        task: What to do.
+        task: What it is to make.
+        payload: The pickled maker. It is sent only when asked for: a pipe holds little, and who fills it waits.
         index: Which worker it is, from 0.
-        number: The first file to make.
     """
 
-    def __init__(self, task: _Task, index: int, number: int) -> None:
+    def __init__(self, task: _Task, payload: bytes, index: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._layout, self._index, self._number = task.layout, index, number
-        self.process = context.Process(target=_work, args=(theirs, task), name=f"tpufit-warm-up-{index}", daemon=True)
-        self.process.start()
+        self._layout, self._payload, self._index = task.layout, payload, index
+        self._doing = "before it made a file"
+        self._process = context.Process(target=_work, args=(theirs, task), name=f"tpufit-warm-up-{index}", daemon=True)
+        self._process.start()
         theirs.close()  # so that the end of the worker is the end of the pipe
-        self.give(number)
 
-    def give(self, number: int | None) -> None:
-        """Ask for a file, or, with None, for the end."""
-        self._number = self._number if number is None else number
-        with suppress(BrokenPipeError):  # it died; `news` will say so
+    def give(self, number: int) -> None:
+        """Ask for a file."""
+        self._doing = f"while it made {self._layout.name(number)}"
+        with suppress(ConnectionError):  # it died; `news` will say so
+            if self._payload:
+                self.connection.send_bytes(self._payload)
+                self._payload = b""
             self.connection.send(number)
 
     def news(self) -> int | None:
-        """How many rows it has made since the last news, or None if the file is finished.
+        """How many rows it has made since the last news, or None if it has nothing to do.
 
         Raises:
             CacheError: It died.
@@ -257,26 +249,33 @@ class _Worker:
         try:
             news = self.connection.recv()
         except (EOFError, ConnectionResetError):
-            self.process.join()
-            code = self.process.exitcode or 0
+            self._process.join()
+            code = self._process.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            cure = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+            why = ", as the kernel does when memory runs out," if code == -signal.SIGKILL else ""
             raise CacheError(
-                f"worker {self._index} (process {self.process.pid}) {how}{cure} while it made "
-                f"{self._layout.name(self._number)}. Finished files are kept: call warm_up() again, with fewer "
-                "workers if memory is short"
+                f"worker {self._index} (process {self._process.pid}) {how}{why} {self._doing}. What it had to say is "
+                "above. Finished files are kept: call warm_up() again, with fewer workers if memory is short"
             ) from None
         if isinstance(news, _Failure):
             raise news.error from _InWorkerError(f"\n{news.traceback}")
         return None if news is None else int(news)
 
+    def end(self) -> None:
+        """End it by force: an interrupted worker has nothing to tidy up."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
 
-def _build_in_workers(task: _Task, todo: Sequence[int], count: int, tell: Callable[[int], None]) -> None:
+
+def _build_in_workers(
+    task: _Task, payload: bytes, todo: Sequence[int], count: int, tell: Callable[[int], None]
+) -> None:
     waiting = deque(todo)
     crew: dict[Any, _Worker] = {}
     try:
         for index in range(count):
-            worker = _Worker(task, index, waiting.popleft())
+            worker = _Worker(task, payload, index)
             crew[worker.connection] = worker
         busy = set(crew)
         while busy:
@@ -289,10 +288,8 @@ def _build_in_workers(task: _Task, todo: Sequence[int], count: int, tell: Callab
                 else:
                     busy.discard(connection)
     finally:
-        for worker in crew.values():  # by force: an interrupted worker has nothing to tidy up
-            worker.process.kill()
-            worker.process.join()
-            worker.connection.close()
+        for worker in crew.values():
+            worker.end()
 
 
 def _work(connection: Connection, task: _Task) -> None:
@@ -300,11 +297,11 @@ def _work(connection: Connection, task: _Task) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its workers
     _die_with(task.parent)
     torch.set_num_threads(1)
+    connection.send(None)
     try:
-        maker: Maker = pickle.loads(Path(task.payload).read_bytes())
+        maker: Maker = pickle.loads(connection.recv_bytes())
         while True:
-            number = connection.recv()
-            maker.build(task.folder, task.layout, number, connection.send)
+            maker.build(task.folder, task.layout, connection.recv(), connection.send)
             connection.send(None)
     except Exception as error:
         known = error if isinstance(error, (DataError, OSError)) else CacheError(f"{type(error).__name__}: {error}")
