@@ -777,7 +777,7 @@ ARCHITECTURES = {
         partial(Recurrent, nn.LSTM, 24, bidirectional=True), _text, of_all(optim.RMSprop, lr=1e-3), **_classes
     ),
     "GRU": Architecture(
-        partial(Recurrent, nn.GRU, 12, num_layers=2, dropout=0.2), _text, of_all(optim.Adam, lr=1e-3), **_classes
+        lambda: Recurrent(nn.GRU, 12, num_layers=2, dropout=0.2), _text, of_all(optim.Adam, lr=1e-3), **_classes
     ),
     "WaveNet": Architecture(
         WaveNet,

@@ -1,5 +1,7 @@
 """A data set's `device_transform` runs inside the step's graph, in every role, and is never mistaken for another."""
 
+from queue import SimpleQueue
+
 import numpy as np
 import pytest
 import torch
@@ -27,10 +29,11 @@ class Images(Dataset):
 
 
 class Normalise:
-    calls = 0
+    def __init__(self):
+        self.calls = SimpleQueue()  # a count in plain sight would be found out, and the steps traced
 
     def __call__(self, batch):
-        self.calls += 1
+        self.calls.put(1)
         x, y = batch
         assert x.dtype is torch.uint8
         return x.float() / 255, y
@@ -55,7 +58,7 @@ def test_it_gives_what_the_host_would(cores, form):
     size = None if form == "loader" else 16 // cores
     model, plain = make(), make()
     history = model.fit(data, None, size, 4, verbose=0, shuffle=False, validation_data=data, cores=cores).history
-    calls = normalise.calls
+    calls = normalise.calls.qsize()
     floats = (IMAGES / 255).astype("float32")
     expected = plain.fit(
         floats, LABELS, 16 // cores, 4, verbose=0, shuffle=False, validation_data=(floats, LABELS)

@@ -150,6 +150,36 @@ def test_several_steps_in_one_graph_are_the_same_but_for_rounding(cores, k):
     assert several[3].graphs["train"] <= 3  # k steps, one step, the tail
 
 
+def test_auto_joins_steps_that_are_short_and_changes_nothing_else(cores, monkeypatch):
+    class Hooks(Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, batch, logs=None):
+            ends.append(batch)
+
+    def run(steps_per_execution):
+        torch.manual_seed(0)
+        model = tpufit.Model(nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)))
+        sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+        model.compile(sgd, "cross_entropy", ["accuracy"], steps_per_execution=steps_per_execution, jit_compile=True)
+        torch.manual_seed(1)
+        before = runtime.counts()
+        history = model.fit(X, Y, 8 // cores, 6, verbose=0, callbacks=[Hooks()], cores=cores)
+        return history.history, (runtime.counts() - before).graphs["train"]
+
+    monkeypatch.setattr("tpufit.runtime.transfer._LONG_RUN", 2)
+    monkeypatch.setattr("tpufit.step._WORTH_STARTING", 1000.0)  # however busy this machine is
+    ends = []
+    history, graphs = run("auto")
+    assert ends[:3] == [0, 1, 2] and ends[-3:] == [15, 31, 32]
+    assert graphs <= 3  # one step, the tail, 16 steps
+    assert history == run(1)[0]
+    monkeypatch.setattr("tpufit.step._WORTH_STARTING", 0.0)
+    ends = []
+    run("auto")
+    assert ends == [*range(33)] * 6
+
+
 def test_hooks_of_batches_come_once_for_k_steps(cores):
     class Hooks(Callback):
         def on_train_batch_begin(self, batch, logs=None):

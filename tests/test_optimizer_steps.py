@@ -93,7 +93,7 @@ def on_the_host(make):
         optimizer.zero_grad()
         F.cross_entropy(module(torch.from_numpy(X[rows])), torch.from_numpy(Y[rows])).backward()
         optimizer.step()
-    return module.state_dict()
+    return module.state_dict(), optimizer
 
 
 def with_tpufit(make, cores, **compiling):
@@ -108,8 +108,11 @@ def with_tpufit(make, cores, **compiling):
 def test_30_steps_with_another_rate_at_each(cores, name):
     make = RATE_IS_AN_INPUT[name]
     model, counts = with_tpufit(make, cores, jit_compile=True)
-    for key, expected in on_the_host(make).items():
+    weights, optimizer = on_the_host(make)
+    for key, expected in weights.items():
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
+    counted = [state["step"] for state in optimizer.state.values() if "step" in state]
+    assert [float(state["step"]) for state in model.optimizer.state.values() if "step" in state] == counted
     # A whole batch and the last; one more where the first step makes state that only the second one has.
     assert counts.graphs["train"] <= (3 if name in ("sgd dampening", "somebody's own") else 2)
     assert counts.host_reads == 0 and not counts.fallbacks
@@ -125,7 +128,7 @@ def test_the_others_are_traced_and_say_why(cores, name):
     with pytest.warns(UserWarning, match=f"the train step is traced anew on every call.*{cause}"):
         model, _ = with_tpufit(matrices, cores)
     tolerance = 1e-3 if name == "muon" else 1e-5  # Muon computes in bfloat16
-    for key, expected in on_the_host(matrices).items():
+    for key, expected in on_the_host(matrices)[0].items():
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=tolerance)
 
 

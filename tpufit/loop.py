@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 
 from .callbacks.dispatch import CallbackList
 from .data import Stream
+from .data.direct import Direct
 from .data.feed import Feed
 from .data.meter import advice
 from .runtime import agree
@@ -95,7 +96,7 @@ def fit(
             run = StepRunner(model, "train", train.device_transform)
             model.module.train()
             began = perf_counter()
-            waited = _run_pass(model, run, train.epoch(epoch), callbacks, "train", lambda: agree(model.stop_training))
+            waited = _run_pass(model, run, train, epoch, callbacks, "train", lambda: agree(model.stop_training))
             logs = run.results()
             elapsed = perf_counter() - began
             model.input_bound = waited / elapsed
@@ -121,7 +122,7 @@ def evaluate(model: Trainee, data: Stream, callbacks: CallbackList) -> dict[str,
         callbacks.call("on_test_begin")
         run = StepRunner(model, "eval", data.device_transform)
         model.module.eval()
-        _run_pass(model, run, data.epoch(0), callbacks, "test", lambda: agree(model.stop_evaluating))
+        _run_pass(model, run, data, 0, callbacks, "test", lambda: agree(model.stop_evaluating))
         logs = run.results()
         callbacks.call("on_test_end", logs)
     return logs
@@ -146,7 +147,7 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
             while len(flying) > _OUTPUTS_IN_FLIGHT:
                 landed.append(fetch(flying.popleft(), "outputs"))
 
-        _run_pass(model, run, data.epoch(0), callbacks, "predict", lambda: agree(model.stop_predicting), collect)
+        _run_pass(model, run, data, 0, callbacks, "predict", lambda: agree(model.stop_predicting), collect)
         landed.extend(fetch(outputs, "outputs") for outputs in flying)
         callbacks.call("on_predict_end")
     return landed
@@ -172,7 +173,8 @@ def _closing(callbacks: CallbackList, model: Trainee) -> Iterator[None]:
 def _run_pass(
     model: Trainee,
     run: StepRunner,
-    batches: Iterable[Any],
+    data: Stream,
+    epoch: int,
     callbacks: CallbackList,
     name: str,
     stop: Callable[[], bool],
@@ -182,8 +184,10 @@ def _run_pass(
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
     tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
     index = 0
-    with Feed(batches, run.prepare, depth=max(4, 2 * model._steps_per_execution)) as feed:
-        for group in _groups(feed, model._steps_per_execution):
+    batches = data.epoch(epoch)
+    ahead = max(4, 2 * run.group_size)
+    with Direct(batches, run.prepare) if data.quick else Feed(batches, run.prepare, ahead) as feed:
+        for group in _groups(feed, lambda: run.group_size):
             if tell_begin:
                 callbacks.call(begin, index)
                 run.hooked()
@@ -196,25 +200,22 @@ def _run_pass(
                 collect(outputs)
             if stop():
                 break
+    data.note_pace(feed.seconds_busy, feed.given)
     return feed.seconds_waited
 
 
-def _groups(feed: Iterable[Fed], size: int) -> Iterator[list[Fed]]:
-    """The batches in groups that run as one graph: of one structure, and no more than `size`.
+def _groups(feed: Iterable[Fed], size: Callable[[], int]) -> Iterator[list[Fed]]:
+    """The batches in groups that run as one graph: of one structure, and no more than `size` says at the time.
 
     Batches that don't fill a group run one by one: a graph for each smaller size would have to be compiled.
     """
-    if size == 1:
-        for fed in feed:
-            yield [fed]
-        return
     group: list[Fed] = []
     for fed in feed:
         if group and fed.signature != group[0].signature:
             yield from ([one] for one in group)
             group = []
         group.append(fed)
-        if len(group) == size:
+        if len(group) >= size():
             yield group
             group = []
     yield from ([one] for one in group)

@@ -6,7 +6,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
@@ -139,12 +141,10 @@ class Loss:
         if not self._checks_labels or not isinstance(y, Tensor) or y.is_floating_point() or not y.numel():
             return None
         labels = y.numpy()
-        smallest, largest = int(labels.min()), int(labels.max())
+        smallest, largest = _range(labels)
         if self.ignore_index in (smallest, largest):
             labels = labels[labels != self.ignore_index]
-            if not labels.size:
-                return None
-            smallest, largest = int(labels.min()), int(labels.max())
+            return _range(labels) if labels.size else None
         return smallest, largest
 
     def check_labels(self, found: tuple[int, int] | None, y_pred: Any = None) -> None:
@@ -179,6 +179,11 @@ def required(loss: Loss | None, method: str) -> Loss:
             "compute_loss in a subclass of tpufit.Model"
         )
     return loss
+
+
+def _range(labels: NDArray[Any]) -> tuple[int, int]:
+    """The smallest and largest, by the ufuncs themselves: `min` and `max` go through Python, in each step."""
+    return int(np.minimum.reduce(labels, axis=None)), int(np.maximum.reduce(labels, axis=None))
 
 
 def _to_float32(leaf: Any) -> Any:

@@ -86,7 +86,7 @@ class Model(loop.Trainee):
         scale_lr: str | None = "linear",
         jit_compile: str | bool = "auto",
         run_eagerly: bool = False,
-        steps_per_execution: int = 1,
+        steps_per_execution: int | str = 1,
     ) -> None:
         """Say how to train.
 
@@ -106,7 +106,8 @@ class Model(loop.Trainee):
                 trace.
             run_eagerly: Run the steps in plain PyTorch on the host, to debug them: print, breakpoints and all.
             steps_per_execution: How many steps run as one graph (default 1). More cost less of the host's time; the
-                batch hooks of callbacks are then called once for so many.
+                batch hooks of callbacks are then called once for so many. `"auto"`: 1 at first, then up to 16 if the
+                steps are so short that starting them is what takes the time.
 
         Raises:
             UnknownNameError: A name that nothing goes by; the nearest ones are suggested.
@@ -118,9 +119,10 @@ class Model(loop.Trainee):
             raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {scale_lr!r}")
         if jit_compile not in ("auto", True, False):
             raise ArgumentError(f"jit_compile must be 'auto', True or False, got {jit_compile!r}")
-        if isinstance(steps_per_execution, bool) or not isinstance(steps_per_execution, int) or steps_per_execution < 1:
+        whole = isinstance(steps_per_execution, int) and not isinstance(steps_per_execution, bool)
+        if steps_per_execution != "auto" and not (whole and int(steps_per_execution) >= 1):
             raise ArgumentError(
-                f"steps_per_execution must be a whole number of at least 1, got {steps_per_execution!r}"
+                f"steps_per_execution must be a whole number of at least 1 or 'auto', got {steps_per_execution!r}"
             )
         check_precision(precision)
         built_loss = None if loss is None else Loss(loss)
@@ -130,6 +132,7 @@ class Model(loop.Trainee):
         self._jit_compile, self._run_eagerly, self._steps_per_execution = jit_compile, run_eagerly, steps_per_execution
         self._rates.clear()
         self._programs.clear()
+        self._chosen_steps.clear()
         self._compiled = True
 
     def fit(
@@ -220,7 +223,7 @@ class Model(loop.Trainee):
             print(self._headline(settled_cores, train.batch_size, before), flush=True)
         history = History()
         params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
-        everyone = self._callbacks([history, *_as_list(callbacks), ProgbarLogger()], params)
+        everyone = self._callbacks([history, *_as_list(callbacks)], params)
         self.history = history
         loop.fit(self, train, validation, everyone, range(initial_epoch, epochs))
         return history
@@ -266,7 +269,7 @@ class Model(loop.Trainee):
         held_out = self._evaluation_stream(data, batch_size, settled_cores, steps, name="x")
         self._move_to(self._place_on(settled_cores))
         params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
-        logs = loop.evaluate(self, held_out, self._callbacks([*_as_list(callbacks), ProgbarLogger()], params))
+        logs = loop.evaluate(self, held_out, self._callbacks(_as_list(callbacks), params))
         if return_dict:
             return logs
         values = list(logs.values())
@@ -310,7 +313,7 @@ class Model(loop.Trainee):
         data = stream(x, batch_size=batch_size, cores=place.count, steps=steps, restart=True, places=place.places)
         self._move_to(place)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
-        outputs = loop.predict(self, data, self._callbacks([*_as_list(callbacks), ProgbarLogger()], params))
+        outputs = loop.predict(self, data, self._callbacks(_as_list(callbacks), params))
         return loop.concatenate(outputs)
 
     def summary(self, print_fn: Callable[[str], object] | None = None) -> None:
@@ -434,7 +437,8 @@ class Model(loop.Trainee):
         )
 
     def _callbacks(self, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:
-        return CallbackList(callbacks, self, params, self._expose)
+        progress = [ProgbarLogger()] if params["verbose"] else []  # a silent one would be called for nothing
+        return CallbackList([*callbacks, *progress], self, params, self._expose)
 
     def _expose(self) -> None:
         """Let user code see the weights; after a fault of the device there are none to be seen."""

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from . import losses, optimizers, precision
+from . import losses, optimizers, precision, python_state
 from .data import unpack
 from .data.batches import as_tensors, count_rows, is_plain
 from .data.shapes import ShapeWatch
@@ -56,8 +55,10 @@ class Steps:
         self._precision = "fp32"
         self._place = HOST
         self._jit_compile: str | bool = "auto"
-        self._steps_per_execution = 1
+        self._steps_per_execution: int | str = 1
+        self._chosen_steps: dict[str, int] = {}  # for "auto", by role
         self._rates: dict[int, tuple[Optimizer, optimizers.DeviceRates]] = {}
+        self._counters = optimizers.Counters()
         self._state = State([])
         self._programs: dict[str, tuple[Program, Running]] = {}  # by role
         self._running = Running([], HOST)
@@ -197,6 +198,7 @@ class Steps:
             StateLostError: A step failed on the device after it had consumed the weights.
         """
         self._state.write_back()
+        self._counters.catch_up()
 
     def _move_to(self, place: Placement) -> None:
         """Move the module, the loss and the optimizers' state, each tensor in place, and compile nothing for it."""
@@ -257,20 +259,16 @@ class Steps:
         self._transforms.append(transform)
         return len(self._transforms) - 1
 
-    def _python_state(self) -> dict[str, Any]:
-        """The numbers, words and flags that the user's classes keep, by name: a step must leave them as they are."""
-        owners = [(type(self).__name__, {k: v for k, v in vars(self).items() if k not in self._own})]
-        owners += [(name or type(self.module).__name__, vars(module)) for name, module in self.module.named_modules()]
-        return {
-            f"{owner}.{name}": value
-            for owner, values in owners
-            for name, value in values.items()
-            if isinstance(value, (int, float, str, type(None)))
-        }
+    def _python_state(self, transform: Any) -> dict[str, Any]:
+        """What the user's Python keeps, by name: a step must leave it as it is, or it can't be replayed."""
+        kind = type(self)
+        own = {f"{kind.__name__}.{name}": value for name, value in vars(self).items() if name not in self._own}
+        loss = self._loss and (self._loss.module or self._loss.function)
+        users = {kind.__name__: kind, type(self.module).__name__: self.module, "loss": loss, "transform": transform}
+        return python_state.facts(users | own)
 
 
-@dataclass(frozen=True)
-class Fed:
+class Fed(NamedTuple):
     """A batch on the device, with what the host knows of it.
 
     Attributes:
@@ -298,11 +296,16 @@ class Fed:
 
 _TENSOR = object()
 
+# For steps_per_execution="auto": to start a graph costs the host about 0.4 ms, which is little beside this. A graph of
+# more steps takes longer to compile.
+_WORTH_STARTING = 0.005
+_MOST_JOINED = 16
+
 
 @cache
-def _plain_spec(length: int) -> TreeSpec:
-    """How tensors make a batch that is a tuple of so many; always the same object, which compares faster."""
-    return tree_flatten((0,) * length)[1]
+def _plain_spec(as_list: bool, length: int) -> TreeSpec:
+    """How so many tensors make a tuple or list; always the same object, which compares faster."""
+    return tree_flatten([0] * length if as_list else (0,) * length)[1]
 
 
 class StepRunner:
@@ -330,7 +333,7 @@ class StepRunner:
         if role not in model._programs:
             model._programs[role] = self._build()
         self._program, self._running = model._programs[role]
-        self._program.body = self._body
+        self._program.body, self._program.python_state = self._body, self._python_state
         self._running.reset()
         self._group: Sequence[Fed] = ()
         self._guard: Guard | None = None
@@ -343,12 +346,16 @@ class StepRunner:
         Args:
             batch: A nest of host tensors, with the rows of all cores.
         """
-        leaves, spec = (list(batch), _plain_spec(len(batch))) if is_plain(batch) else tree_flatten(batch)
+        leaves, spec = (
+            (list(batch), _plain_spec(type(batch) is list, len(batch))) if is_plain(batch) else tree_flatten(batch)
+        )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         structure = (spec, [(t.shape, t.dtype) for t in tensors])
-        if structure not in self._signatures:
+        try:
+            signature = self._signatures.index(structure)
+        except ValueError:
+            signature = len(self._signatures)
             self._signatures.append(structure)
-        signature = self._signatures.index(structure)
         self._shapes.note(signature, batch)
         return Fed(
             to_device(tensors, self._model._place, Layout.ROWS),
@@ -391,10 +398,15 @@ class StepRunner:
         model._running = self._running
         try:
             key = (self._guard_number, self._transform_number, *(fed.signature for fed in group))
-            known = self._program.knows(key)
-            outputs = self._program(key, inputs, seeds, pause)
-            if not known:
-                model._take_in_new_state()
+            if self._program.replays(key):
+                outputs = self._program(key, inputs, seeds, pause)
+                model._counters.replayed((self._role, key))
+            else:
+                known = self._program.knows(key)
+                with model._counters.traced((self._role, key), model._optimizers()):
+                    outputs = self._program(key, inputs, seeds, pause)
+                if not known:
+                    model._take_in_new_state()
         except RuntimeError as error:
             if model._state.lost and not isinstance(error, StateLostError):
                 raise StateLostError(self._lost(error)) from error
@@ -408,6 +420,19 @@ class StepRunner:
         if self._running.tensors and not model._place.on_host:
             self._in_flight.add(self._running.tensors[0], sum(fed.nbytes for fed in group))
         return None
+
+    @property
+    def group_size(self) -> int:
+        """How many steps the next group should have: those of `compile`, or for `"auto"` what pays at the pace so far.
+
+        It is chosen once, because each size needs a graph of its own.
+        """
+        model = self._model
+        if isinstance(model._steps_per_execution, int):
+            return model._steps_per_execution
+        if self._in_flight.pace is not None and not self._program.traced_because:
+            model._chosen_steps.setdefault(self._role, steps_worth_joining(self._in_flight.pace))
+        return model._chosen_steps.get(self._role, 1)
 
     def hooked(self) -> None:
         """Note that callbacks have run, which may have changed the optimizer's options."""
@@ -432,7 +457,7 @@ class StepRunner:
         hooked, self._hooked = self._hooked, False
         if self._guard is not None and model._state.held and (not hooked or self._guard.options == options(used)):
             return
-        self._guard = Guard.of(model.module, used, model._python_state())
+        self._guard = Guard.of(model.module, used, self._python_state())
         self._guard_number = model._guards.number(self._role, self._guard, model.module)
 
     def _build(self) -> tuple[Program, Running]:
@@ -446,7 +471,6 @@ class StepRunner:
             sums=running,
             jit_compile=model._jit_compile,
             donate=self._role == "train",
-            python_state=model._python_state,
             inside=sharded_norms,  # on one core too: there native batch norm in eval mode has no backward pass
         )
         return program, running
@@ -477,6 +501,9 @@ class StepRunner:
                         outputs.append(model.predict_step(batch))
         return outputs if self._role == "predict" else self._running.kept
 
+    def _python_state(self) -> dict[str, Any]:
+        return self._model._python_state(self._transform)
+
     def _labels(self, batch: Any) -> tuple[int, int] | None:
         """The range of the batch's class labels, where it is of the usual form; a step of one's own may take others."""
         usual = type(batch) in (tuple, list) and 2 <= len(batch) <= 3 and self._role != "predict"
@@ -489,6 +516,19 @@ class StepRunner:
             f"step {self._model._step} failed on the device after it had consumed the weights, which are lost with it; "
             f"{last}. Build the module anew, load_weights, and try a smaller batch. The device says: {error}"
         )
+
+
+def steps_worth_joining(seconds: float) -> int:
+    """How many steps should run as one graph.
+
+    Args:
+        seconds: How long one takes alone.
+
+    Example:
+        >>> [steps_worth_joining(seconds) for seconds in (0.0001, 0.0005, 0.002, 0.01)]
+        [16, 10, 2, 1]
+    """
+    return max(1, min(_MOST_JOINED, round(_WORTH_STARTING / seconds)))
 
 
 def fetch(nest: Any, reason: str) -> Any:

@@ -50,13 +50,13 @@ def count_rows(leaves: Iterable[Any]) -> int:
 def as_tensors(batch: Any) -> Any:
     """The batch with its arrays and numbers as tensors. Strings and other objects stay as they are."""
     if is_plain(batch):
-        return tuple(map(_as_tensor, batch))
+        return type(batch)(map(_as_tensor, batch))
     return tree_map(_as_tensor, batch)
 
 
 def is_plain(batch: Any) -> bool:
-    """Whether a batch is a tuple of tensors, as most are. Walking any nest takes longer than sending a small batch."""
-    return type(batch) is tuple and all(type(leaf) is Tensor for leaf in batch)
+    """Whether a batch is a tuple or list of tensors, as most are: walking any nest takes as long as sending a batch."""
+    return type(batch) in (tuple, list) and all(type(leaf) is Tensor for leaf in batch)
 
 
 def _as_tensor(leaf: Any) -> Any:

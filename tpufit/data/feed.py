@@ -41,6 +41,8 @@ class Feed(Generic[T]):
 
     Attributes:
         seconds_waited: How long `next` has waited for data so far.
+        seconds_busy: How long the thread has read and prepared so far.
+        given: How many batches have been given.
 
     Raises:
         ArgumentError: `depth` is not a whole number of at least 1.
@@ -55,6 +57,7 @@ class Feed(Generic[T]):
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise ArgumentError(f"depth must be a whole number of at least 1, got {depth!r}")
         self.seconds_waited = 0.0
+        self.given = 0
         self._paused = False
         self._owed = 0  # slots of batches given out that the thread doesn't have back yet
         self._half = (depth + 1) // 2
@@ -95,6 +98,7 @@ class Feed(Generic[T]):
             if began is not None:
                 self.seconds_waited += perf_counter() - began
         if not isinstance(item, _End):
+            self.given += 1
             return item
         self.close()
         try:
@@ -112,6 +116,10 @@ class Feed(Generic[T]):
                 stacklevel=4,
             )
             return self._lane.ready.get()
+
+    @property
+    def seconds_busy(self) -> float:
+        return self._lane.seconds_busy
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -163,6 +171,7 @@ class _Lane(Generic[T]):
         self.slots: SimpleQueue[None] = SimpleQueue()
         self.turn = threading.Lock()  # held by `prepare`, or by a pause
         self.stopped = False
+        self.seconds_busy = 0.0
         for _ in range(depth):
             self.slots.put(None)
 
@@ -175,14 +184,21 @@ class _Lane(Generic[T]):
         iterator: Iterator[Any] = iter(())
         try:
             iterator = iter(batches)
-            while self.next_slot() and (batch := next(iterator, _NO_BATCH)) is not _NO_BATCH:
+            while self.next_slot():
+                began = perf_counter()
+                batch = next(iterator, _NO_BATCH)
+                self.seconds_busy += perf_counter() - began
+                if batch is _NO_BATCH:
+                    break
                 with self.turn:
                     if self.stopped:
                         break
+                    began = perf_counter()
                     try:
                         self.ready.put(prepare(batch))
                     except StopIteration as error:  # raised by next() as it is, it would end the epoch in silence
                         raise RuntimeError("prepare raised StopIteration") from error
+                    self.seconds_busy += perf_counter() - began
                 del batch  # not held while waiting for a slot
             self.ready.put(_End())
         except BaseException as error:

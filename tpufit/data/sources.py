@@ -30,10 +30,12 @@ class Source(ABC):
     Attributes:
         batch_size: Rows per core, or None if the data make their own batches.
         device_transform: What the data want done to each batch on the device, or None.
+        any_thread: Whether passes over the data may be made by different threads.
     """
 
     batch_size: int | None = None
     device_transform: Transform | None = None
+    any_thread: bool = True
 
     @abstractmethod
     def batches(self, index: int, start: int = 0) -> Iterator[tuple[int, Any]]:
@@ -200,6 +202,7 @@ class Loader(Source):
         self.loader, self.cores = loader, cores
         self.batch_size = loader.batch_size
         self.device_transform = _transform_of(loader.dataset)
+        self.any_thread = _any_thread(loader)
         # A loader of ours over the user's data set and sampler lets the workers make whole batches. On one core theirs
         # will do, which may have workers already.
         self._joining = _JoinedBatches(loader.batch_sampler, cores)
@@ -222,6 +225,7 @@ class Iteration(Source):
     def __init__(self, batches: Iterable[Any], cores: int) -> None:
         self.iterable, self.cores = batches, cores
         self.device_transform = _transform_of(getattr(batches, "dataset", batches))
+        self.any_thread = _any_thread(batches)
         self._stateful: Any = (
             batches if hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict") else None
         )
@@ -300,6 +304,11 @@ def _over(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
         generator=loader.generator,
         **workers,
     )
+
+
+def _any_thread(batches: Any) -> bool:
+    """Not for workers, whose silence only a thread can notice; nor for an iterator, which is one pass in itself."""
+    return not getattr(batches, "num_workers", 0) and not isinstance(batches, Iterator)
 
 
 def _transform_of(dataset: Any) -> Transform | None:

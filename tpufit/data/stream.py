@@ -9,9 +9,8 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +23,11 @@ from .cache import CachedDataset
 from .sources import Arrays, Cached, Iteration, Plan, Samples, Source, Transform, of_loader
 
 DEFAULT_BATCH_SIZE = 32  # Keras's
+
+# Data that take less than this for a batch, in seconds, are read without a thread: a hand-over between threads takes
+# about 0.1 ms, and slows both down. A few batches say nothing; the first opens files.
+_QUICK = 3e-4
+_ENOUGH = 8
 
 # How far behind the batches read one may ask for a place: more than are ever read ahead.
 _PLACES_KEPT = 4096
@@ -139,8 +143,7 @@ def hold_out(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any
     return *train, held if held[2] is not None else held[:2]
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Where in the data a stream is.
 
     Attributes:
@@ -163,6 +166,7 @@ class Stream:
         steps: Batches an epoch, or None if only reading them all can tell.
         batch_size: Rows per core, or None if the data make their own batches.
         device_transform: What the data want done to each batch on the device, or None.
+        quick: Whether the last pass showed that the data need no thread.
     """
 
     def __init__(self, source: Source, steps: int | None, restart: bool, name: str) -> None:
@@ -170,6 +174,7 @@ class Stream:
         self.device_transform: Transform | None = source.device_transform
         self.steps = steps if steps is not None else source.steps()
         self._source, self._limit, self._name = source, steps, name
+        self.quick = False
         self._goes_on = steps is not None and not restart
         self._running: Iterator[tuple[int, Any]] | None = None  # the pass that an epoch of `steps` left unfinished
         self._passes = 0
@@ -192,6 +197,16 @@ class Stream:
         self._places.append(begin)
         return self._next_batches(begin) if self._goes_on else self._one_pass(begin)
 
+    def note_pace(self, seconds: float, batches: int) -> None:
+        """Note how long a pass has taken to read and prepare.
+
+        Args:
+            seconds: The time it took.
+            batches: For so many batches.
+        """
+        movable = self._source.any_thread and not self._goes_on
+        self.quick = movable and batches >= _ENOUGH and seconds < _QUICK * batches
+
     def state_dict(self, batches: int) -> dict[str, Any]:
         """The place after some batches of this epoch, which may be fewer than have been read ahead.
 
@@ -206,7 +221,7 @@ class Stream:
         """
         for place in self._places:
             if place.batches == batches:
-                return asdict(place)
+                return place._asdict()
         raise ArgumentError(f"{self._name} was not read as far as batch {batches} in this epoch")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from torch import nn
+
 from ..errors import ArgumentError, CoresError, StartError, VersionError
 
 CoresArgument = int | str | list[int] | None
@@ -182,6 +184,8 @@ def _import_runtime() -> Any:
     else:
         torch_xla = sys.modules["torch_xla"]
     importlib.import_module("torch_xla.runtime")
+    # It puts a GRU of its own in PyTorch's place, whose backward pass needs JAX on several cores.
+    nn.GRU = getattr(nn.GRU, "_orig", nn.GRU)  # type: ignore[misc]
     return torch_xla
 
 

@@ -9,9 +9,6 @@ replayed from then on, without any of the step's Python. Whatever can't be shown
 from __future__ import annotations
 
 import gc
-import os
-import random
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -22,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import ReplayError, StateLostError
@@ -30,6 +26,7 @@ from . import report
 from .devices import platform
 from .mesh import Placement
 from .transfer import exchange
+from .watch import Watch
 
 # How many traces in a row may differ from the one before until a step counts as one that can't be replayed. One differs
 # without fault where a module builds a cache in its first forward pass.
@@ -181,8 +178,12 @@ class Program:
         jit_compile: `"auto"`: replay what can be replayed. True: an error if it can't be. False: trace every call.
         donate: Whether the state's memory is given to its new values, so that it is needed only once. A small state's
             is not given where that costs time.
-        python_state: Names and values of what a step might change in Python; compared before and after a trace.
         inside: The context in which the body is traced.
+
+    Attributes:
+        python_state: Gives names and values of what the body might change in Python; it is called before and after a
+            trace.
+        traced_because: Why the step is traced on every call; empty as long as it isn't.
     """
 
     def __init__(
@@ -195,23 +196,27 @@ class Program:
         sums: Sums,
         jit_compile: str | bool = "auto",
         donate: bool = False,
-        python_state: Callable[[], dict[str, Any]] = dict,
         inside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.body, self._placement, self._role = body, placement, role
         self._state, self._sums = state, sums
         self._jit_compile = jit_compile
         self._donate = donate and (platform() != "CPU" or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
-        self._python_state, self._inside = python_state, inside
+        self.python_state: Callable[[], dict[str, Any]] = dict
+        self._inside = inside
         self._graphs: dict[Hashable, _Graph] = {}
         self._proven: set[Hashable] = set()
         self._differed: Counter[Hashable] = Counter()  # traces in a row of one key that gave another graph
         self._varied = 0  # traces in a row, of whatever key, whose Python was another
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
 
+    def replays(self, key: Hashable) -> bool:
+        """Whether a call with this key runs none of the body's Python."""
+        return key in self._proven
+
     def knows(self, key: Hashable) -> bool:
         """Whether a call with this key makes no new graph."""
-        return key in self._proven or self._placement.on_host or bool(self.traced_because)
+        return self.replays(key) or self._placement.on_host or bool(self.traced_because)
 
     def forget(self) -> None:
         """Forget all graphs: the state has other tensors than they have."""
@@ -255,13 +260,13 @@ class Program:
             launch(self._placement, self._role)
             return outputs
 
-    def _trace(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> tuple[Any, _Watch]:
+    def _trace(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> tuple[Any, Watch]:
         """Run the body over lazy tensors; also what was seen on the way."""
         import torch_xla
 
         global _tracing
         device = str(self._placement.device)
-        watch = _Watch()
+        watch = Watch()
         self._sums.begin()
         _tracing = True
         try:
@@ -284,7 +289,7 @@ class Program:
         xla._xla_wait_device_ops([])
         earlier = self._graphs.get(key)
         places = _places({"state": state, "sum": sums.tensors, "input": inputs})
-        python, looked, fallen = self._python_state(), report.looked_at(), report.counts().fallbacks
+        python, looked, fallen = self.python_state(), report.looked_at(), report.counts().fallbacks
         outputs, watch = self._trace(key, inputs, seeds)
         cause = self._obstacle(looked, fallen, watch.where)
         if cause:
@@ -405,12 +410,12 @@ class Program:
             return "its running sums change their shape or dtype"
         return ""
 
-    def _varies(self, python: dict[str, Any], watch: _Watch) -> str:
+    def _varies(self, python: dict[str, Any], watch: Watch) -> str:
         """Why the step just traced may be another the next time, even if its graph is the same; or nothing.
 
         The first time it may be without fault: a cache is built, a layer begins with the statistics of its first batch.
         """
-        after = self._python_state()
+        after = self.python_state()
         changed = sorted(name for name in python.keys() | after.keys() if python.get(name) != after.get(name))
         if changed:
             return f"its Python changes {changed[0]} (from {python.get(changed[0])!r} to {after.get(changed[0])!r})"
@@ -434,68 +439,6 @@ def _replaced(values: list[Tensor], places: list[int], new: list[Tensor]) -> lis
     for i, value in zip(places, new, strict=True):
         values[i] = value
     return values
-
-
-class _Watch(TorchFunctionMode):
-    """Notes where the code being traced first looks at a value on the device, or draws a number on the host."""
-
-    _LOOKS = frozenset(
-        getattr(Tensor, name)
-        for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__")
-    )
-    _DRAWS = frozenset(
-        [
-            getattr(torch, name)
-            for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")
-        ]
-        + [
-            getattr(Tensor, name)
-            for name in ("bernoulli", "bernoulli_", "multinomial", "normal_", "random_", "uniform_")
-        ]
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.where = self.drew = ""
-
-    def __enter__(self) -> _Watch:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._watches = sys.getprofile() is None  # else somebody measures
-        if self._watches:
-            sys.setprofile(self._profile)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._watches:
-            sys.setprofile(None)
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def _profile(self, frame: Any, event: str, called: Any) -> None:
-        # Of this thread only: the feed's thread may draw for the data at the same time.
-        if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random) and not self.drew:
-            self.drew = _users_line()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in self._LOOKS and not self.where and args[0].device.type == "xla":
-            self.where = _users_line()
-        result = func(*args, **(kwargs or {}))
-        if func in self._DRAWS and not self.drew and result.device.type == "cpu":
-            self.drew = _users_line()
-        return result
-
-
-def _users_line() -> str:
-    """The innermost line of the stack that is neither ours nor a library's, e.g. `train.py:12`."""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    frame = sys._getframe(2)
-    while frame.f_back is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(ours) and f"{os.sep}site-packages{os.sep}" not in path:
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "a library's code"
 
 
 def _pending_elsewhere(roots: Sequence[Tensor]) -> list[Tensor]:

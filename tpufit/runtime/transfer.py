@@ -173,6 +173,10 @@ def _join_shards(tensor: Tensor) -> Tensor:
     return whole
 
 
+# So many steps between two waits tell how long one takes; fewer may be those that compile.
+_LONG_RUN = 16
+
+
 class InFlight:
     """Back-pressure: lets steps run ahead of the device, and waits for an older one when they are too many.
 
@@ -182,11 +186,15 @@ class InFlight:
     Args:
         seconds: How long all that is under way may take.
         nbytes: How much memory its batches may take.
-        most: How many steps it may be; a TPU's own limit is 32.
+        most: How many steps it may be. (A TPU's own limit is 32.)
+
+    Attributes:
+        pace: How many seconds a step takes by now, or None as long as no long run of steps has been measured.
     """
 
-    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, most: int = 32) -> None:
+    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, most: int = 64) -> None:
         self._seconds, self._nbytes, self._most = seconds, nbytes, most
+        self.pace: float | None = None
         self._limit = 4  # until it is known how long they take
         self._started: list[Tensor] = []
         self._new = 0
@@ -212,4 +220,6 @@ class InFlight:
         now = perf_counter()
         each = (now - self._last_wait) / self._new
         self._limit = max(2, min(self._most, int(self._seconds / each), self._nbytes // max(nbytes, 1)))
+        if self._new >= _LONG_RUN:
+            self.pace = each
         self._new, self._last_wait = 0, now

@@ -1,0 +1,267 @@
+"""What a step's Python keeps or draws: a step that depends on it is traced, wherever it hides, and never replayed."""
+
+import functools
+import itertools
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit import python_state
+from tpufit.callbacks import Callback
+
+pytestmark = pytest.mark.cores(1)
+
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(64, 6)).astype("float32")
+Y = GENERATOR.integers(0, 3, 64)
+
+
+class Net(nn.Module):
+    def __init__(self, extra):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.extra = extra
+
+    def forward(self, x):
+        return self.extra(self, self.layer(x))
+
+
+def train(extra, callbacks=(), epochs=2, jit_compile="auto"):
+    """Eight steps an epoch. Returns why they were traced, if they were, and what they gave."""
+    torch.manual_seed(0)
+    model = tpufit.Model(Net(extra))
+    model.compile("adamw", "cross_entropy", jit_compile=jit_compile)
+    torch.manual_seed(1)
+    history = model.fit(X, Y, 8, epochs, verbose=0, callbacks=list(callbacks)).history
+    return model._programs["train"][0].traced_because, history
+
+
+class Schedule:
+    def __init__(self):
+        self.step = 0
+
+
+def in_an_object(net, h):
+    net.schedule = getattr(net, "schedule", None) or Schedule()
+    net.schedule.step += 1
+    return net.schedule.step
+
+
+def in_a_list(net, h):
+    net.calls = [*getattr(net, "calls", []), 1]
+    return len(net.calls)
+
+
+def in_a_dict(net, h):
+    net.calls = getattr(net, "calls", {"n": 0})
+    net.calls["n"] += 1
+    return net.calls["n"]
+
+
+def in_a_host_tensor(net, h):
+    net.calls = getattr(net, "calls", torch.tensor(0)) + 1
+    return int(net.calls)
+
+
+def in_an_array(net, h):
+    net.calls = getattr(net, "calls", np.zeros(3, int))
+    net.calls[1] += 1
+    return net.calls[1]
+
+
+def in_an_iterator(net, h):
+    net.calls = getattr(net, "calls", itertools.count(1))
+    return next(net.calls)
+
+
+def in_a_generator(net, h):
+    net.calls = getattr(net, "calls", (i for i in range(1, 1000)))
+    return next(net.calls)
+
+
+def in_a_global(net, h):
+    global calls
+    calls = calls + 1 if hasattr(net, "begun") else 1
+    net.begun = True
+    return calls
+
+
+def in_a_closure():
+    calls = 0
+
+    def count(net, h):
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+calls = 0
+COUNTS = [in_an_object, in_a_list, in_a_dict, in_a_host_tensor, in_an_array, in_an_iterator, in_a_generator]
+
+
+class Seldom:
+    """Doubles what it is given at every tenth call: a replay would go on as the first two were."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __call__(self, net, h):
+        return h * 2 if self.count(net, h) % 10 == 0 else h
+
+
+@pytest.mark.parametrize("count", [*COUNTS, in_a_global, in_a_closure], ids=lambda count: count.__name__)
+@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+def test_a_count_is_found_out_wherever_it_is_kept(count):
+    def run(jit_compile):
+        return train(Seldom(count() if count is in_a_closure else count), jit_compile=jit_compile)
+
+    (cause, history), (_, traced) = run("auto"), run(False)
+    assert "its Python changes" in cause
+    assert history == traced
+
+
+def numpys_own(net):
+    return np.random.rand()
+
+
+def numpys_choice(net):
+    return np.random.choice([0.1, 0.2, 0.3, 0.9])
+
+
+def pythons_choice(net):
+    return random.choice([0.1, 0.2, 0.3, 0.9])
+
+
+def torchs_on_the_host(net):
+    return float(torch.rand(()))
+
+
+def a_generator_of_ones_own(net):
+    net.generator = getattr(net, "generator", np.random.default_rng(0))
+    return net.generator.random()
+
+
+DRAWS = [numpys_own, numpys_choice, pythons_choice, torchs_on_the_host, a_generator_of_ones_own]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+def test_a_branch_on_a_number_drawn_on_the_host_is_found_out(draw):
+    def seldom(net, h):
+        return h * 2 if draw(net) > 0.85 else h
+
+    def run(jit_compile):
+        random.seed(3)
+        np.random.seed(3)
+        return train(seldom, jit_compile=jit_compile)
+
+    (cause, history), (_, traced) = run("auto"), run(False)
+    assert "Net.generator" in cause if draw is a_generator_of_ones_own else "test_python_state.py:" in cause
+    assert history == traced
+
+
+@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+def test_drawing_for_the_data_meanwhile_is_no_draw_of_the_step():
+    class Noisy:
+        def __iter__(self):
+            for _ in range(200):
+                yield X[:8] + np.random.rand() + random.random(), Y[:8]
+
+    model = tpufit.Model(Net(lambda net, h: h))
+    model.compile("sgd", "cross_entropy", jit_compile=True)
+    model.fit(Noisy(), epochs=2, verbose=0)
+    assert not model._programs["train"][0].traced_because
+
+
+def test_numpys_functions_are_its_own_again_afterwards():
+    before = np.random.rand, np.random.shuffle
+    train(lambda net, h: h, epochs=1)
+    assert (np.random.rand, np.random.shuffle) == before
+
+
+class Anneal(Callback):
+    """Changes what the module keeps in a dict."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.module.options = {"scale": 1 - epoch / 10}
+
+
+def test_what_a_callback_changes_in_a_dict_takes_effect():
+    def scaling(net, h):
+        return h * net.options["scale"]
+
+    with pytest.warns(UserWarning, match=r"compiled anew 4 times because Net.options\['scale'\] changed"):
+        cause, history = train(scaling, [Anneal()], epochs=6)
+    assert not cause
+    assert history == train(scaling, [Anneal()], epochs=6, jit_compile=False)[1]
+
+
+class Slotted:
+    __slots__ = ("inner", "value")
+
+    def __init__(self, value):
+        self.value, self.inner = value, self  # itself: an endless nest
+
+
+def a_function(x, factor=2):
+    return x * LEVEL
+
+
+LEVEL = 3
+
+
+def facts(value):
+    return python_state.facts({"it": value})
+
+
+def drawn_from(generator):
+    generator.random()
+    return generator
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 2),
+        (float("nan"), 0.0),
+        ([1, 2], [1, 3]),
+        ([None] * 200, [None] * 201),
+        ({"a": {"b": [1]}}, {"a": {"b": [2]}}),
+        ({1, 2}, {1, 3}),
+        (deque([1]), deque([2])),
+        (Slotted(1), Slotted(2)),
+        (torch.tensor([1.0]), torch.tensor([2.0])),
+        (torch.zeros(500), torch.zeros(500)),
+        (np.arange(3), np.arange(1, 4)),
+        (np.float32(1), np.float32(2)),
+        (random.Random(0), drawn_from(random.Random(0))),
+        (np.random.default_rng(0), drawn_from(np.random.default_rng(0))),
+        (np.random.RandomState(0), np.random.RandomState(1)),
+        (torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)),
+        (itertools.count(1), itertools.count(2)),
+        (iter([1, 2]), iter([1])),
+        (functools.partial(max, 1), functools.partial(max, 2)),
+        (Schedule().__init__, [1]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_facts_differ_where_values_do(one, other):
+    assert facts(one) != facts(other)
+    assert facts(one) == facts(one)  # looking changes nothing
+    hash(tuple(facts(one).items()))
+
+
+def test_facts_of_functions_and_classes_are_the_globals_that_they_name(monkeypatch):
+    name = f"{__name__}.LEVEL"
+    users = type("Users", (), {"method": a_function})
+    assert facts(a_function)[name] == facts(users())[name] == 3
+    monkeypatch.setitem(globals(), "LEVEL", 4)
+    assert facts(a_function)[name] == facts(users())[name] == 4
+    assert facts(torch.nn.functional.cross_entropy) == facts(nn.Linear) == {}

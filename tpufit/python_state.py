@@ -1,0 +1,190 @@
+"""What the user's Python keeps between two steps: the numbers, words and flags that a step may look at or change.
+
+A graph that is replayed runs no Python. So a step that changes any of this can't be replayed, and where it has been
+changed between two steps another graph is needed.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import operator
+import random
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# So deep in lists, dicts and objects is looked, and at so many items of each: of more only the number counts.
+_DEPTH = 4
+_ITEMS = 100
+
+_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_OTHER = object()
+
+# What every module has; of it only the mode is a matter of the user's.
+_TORCHS = frozenset(vars(nn.Module())) - {"training"}
+_LIBRARIES = ("torch", "torchmetrics", "torch_xla", "tpufit", "numpy", "builtins")
+
+_Facts = Iterator[tuple[str, Any]]
+
+
+def facts(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """What some objects keep, by name, in values that can be compared and hashed.
+
+    Seen are their attributes, those of a module's parts, and what is in lists, dicts and objects of the user's there;
+    small host tensors and arrays; how far iterators and generators of random numbers are; and of functions and methods
+    the plain values among their closure's variables and the globals that they name. Tensors on a device are not.
+
+    Args:
+        objects: Modules, functions, classes and whatever else, by name.
+
+    Example:
+        >>> class Net(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.scale, self.calls = {"alpha": 0.5}, [7]
+        >>> facts({"Net": Net()})
+        {'Net.training': True, 'Net.scale': 1, "Net.scale['alpha']": 0.5, 'Net.calls': 1, 'Net.calls[0]': 7}
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, value in objects.items():
+        found.update(_of_value(name, value, _DEPTH, seen))
+    return found
+
+
+def _of_value(name: str, value: Any, depth: int, seen: set[int]) -> _Facts:
+    plain = _plain(value)
+    if plain is not _OTHER:
+        yield name, plain
+        return
+    if isinstance(value, (Tensor, Optimizer, types.ModuleType)) or not depth or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        yield name, len(value)
+        for key, item in itertools.islice(value.items(), _ITEMS):
+            yield from _of_value(f"{name}[{key!r}]", item, depth - 1, seen)
+    elif isinstance(value, (list, tuple, deque)):
+        yield name, len(value)
+        for i, item in enumerate(itertools.islice(value, _ITEMS)):
+            yield from _of_value(f"{name}[{i}]", item, depth - 1, seen)
+    elif isinstance(value, (set, frozenset)):
+        yield name, frozenset(map(repr, value)) if len(value) <= _ITEMS else len(value)
+    elif isinstance(value, types.GeneratorType):
+        if value.gi_frame is not None:
+            yield name, value.gi_frame.f_lasti
+            yield from _of_value(name, value.gi_frame.f_locals, depth - 1, seen)
+    elif isinstance(value, functools.partial):
+        yield from _of_value(name, (value.func, value.args, value.keywords), depth, seen)
+    elif isinstance(value, types.MethodType):
+        yield from _of_value(name, value.__self__, depth, seen)
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, type):
+        yield from _of_class(value)
+    elif isinstance(value, nn.Module):
+        for path, part in value.named_modules():
+            if part is value or id(part) not in seen:
+                seen.add(id(part))
+                yield from _of_object(path or name, part, depth, seen)
+    elif not _is_a_librarys(type(value)):
+        yield from _of_object(name, value, depth, seen)
+
+
+def _of_object(name: str, value: Any, depth: int, seen: set[int]) -> _Facts:
+    yield from _of_value(name, type(value), depth, seen)
+    hidden = _TORCHS if isinstance(value, nn.Module) else ()
+    for key, attribute in _attributes(value):
+        if key not in hidden:
+            yield from _of_value(f"{name}.{key}", attribute, depth - 1, seen)
+
+
+def _attributes(value: Any) -> _Facts:
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, slot) and slot != "__dict__":
+                yield slot, getattr(value, slot)
+
+
+def _of_class(kind: type) -> _Facts:
+    for label, variables, name in _globals_of_class(kind):
+        if name in variables and (plain := _plain(variables[name])) is not _OTHER:
+            yield label, plain
+
+
+@functools.lru_cache(maxsize=1024)
+def _globals_of_class(kind: type) -> list[tuple[str, dict[str, Any], str]]:
+    """The globals that the methods of a class name and that are plain now: a function doesn't become a number later."""
+    functions = [
+        value
+        for base in kind.__mro__
+        if not _is_a_librarys(base)
+        for value in vars(base).values()
+        if isinstance(value, types.FunctionType)
+    ]
+    found = {
+        (id(function.__globals__), name): (f"{function.__module__}.{name}", function.__globals__, name)
+        for function in functions
+        for name in function.__code__.co_names
+        if name in function.__globals__ and _plain(function.__globals__[name]) is not _OTHER
+    }
+    return list(found.values())
+
+
+def _of_function(function: types.FunctionType) -> _Facts:
+    if _is_a_librarys(function):
+        return
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            plain = _plain(cell.cell_contents)
+        except ValueError:  # of a name that has no value yet
+            continue
+        if plain is not _OTHER:
+            yield f"{function.__qualname__}'s {name}", plain
+    for name in code.co_names:
+        if name in function.__globals__ and (plain := _plain(function.__globals__[name])) is not _OTHER:
+            yield f"{function.__module__}.{name}", plain
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared, for one that is or amounts to one; else a mark."""
+    if isinstance(value, float) and value != value:
+        return "nan"  # which is not equal to itself
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (Tensor, np.ndarray)):
+        if isinstance(value, Tensor) and (value.device.type != "cpu" or isinstance(value, nn.Parameter)):
+            return _OTHER
+        # Of a large one it is only told which it is, and how often PyTorch has changed it.
+        small = (value.numel() if isinstance(value, Tensor) else value.size) <= _ITEMS
+        return repr(value.tolist()) if small else (id(value), getattr(value, "_version", 0))
+    if isinstance(value, np.generic):
+        return repr(value)
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    if isinstance(value, torch.Generator) and value.device.type == "cpu":
+        return hash(value.get_state().numpy().tobytes())
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, Iterator) and not isinstance(value, types.GeneratorType):
+        return operator.length_hint(value, -1)
+    return _OTHER
+
+
+def _is_a_librarys(thing: type | types.FunctionType) -> bool:
+    return (thing.__module__ or "").partition(".")[0] in _LIBRARIES
