@@ -4,16 +4,24 @@ from .base import Callback
 from .dispatch import CallbackList
 from .early_stopping import EarlyStopping
 from .history import History
+from .learning_rate_scheduler import LearningRateScheduler
 from .model_checkpoint import ModelCheckpoint
+from .one_cycle import OneCycle
 from .progress import ProgbarLogger
+from .reduce_lr_on_plateau import ReduceLROnPlateau
 from .tensorboard import TensorBoard
+from .torch_scheduler import TorchScheduler
 
 __all__ = [
     "Callback",
     "CallbackList",
     "EarlyStopping",
     "History",
+    "LearningRateScheduler",
     "ModelCheckpoint",
+    "OneCycle",
     "ProgbarLogger",
+    "ReduceLROnPlateau",
     "TensorBoard",
+    "TorchScheduler",
 ]

@@ -19,12 +19,14 @@ class TrainedModel(Protocol):
 
     Attributes:
         stop_training: Set it to True to end training after the current batch.
-        optimizer: The optimizer; `optimizer.param_groups[0]["lr"]` is the actual learning rate.
+        optimizer: The optimizer.
+        learning_rate: The actual learning rate, to be read and set; that of the first group, if there are several.
         input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
     """
 
     stop_training: bool
     optimizer: torch.optim.Optimizer | None
+    learning_rate: float
     input_bound: float | None
 
     @property
@@ -142,6 +144,17 @@ class Callback:
             logs: Empty.
         """
         self.on_batch_begin(batch, logs)
+
+    def on_train_step_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """A training step is about to start: the place for a rate of its own.
+
+        With `steps_per_execution=k` the batch hooks come once for k steps, and this one k times, right after
+        `on_train_batch_begin`: each of the steps then has the rate that was set for it. Keras has no such hook.
+
+        Args:
+            batch: Its number in the epoch, from 0.
+            logs: Empty.
+        """
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """A training step has been started; the device may still be at it.

@@ -17,6 +17,7 @@ _HOOKS = {
     "on_epoch_begin": 1,
     "on_epoch_end": 1,
     "on_train_batch_begin": 1,
+    "on_train_step_begin": 1,
     "on_train_batch_end": 1,
     "on_test_begin": 0,
     "on_test_end": 0,

@@ -24,6 +24,16 @@ class FakeModel:
         self._directions = directions or {}
 
     @property
+    def learning_rate(self) -> float:
+        assert self.optimizer is not None
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        assert self.optimizer is not None
+        self.optimizer.param_groups[0]["lr"] = rate
+
+    @property
     def weight(self) -> float:
         return float(self.module.state_dict()["weight"])
 

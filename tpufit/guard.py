@@ -84,7 +84,7 @@ def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
         for optimizer in optimizers
         for group in optimizer.param_groups
         for key, value in group.items()
-        if key not in ("lr", "initial_lr")
+        if key not in ("lr", "initial_lr", "lr_ratio")
     )
 
 

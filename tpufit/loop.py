@@ -6,6 +6,7 @@ fit
         on_epoch_begin
         for each batch
             on_train_batch_begin
+            on_train_step_begin         for each of the steps that run as one
             step                        one graph, started and not waited for
             on_train_batch_end          its logs wait only if one is read
             leave the epoch if a callback asked to stop
@@ -183,7 +184,15 @@ def _run_pass(
     """Run the steps of one pass. Returns for how many seconds it waited for data."""
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
     tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
-    index = 0
+    index = started = 0
+
+    def begin_step() -> None:
+        nonlocal started
+        callbacks.call("on_train_step_begin", started)
+        started += 1
+
+    if name == "train" and callbacks.has("on_train_step_begin"):
+        run.before_step = begin_step
     batches = data.epoch(epoch)
     ahead = max(4, 2 * run.group_size)
     with Direct(batches, run.prepare) if data.quick else Feed(batches, run.prepare, ahead) as feed:

@@ -223,7 +223,7 @@ class Model(loop.Trainee):
             print(self._headline(settled_cores, train.batch_size, before), flush=True)
         history = History()
         params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
-        everyone = self._callbacks([history, *_as_list(callbacks)], params)
+        everyone = self._callbacks([*_as_list(callbacks), history], params)
         self.history = history
         loop.fit(self, train, validation, everyone, range(initial_epoch, epochs))
         return history
@@ -392,6 +392,19 @@ class Model(loop.Trainee):
         """
         self._move_to(HOST)
         return self.module
+
+    @property
+    def learning_rate(self) -> float:
+        """The actual learning rate, that of the first group; setting it keeps the groups' proportions.
+
+        A new rate takes effect at the next step, and costs nothing: it is an input of the graph. `model.optimizer` has
+        it under the same name, as in Keras's guides.
+        """
+        return optimizers.rates(self._require_optimizer())[0]
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        optimizers.set_rate(self._require_optimizer(), float(rate))
 
     def _require_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:

@@ -6,6 +6,7 @@ they are entries of one device vector, an input of the graph, so that a new rate
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -70,6 +71,8 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
         raise ArgumentError(
             f"{type(optimizer).__name__} can't run inside one XLA graph; use another optimizer, e.g. 'adamw'"
         )
+    if not hasattr(optimizer, "learning_rate"):
+        optimizer.__class__ = _with_learning_rate(type(optimizer))
     own = {id(p) for p in module.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
@@ -126,16 +129,50 @@ def rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give the first group a rate, and the others theirs in proportion.
+
+    Args:
+        optimizer: The optimizer.
+        rate: The actual rate.
+
+    Example:
+        >>> a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        >>> optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.01}], lr=0.1)
+        >>> set_rate(optimizer, 0.0)
+        >>> set_rate(optimizer, 1.0)
+        >>> rates(optimizer)
+        [1.0, 0.1]
+    """
+    first, *others = optimizer.param_groups
+    before = float(first["lr"])
+    for group in others:
+        if before:  # at a rate of 0 they keep the proportion of before
+            group["lr_ratio"] = float(group["lr"]) / before
+        group["lr"] = rate * group.get("lr_ratio", 1.0)
+    first["lr"] = rate
+
+
+@functools.cache
+def _with_learning_rate(kind: type[Optimizer]) -> type[Optimizer]:
+    """The class with Keras's name for the rate of its objects; one that has it already is left as it is."""
+    if hasattr(kind, "learning_rate"):
+        return kind
+    rate = property(lambda self: float(self.param_groups[0]["lr"]), set_rate, doc="The actual learning rate.")
+    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), same | {"learning_rate": rate})
+
+
 def scale_rates(optimizer: Optimizer, factor: float) -> None:
     """Multiply the rate of each group, once: the factor is kept in the group, and a group that has one is left alone.
 
     Args:
-        optimizer: The optimizer; its `state_dict` holds the factor as `lr_factor`.
+        optimizer: The optimizer; its `state_dict` holds the factor as `lr_factor`, and what it gave as `scaled_lr`.
         factor: What to multiply by.
     """
     for group in optimizer.param_groups:
         if "lr_factor" not in group:
-            group["lr"] = float(group["lr"]) * factor
+            group["lr"] = group["scaled_lr"] = float(group["lr"]) * factor
             group["lr_factor"] = factor
 
 
@@ -149,24 +186,23 @@ class DeviceRates:
 
     def __init__(self, optimizer: Optimizer, placement: Placement) -> None:
         self._optimizer, self._placement = optimizer, placement
-        self._sent: list[float] = []
+        self._sent: list[list[float]] = []
         self._vectors: list[Tensor] = []
-        self.refresh(1)
+        self.send([rates(optimizer)])
 
-    def refresh(self, steps: int) -> list[Tensor]:
-        """The rates of the next steps, sent if they have changed: called before steps, never inside one.
+    def send(self, steps: list[list[float]]) -> list[Tensor]:
+        """Send the rates of the next steps, if they are not there yet: called before steps, never inside one.
 
         Args:
-            steps: How many steps will run as one.
+            steps: The rates of the groups, for each step.
 
         Returns:
             A vector of rates for each step, each in memory of its own.
         """
-        now = rates(self._optimizer)
-        if now != self._sent or len(self._vectors) < steps:
-            self._sent = now
-            self._vectors = to_device([torch.tensor(now) for _ in range(steps)], self._placement, Layout.WHOLE)
-        return self._vectors[:steps]
+        if steps != self._sent[: len(steps)]:
+            self._sent = steps
+            self._vectors = to_device([torch.tensor(rates) for rates in steps], self._placement, Layout.WHOLE)
+        return self._vectors[: len(steps)]
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

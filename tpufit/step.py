@@ -318,11 +318,13 @@ class StepRunner:
 
     Attributes:
         steps: How many steps have been run.
+        before_step: Called before each step of training, and may set rates.
     """
 
     def __init__(self, model: Steps, role: str, transform: Callable[[Any], Any] | None = None) -> None:
         self._model, self._role, self._transform = model, role, transform
         self.steps = 0
+        self.before_step: Callable[[], None] | None = None
         self._transform_number = model._transform_number(transform)
         self._shapes = model._shapes.setdefault(role, ShapeWatch(role))
         self._signatures = model._signatures
@@ -383,7 +385,7 @@ class StepRunner:
         """
         model = self._model
         inputs: list[Tensor] = []
-        vectors = [rates.refresh(len(group)) for _, rates in model._rates.values()]
+        vectors = self._send_rates(len(group))
         for i, fed in enumerate(group):
             if fed.labels is not None and model._loss is not None:
                 model._loss.check_labels(fed.labels)
@@ -428,11 +430,26 @@ class StepRunner:
         It is chosen once, because each size needs a graph of its own.
         """
         model = self._model
+        if model._place.on_host:
+            return 1
         if isinstance(model._steps_per_execution, int):
             return model._steps_per_execution
         if self._in_flight.pace is not None and not self._program.traced_because:
             model._chosen_steps.setdefault(self._role, steps_worth_joining(self._in_flight.pace))
         return model._chosen_steps.get(self._role, 1)
+
+    def _send_rates(self, steps: int) -> list[list[Tensor]]:
+        """The rates of the next steps on the device, for each optimizer."""
+        ours = list(self._model._rates.values())
+        if self.before_step is None:
+            return [sent.send([optimizers.rates(optimizer)] * steps) for optimizer, sent in ours]
+        rates: list[list[list[float]]] = [[] for _ in ours]
+        for _ in range(steps):
+            self.before_step()
+            for row, (optimizer, _) in zip(rates, ours, strict=True):
+                row.append(optimizers.rates(optimizer))
+        self._hooked = True
+        return [sent.send(row) for row, (_, sent) in zip(rates, ours, strict=True)]
 
     def hooked(self) -> None:
         """Note that callbacks have run, which may have changed the optimizer's options."""

@@ -1,0 +1,137 @@
+"""`OneCycle`: the learning rate rises to a peak and falls again, once, over the whole training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ArgumentError
+from .base import Callback, Logs
+from .learning_rate_scheduler import log_rate
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import OneCycleLR
+
+
+class OneCycle(Callback):
+    """One cycle of the learning rate, and of the momentum against it, with a rate of its own for every step.
+
+    Its length is the true number of global steps: the batches of all epochs, on any number of cores. A new rate costs
+    nothing. A new momentum needs a graph of its own, and so the momentum moves in a few levels: their graphs are made
+    when they are first met, and counted as captures (`tpufit.runtime.counts().captures`). Epoch logs get a
+    `learning_rate`.
+
+    Args:
+        max_lr: The rate at the peak, an actual one; or one for each group. Default: the rate of `compile`, as the cores
+            have scaled it.
+        total_steps: The length of the cycle in steps (default: all steps of this `fit`). It must be given where the
+            number of batches isn't known before.
+        pct_start: The share of the steps in which the rate rises (default 0.3).
+        anneal_strategy: `"cos"` (default) or `"linear"`.
+        div_factor: The first rate is `max_lr / div_factor` (default 25).
+        final_div_factor: The last rate is the first one divided by this (default 10,000).
+        three_phase: Whether a third phase follows in which the rate falls from the first one to the last
+            (default False).
+        cycle_momentum: Whether the momentum falls as the rate rises (default True): SGD's and RMSprop's `momentum`
+            where there is one, else the first of Adam's `betas`.
+        base_momentum: The momentum at the peak (default 0.85).
+        max_momentum: The momentum at both ends (default 0.95).
+        momentum_levels: How many values the momentum takes, at least 2 (default 3).
+
+    Raises:
+        ArgumentError: The length isn't known, or `momentum_levels` is less than 2. PyTorch's own errors for the rest.
+
+    Example:
+        >>> OneCycle(max_lr=0.1, pct_start=0.25).max_lr
+        0.1
+
+    Source: Smith and Topin, "Super-convergence: very fast training of neural networks using large learning rates",
+    2018, as `torch.optim.lr_scheduler.OneCycleLR` computes it.
+    """
+
+    reads_weights = False
+
+    def __init__(
+        self,
+        max_lr: float | Sequence[float] | None = None,
+        total_steps: int | None = None,
+        pct_start: float = 0.3,
+        anneal_strategy: str = "cos",
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+        cycle_momentum: bool = True,
+        base_momentum: float = 0.85,
+        max_momentum: float = 0.95,
+        momentum_levels: int = 3,
+    ) -> None:
+        if momentum_levels < 2:
+            raise ArgumentError(f"momentum_levels must be at least 2, got {momentum_levels!r}")
+        self.max_lr, self.total_steps, self.cycle_momentum = max_lr, total_steps, cycle_momentum
+        self._momenta = (base_momentum, max_momentum, momentum_levels)
+        self._options: dict[str, Any] = {
+            "pct_start": float(pct_start),
+            "anneal_strategy": anneal_strategy,
+            "div_factor": div_factor,
+            "final_div_factor": final_div_factor,
+            "three_phase": three_phase,
+            "base_momentum": base_momentum,
+            "max_momentum": max_momentum,
+        }
+        self._cycle: OneCycleLR | None = None
+        self._position = 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Lay out the cycle."""
+        import torch
+        from torch.optim.lr_scheduler import OneCycleLR
+
+        steps = self.params["steps"]
+        total = self.total_steps or (steps and steps * self.params["epochs"])
+        if not total:
+            raise ArgumentError(
+                "OneCycle must know how many steps there are, and these data don't say how many batches they have: pass "
+                "OneCycle(total_steps=...), or fit(steps_per_epoch=...)"
+            )
+        assert self.model.optimizer is not None
+        groups = self.model.optimizer.param_groups
+        peaks: Any = self.max_lr
+        if peaks is None:
+            peaks = [float(group.get("scaled_lr", group["lr"])) for group in groups]
+        # PyTorch's schedule, on an optimizer of its own: it would leave its marks on ours.
+        twin = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1, momentum=0.9)
+        self._cycle = OneCycleLR(twin, peaks, total_steps=total, **self._options)
+        twin.step()  # it warns where none came before
+        self._position = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Find the place in the cycle, which a training that is resumed doesn't begin at 0."""
+        if self.params["steps"]:
+            self._position = epoch * self.params["steps"]
+
+    def on_train_step_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Set the rate of the step, and the momentum."""
+        assert self._cycle is not None and self.model.optimizer is not None
+        cycle = self._cycle
+        cycle.last_epoch = min(self._position, cycle.total_steps - 1) - 1
+        cycle.step()
+        self._position += 1
+        for group, twin in zip(self.model.optimizer.param_groups, cycle.optimizer.param_groups, strict=True):
+            group["lr"] = float(twin["lr"])
+            if self.cycle_momentum:
+                _set_momentum(group, self._level(float(twin["momentum"])))
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Add the rate to the logs."""
+        log_rate(self, logs)
+
+    def _level(self, momentum: float) -> float:
+        low, high, levels = self._momenta
+        return low + round((momentum - low) / (high - low) * (levels - 1)) * (high - low) / (levels - 1)
+
+
+def _set_momentum(group: dict[str, Any], momentum: float) -> None:
+    if group.get("momentum"):
+        group["momentum"] = momentum
+    elif "betas" in group:
+        group["betas"] = (momentum, *group["betas"][1:])

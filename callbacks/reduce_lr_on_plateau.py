@@ -1,0 +1,84 @@
+"""`ReduceLROnPlateau`: a smaller learning rate when a log stops getting better."""
+
+from __future__ import annotations
+
+from ..errors import ArgumentError
+from .base import Callback, Logs
+from .learning_rate_scheduler import log_rate
+from .monitor import Monitor
+from .terminal import say
+
+
+class ReduceLROnPlateau(Callback):
+    """Multiplies the learning rate by a factor when a log has stopped getting better.
+
+    Epoch logs get a `learning_rate`, as in Keras. An object may be used for several calls of `fit`; each begins anew.
+
+    Args:
+        monitor: The log to follow (default `"val_loss"`).
+        factor: What the rate is multiplied by, below 1 (default 0.1).
+        patience: Epochs in a row without a better value after which it is (default 10).
+        verbose: 1 says each reduction; 0 (default) says nothing.
+        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name).
+        min_delta: The least change that counts as better (default 0.0001).
+        cooldown: Epochs after a reduction in which none is counted (default 0).
+        min_lr: The rate is never made smaller than this (default 0).
+
+    Raises:
+        ArgumentError: A factor of 1 or more, or an unknown mode.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> plateau = ReduceLROnPlateau("loss", factor=0.5, patience=2)
+        >>> plateau.set_model(SimpleNamespace(learning_rate=0.1, higher_is_better=lambda name: None))
+        >>> plateau.on_train_begin()
+        >>> for epoch, loss in enumerate([0.9, 0.5, 0.5, 0.5]):
+        ...     plateau.on_epoch_end(epoch, {"loss": loss})
+        >>> plateau.model.learning_rate
+        0.05
+
+    Source: `keras.callbacks.ReduceLROnPlateau`.
+    """
+
+    reads_weights = False
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        verbose: int = 0,
+        mode: str = "auto",
+        min_delta: float = 1e-4,
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+    ) -> None:
+        if not 0 <= factor < 1:
+            raise ArgumentError(f"factor must be at least 0 and below 1, or the rate would not get smaller: {factor!r}")
+        self.factor, self.patience, self.verbose = factor, patience, verbose
+        self.cooldown, self.min_lr = cooldown, min_lr
+        self._monitor = Monitor(monitor, mode, min_delta)
+        self._cooling = 0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Begin anew."""
+        self._monitor.settle(self.model.higher_is_better(self._monitor.name))
+        self._monitor.reset()
+        self._cooling = 0
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Look at the log, and reduce the rate if it is time to."""
+        log_rate(self, logs)
+        value = self._monitor.read(logs, type(self).__name__)
+        if value is None:
+            return
+        self._cooling = max(0, self._cooling - 1)
+        self._monitor.observe(value)
+        if self._cooling:
+            self._monitor.wait = 0
+        rate = self.model.learning_rate
+        if self._monitor.wait >= max(self.patience, 1) and not self._cooling and rate > self.min_lr:
+            self.model.learning_rate = max(rate * self.factor, self.min_lr)
+            self._cooling, self._monitor.wait = self.cooldown, 0
+            if self.verbose:
+                say(f"Epoch {epoch + 1}: ReduceLROnPlateau reduces the learning rate to {self.model.learning_rate:g}")

@@ -1,0 +1,95 @@
+"""`TorchScheduler`: any schedule of `torch.optim.lr_scheduler`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import ArgumentError
+from .base import Callback, Logs
+from .learning_rate_scheduler import log_rate
+from .monitor import Monitor
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+class TorchScheduler(Callback):
+    """Lets a scheduler of `torch.optim.lr_scheduler` set the rates, after each epoch or before each step.
+
+    It is made when training begins, and so starts from the rate that the cores have scaled. The rates that it sets are
+    actual ones. Epoch logs get a `learning_rate`. Used for a second `fit`, it goes on where it was.
+
+    Args:
+        scheduler: A function of the optimizer that makes the scheduler, e.g. a `functools.partial` of its class.
+        interval: `"epoch"` (default) or `"step"`: a rate for each step, also of steps that run as one graph.
+        monitor: The log that `torch.optim.lr_scheduler.ReduceLROnPlateau` follows (default `"val_loss"`).
+
+    Raises:
+        ArgumentError: `scheduler` is no function, or made no scheduler of this model's optimizer; another interval.
+
+    Example: a warm-up over 100 steps, and then half a cosine over 900.
+        >>> from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+        >>> def warm_up_and_cosine(optimizer):
+        ...     phases = [LinearLR(optimizer, 0.01, total_iters=100), CosineAnnealingLR(optimizer, T_max=900)]
+        ...     return SequentialLR(optimizer, phases, milestones=[100])
+        >>> callback = TorchScheduler(warm_up_and_cosine, interval="step")
+    """
+
+    reads_weights = False
+
+    def __init__(
+        self,
+        scheduler: Callable[[Optimizer], LRScheduler],
+        interval: str = "epoch",
+        monitor: str = "val_loss",
+    ) -> None:
+        if not callable(scheduler):
+            raise ArgumentError(
+                "scheduler must be a function of the optimizer, because there is none yet that the cores have scaled: "
+                f"lambda optimizer: CosineAnnealingLR(optimizer, T_max=10). Got {scheduler!r}"
+            )
+        if interval not in ("epoch", "step"):
+            raise ArgumentError(f"interval must be 'epoch' or 'step', got {interval!r}")
+        self.interval = interval
+        self.scheduler: LRScheduler | None = None
+        self._make = scheduler
+        self._monitor = Monitor(monitor)
+        self._fresh = True
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Make the scheduler, if there is none of this optimizer."""
+        optimizer = self.model.optimizer
+        if self.scheduler is not None and self.scheduler.optimizer is optimizer:
+            return
+        assert optimizer is not None
+        for group in optimizer.param_groups:
+            group.pop("initial_lr", None)  # of an earlier scheduler, which PyTorch would begin with
+        self.scheduler = self._make(optimizer)
+        if getattr(self.scheduler, "optimizer", None) is not optimizer:
+            raise ArgumentError(f"scheduler must make a scheduler of the optimizer it is given, got {self.scheduler!r}")
+        # PyTorch warns where no optimizer.step() came before; in a step that is replayed there is none to be seen.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._fresh = True
+
+    def on_train_step_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Set the rate of the step: of the very first it is set already."""
+        if self.interval == "step" and not self._fresh:
+            self._step(None)
+        self._fresh = False
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Set the rate of the next epoch."""
+        log_rate(self, logs)
+        if self.interval == "epoch":
+            self._step(logs)
+
+    def _step(self, logs: Logs | None) -> None:
+        from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+        assert self.scheduler is not None
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+        elif (value := self._monitor.read(logs, type(self).__name__)) is not None:
+            self.scheduler.step(value)
