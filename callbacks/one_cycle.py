@@ -90,8 +90,8 @@ class OneCycle(Callback):
         total = self.total_steps or (steps and steps * self.params["epochs"])
         if not total:
             raise ArgumentError(
-                "OneCycle must know how many steps there are, and these data don't say how many batches they have: pass "
-                "OneCycle(total_steps=...), or fit(steps_per_epoch=...)"
+                "OneCycle must know how many steps there are, and these data don't say how many batches they have. "
+                "Pass OneCycle(total_steps=...), or fit(steps_per_epoch=...)"
             )
         assert self.model.optimizer is not None
         groups = self.model.optimizer.param_groups
