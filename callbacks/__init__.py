@@ -9,6 +9,7 @@ from .model_checkpoint import ModelCheckpoint
 from .one_cycle import OneCycle
 from .progress import ProgbarLogger
 from .reduce_lr_on_plateau import ReduceLROnPlateau
+from .swap_ema_weights import SwapEMAWeights
 from .tensorboard import TensorBoard
 from .torch_scheduler import TorchScheduler
 
@@ -22,6 +23,7 @@ __all__ = [
     "OneCycle",
     "ProgbarLogger",
     "ReduceLROnPlateau",
+    "SwapEMAWeights",
     "TensorBoard",
     "TorchScheduler",
 ]

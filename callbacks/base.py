@@ -42,6 +42,9 @@ class TrainedModel(Protocol):
     def save_weights(self, filepath: str | os.PathLike[str], /) -> None:
         """Write the weights to a `.safetensors` file, whole or not at all."""
 
+    def swap_ema_weights(self, to: bool | None = None, /) -> None:
+        """Let the weights and their moving averages change places."""
+
     def higher_is_better(self, name: str, /) -> bool | None:
         """Whether a log gets better as it rises; None if its metric doesn't say."""
 

@@ -51,6 +51,9 @@ class FakeModel:
         write_weights(filepath, self.state_dict())
         self.saved.append(os.fspath(filepath))
 
+    def swap_ema_weights(self, to: bool | None = None) -> None:
+        raise NotImplementedError
+
     def higher_is_better(self, name: str) -> bool | None:
         return self._directions.get(name.removeprefix("val_"))
 

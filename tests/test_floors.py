@@ -18,6 +18,8 @@ FLOORS = {
     "seeds": 0,
     "runtime": 0,
     "data": 1,
+    "averages": 1,
+    "gradients": 1,
     "guard": 1,
     "losses": 1,
     "metrics": 1,

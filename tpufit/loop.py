@@ -29,7 +29,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
 from .callbacks.dispatch import CallbackList
@@ -76,6 +75,7 @@ def fit(
     validation: Validation | None,
     callbacks: CallbackList,
     epochs: Iterable[int],
+    max_time: float | None = None,
 ) -> None:
     """Train for some epochs.
 
@@ -85,8 +85,17 @@ def fit(
         validation: What to validate on, if anything.
         callbacks: Whom to tell.
         epochs: The epochs' numbers, from 0.
+        max_time: After so many seconds it ends, with the batch under way.
     """
+    deadline = None if max_time is None else perf_counter() + max_time
+
+    def stops() -> bool:
+        if deadline is not None and perf_counter() > deadline:
+            model.stop_training = True
+        return agree(model.stop_training)
+
     model.stop_training = False
+    model.swap_ema_weights(to=False)
     advised = False
     logs: dict[str, Any] = {}
     model.module.eval()  # what it is left in, ready to be used
@@ -97,7 +106,7 @@ def fit(
             run = StepRunner(model, "train", train.device_transform)
             model.module.train()
             began = perf_counter()
-            waited = _run_pass(model, run, train, epoch, callbacks, "train", lambda: agree(model.stop_training))
+            waited = _run_pass(model, run, train, epoch, callbacks, "train", stops)
             logs = run.results()
             elapsed = perf_counter() - began
             model.input_bound = waited / elapsed
@@ -107,8 +116,9 @@ def fit(
             if validation is not None and validation.is_due(epoch):
                 logs |= {f"val_{name}": value for name, value in evaluate(model, validation.stream, callbacks).items()}
             callbacks.call("on_epoch_end", epoch, logs)
-            if agree(model.stop_training):
+            if stops():
                 break
+        model.finish_averages()
         callbacks.call("on_train_end", logs)
 
 
@@ -157,16 +167,24 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
 @contextmanager
 def _closing(callbacks: CallbackList, model: Trainee) -> Iterator[None]:
     """Whatever happens, end the callbacks, put the weights back, and leave each layer in the mode that it began in."""
-    modes: list[tuple[nn.Module, bool]] = []
+    with modes_kept(model):
+        try:
+            yield
+        except BaseException as error:
+            callbacks.close_after_error(error)
+            raise
+        finally:
+            if not model._state.lost:
+                model.write_back()
+
+
+@contextmanager
+def modes_kept(model: Trainee) -> Iterator[None]:
+    """Leave each layer in the mode, training or not, that it began in."""
+    modes = [(module, module.training) for module in model.module.modules()]
     try:
-        modes = [(module, module.training) for module in model.module.modules()]
         yield
-    except BaseException as error:
-        callbacks.close_after_error(error)
-        raise
     finally:
-        if not model._state.lost:
-            model.write_back()
         for module, mode in modes:
             module.training = mode
 
@@ -196,11 +214,12 @@ def _run_pass(
     batches = data.epoch(epoch)
     ahead = max(4, 2 * run.group_size)
     with Direct(batches, run.prepare) if data.quick else Feed(batches, run.prepare, ahead) as feed:
-        for group in _groups(feed, lambda: run.group_size):
+        accumulates = name == "train" and model._gradients.accumulate_steps > 1
+        for group, last in _knowing_the_last(_groups(feed, lambda: run.group_size), look=accumulates):
             if tell_begin:
                 callbacks.call(begin, index)
                 run.hooked()
-            outputs = run(group, feed.paused)
+            outputs = run(group, feed.paused, last)
             index += len(group)
             if tell_end:
                 callbacks.call(end, index - 1, {"outputs": outputs[-1]} if collect else run.logs())
@@ -228,6 +247,18 @@ def _groups(feed: Iterable[Fed], size: Callable[[], int]) -> Iterator[list[Fed]]
             yield group
             group = []
     yield from ([one] for one in group)
+
+
+def _knowing_the_last(groups: Iterator[list[Fed]], look: bool) -> Iterator[tuple[list[Fed], bool]]:
+    """The groups, each with whether it is the last one. Only `look` keeps a group back to find out."""
+    if not look:
+        yield from ((group, False) for group in groups)
+        return
+    group = next(groups, None)
+    while group is not None:
+        following = next(groups, None)
+        yield group, following is None
+        group = following
 
 
 def concatenate(outputs: list[Any]) -> Any:

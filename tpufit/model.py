@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from . import loop, losses, optimizers
 from . import metrics as metric_objects
+from . import precision as precisions
+from .averages import Ema
 from .callbacks import Callback, History
 from .callbacks.dispatch import CallbackList
 from .callbacks.progress import ProgbarLogger, resolve_verbose
 from .checkpoint import match_weights, named_tensors, read_weights, write_weights
 from .data import Stream, hold_out, stream
-from .errors import ArgumentError, NotCompiledError
+from .data.batches import as_tensors
+from .errors import ArgumentError, NotCompiledError, WeightsError
+from .gradients import Gradients
 from .losses import Loss, LossArgument
 from .metrics import MetricsArgument
 from .optimizers import OptimizerArgument
-from .precision import check as check_precision
-from .runtime import HOST, Cores, CoresArgument, Placement, overwrite, platform, settled, start
-from .step import fetch
+from .runtime import (
+    HOST,
+    Cores,
+    CoresArgument,
+    Placement,
+    State,
+    overwrite,
+    platform,
+    set_matmul_precision,
+    settled,
+    start,
+)
+from .step import StepRunner, fetch
 from .summary import table
 
 Callbacks = Callback | Sequence[Callback] | None
@@ -72,7 +88,9 @@ class Model(loop.Trainee):
         self.history: History | None = None
         self.input_bound: float | None = None
         self.stop_training = self.stop_evaluating = self.stop_predicting = False
+        self._batch_runs: dict[str, StepRunner] = {}
         self._scale_lr: str | None = "linear"
+        self._matmul_precision = "default"
         self._compiled = self._run_eagerly = False
         self._own = {*vars(self), "_own"}
 
@@ -83,10 +101,18 @@ class Model(loop.Trainee):
         metrics: MetricsArgument = None,
         *,
         precision: str = "fp32",
+        matmul_precision: str = "default",
         scale_lr: str | None = "linear",
         jit_compile: str | bool = "auto",
         run_eagerly: bool = False,
         steps_per_execution: int | str = 1,
+        accumulate_steps: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        global_clip_norm: float | None = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
     ) -> None:
         """Say how to train.
 
@@ -96,8 +122,10 @@ class Model(loop.Trainee):
             loss: A name of `torch.nn.functional` (`"cross_entropy"`), a loss module or a function of (prediction,
                 target). It may be left out where `compute_loss` or `train_step` is overridden.
             metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict.
-            precision: `"fp32"` (default), or `"bf16"`: the module computes in bfloat16 by autocast; weights, optimizer
-                and loss stay in float32.
+            precision: `"fp32"` (default); `"bf16"`: the module computes in bfloat16 by autocast; weights, optimizer
+                and loss stay in float32; or `"bf16-true"`: the module itself becomes bfloat16, with its optimizer.
+            matmul_precision: How exactly a TPU multiplies float32 matrices: `"default"` in bfloat16, `"high"` or
+                `"highest"` nearly as float32 does. A CPU is exact in any case.
             scale_lr: How the learning rate grows with the cores, as the batch does: `"linear"` (default; Goyal et al.,
                 "Accurate, large minibatch SGD", 2017), `"sqrt"` or None. The rate given here is multiplied once, at the
                 first `fit`; rates set later are taken as they are.
@@ -108,6 +136,17 @@ class Model(loop.Trainee):
             steps_per_execution: How many steps run as one graph (default 1). More cost less of the host's time; the
                 batch hooks of callbacks are then called once for so many. `"auto"`: 1 at first, then up to 16 if the
                 steps are so short that starting them is what takes the time.
+            accumulate_steps: How many batches make one step of the optimizer (default 1), which takes the mean gradient
+                over all their rows. An epoch ends with a step, over the batches that are left.
+            clip_norm: Scale each parameter's gradient to at most this norm.
+            clip_value: Cut each element of the gradients off at this absolute value.
+            global_clip_norm: Scale all gradients together to at most this norm, as `clip_grad_norm_` does. On any
+                number of cores they are the gradients of the whole batch. At most one of the three can be given.
+            use_ema: Keep an exponential moving average of the weights, which `fit` puts in their place at its end;
+                `SwapEMAWeights` does it for validation too.
+            ema_momentum: How much of the average each step keeps (default 0.99).
+            ema_overwrite_frequency: After how many steps the weights become the average (default: never before the
+                end).
 
         Raises:
             UnknownNameError: A name that nothing goes by; the nearest ones are suggested.
@@ -124,15 +163,28 @@ class Model(loop.Trainee):
             raise ArgumentError(
                 f"steps_per_execution must be a whole number of at least 1 or 'auto', got {steps_per_execution!r}"
             )
-        check_precision(precision)
+        precisions.check(precision)
+        precisions.check_matmul(matmul_precision)
+        gradients = Gradients(accumulate_steps, clip_norm, clip_value, global_clip_norm)
+        ema = Ema(ema_momentum, ema_overwrite_frequency) if use_ema else None
         built_loss = None if loss is None else Loss(loss)
         built_metrics = metric_objects.build(metrics)
         self.optimizer = optimizers.build(optimizer, self.module)
+        if precision == "bf16-true":
+            self.write_back()
+            precisions.to_bfloat16([*self.module.parameters(), *self.module.buffers()])
+            self._state = State([])
+        self._matmul_precision = matmul_precision
         self._loss, self.metrics, self._precision, self._scale_lr = built_loss, built_metrics, precision, scale_lr
         self._jit_compile, self._run_eagerly, self._steps_per_execution = jit_compile, run_eagerly, steps_per_execution
+        self._gradients, self._ema = gradients, ema
+        self._accumulators.clear()
+        self._averages.clear()
         self._rates.clear()
         self._programs.clear()
         self._chosen_steps.clear()
+        self._batch_runs.clear()
+        self._formats = None
         self._compiled = True
 
     def fit(
@@ -153,6 +205,8 @@ class Model(loop.Trainee):
         validation_batch_size: int | None = None,
         validation_freq: int | Container[int] = 1,
         *,
+        limit: int | float | None = None,
+        max_time: float | timedelta | None = None,
         cores: CoresArgument = None,
     ) -> History:
         """Train for a number of epochs.
@@ -176,6 +230,8 @@ class Model(loop.Trainee):
             validation_steps: Batches a validation, each time from the start of its data.
             validation_batch_size: Rows per core when validating (default: `batch_size`).
             validation_freq: Validate every so many epochs, or after the epochs (from 1) in a container.
+            limit: Train and validate on so many batches an epoch only, or as a float on such a share of them.
+            max_time: Stop after the batch that is under way when so much time has passed: seconds, or a `timedelta`.
             cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
                 in a process settles it, see `tpufit.init`.
 
@@ -191,7 +247,7 @@ class Model(loop.Trainee):
         Source: `keras.Model.fit`.
         """
         self._require_compiled("fit")
-        verbosity = resolve_verbose(verbose)
+        verbosity, seconds = resolve_verbose(verbose), _seconds(max_time)
         if epochs < 1 or initial_epoch < 0:
             raise ArgumentError(f"epochs must be at least 1 and initial_epoch 0, got {epochs!r} and {initial_epoch!r}")
         settled_cores = start(cores, f"fit(cores={cores!r})")
@@ -216,6 +272,9 @@ class Model(loop.Trainee):
             size = validation_batch_size if validation_batch_size is not None else batch_size
             held_out = self._evaluation_stream(validation_data, size, settled_cores, validation_steps)
             validation = loop.Validation(held_out, validation_freq)
+        for part in (train, validation and validation.stream) if limit is not None else ():
+            if part is not None:
+                part.limit(limit)
         before = optimizers.rates(self._require_optimizer())
         optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](settled_cores.count))
         self._move_to(place)
@@ -225,7 +284,7 @@ class Model(loop.Trainee):
         params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
         everyone = self._callbacks([*_as_list(callbacks), history], params)
         self.history = history
-        loop.fit(self, train, validation, everyone, range(initial_epoch, epochs))
+        loop.fit(self, train, validation, everyone, range(initial_epoch, epochs), seconds)
         return history
 
     def evaluate(
@@ -270,10 +329,7 @@ class Model(loop.Trainee):
         self._move_to(self._place_on(settled_cores))
         params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
         logs = loop.evaluate(self, held_out, self._callbacks(_as_list(callbacks), params))
-        if return_dict:
-            return logs
-        values = list(logs.values())
-        return values[0] if len(values) == 1 else values
+        return _returned(logs, return_dict)
 
     def predict(
         self,
@@ -316,15 +372,140 @@ class Model(loop.Trainee):
         outputs = loop.predict(self, data, self._callbacks(_as_list(callbacks), params))
         return loop.concatenate(outputs)
 
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+        *,
+        cores: CoresArgument = None,
+    ) -> Any:
+        """One step of training on one global batch, for a training loop of your own.
+
+        The logs are running means over the batches since `reset_metrics`, or since `fit` or a `compile`, as in Keras.
+
+        Args:
+            x: The inputs: arrays, tensors or a nest of them, with the rows of all cores.
+            y: The targets.
+            sample_weight: One weight a row.
+            return_dict: Return the logs by name. They wait for the device only if one is read; without this, they do.
+            cores: As in `fit`.
+
+        Returns:
+            The loss alone if there are no metrics, else a list `[loss, *metrics]`; a mapping if `return_dict`.
+
+        Raises:
+            NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
+
+        Source: `keras.Model.train_on_batch`.
+        """
+        self._require_compiled("train_on_batch")
+        run = self._on_batch("train", start(cores, f"train_on_batch(cores={cores!r})"))
+        self._run_on_batch(run, (x, y, sample_weight), training=True)
+        return _returned(run.logs(), return_dict)
+
+    def test_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+        *,
+        cores: CoresArgument = None,
+    ) -> Any:
+        """Evaluate one global batch. Arguments, logs and errors are those of `train_on_batch`.
+
+        Source: `keras.Model.test_on_batch`.
+        """
+        self._require_compiled("test_on_batch")
+        run = self._on_batch("eval", start(cores, f"test_on_batch(cores={cores!r})"))
+        self._run_on_batch(run, (x, y, sample_weight), training=False)
+        return _returned(run.logs(), return_dict)
+
+    def predict_on_batch(self, x: Any, *, cores: CoresArgument = None) -> Any:
+        """The module's outputs for one global batch.
+
+        Args:
+            x: The inputs, as in `train_on_batch`.
+            cores: As in `fit`.
+
+        Returns:
+            A NumPy array, or a nest of arrays as the module returns them.
+
+        Source: `keras.Model.predict_on_batch`.
+        """
+        run = self._on_batch("predict", start(cores, f"predict_on_batch(cores={cores!r})"))
+        outputs = self._run_on_batch(run, (x, None, None), training=False)
+        return loop.concatenate([fetch(outputs[0], "outputs")])
+
+    def batches(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        epoch: int = 0,
+        *,
+        cores: CoresArgument = None,
+    ) -> Iterator[Any]:
+        """The global batches of one epoch, as `fit` would read them, for a training loop of your own.
+
+        Args:
+            x: As in `fit`.
+            y: Targets, with arrays.
+            sample_weight: One weight a row, with arrays.
+            batch_size: Rows per core (default 32).
+            shuffle: As in `fit`.
+            epoch: The epoch's number, from 0. With PyTorch's seed it determines the order.
+            cores: As in `fit`.
+
+        Returns:
+            Batches `(x, y)` or `(x, y, sample_weight)` of host tensors, or as the data yield them.
+
+        Example:
+            >>> import torch, tpufit
+            >>> x, y = torch.randn(6, 2), torch.tensor([0, 0, 0, 1, 1, 1])
+            >>> model = tpufit.Model(torch.nn.Linear(2, 2))
+            >>> model.compile("sgd", "cross_entropy")
+            >>> for epoch in range(2):
+            ...     model.reset_metrics()
+            ...     for batch in model.batches(x, y, batch_size=4, epoch=epoch):
+            ...         logs = model.train_on_batch(*batch, return_dict=True)
+            >>> sorted(logs)
+            ['loss']
+        """
+        place = self._place_on(start(cores, f"batches(cores={cores!r})"))
+        seed = torch.initial_seed()
+        options = {"batch_size": batch_size, "cores": place.count, "shuffle": shuffle, "seed": seed}
+        return stream(x, y, sample_weight, places=place.places, **options).epoch(epoch)
+
+    def reset_metrics(self) -> None:
+        """Begin the running means of `train_on_batch` and `test_on_batch` anew.
+
+        Source: `keras.Model.reset_metrics`.
+        """
+        self._batch_runs.clear()
+
+    @property
+    def metrics_names(self) -> list[str]:
+        """The names of the logs of a batch: `"loss"` and those of the metrics.
+
+        Source: `keras.Model.metrics_names`.
+        """
+        return ["loss", *(metric.name for metric in self.metrics)]
+
     def summary(self, print_fn: Callable[[str], object] | None = None) -> None:
-        """Print the layers with their parameters, and the totals.
+        """Print the layers with their parameters, the totals, and after a first step in which formats it computed.
 
         Args:
             print_fn: What takes the text (default: `print`).
 
         Source: `keras.Model.summary`.
         """
-        (print_fn or print)(table(self.module))
+        formats = f"\nprecision {self._precision}: {self._formats}" if self._formats else ""
+        (print_fn or print)(table(self.module) + formats)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's parameters and buffers as host tensors, by name. This waits for the device, once.
@@ -353,6 +534,29 @@ class Model(loop.Trainee):
         own = named_tensors(self.module)
         fitting = match_weights(own, state, skip_mismatch)
         overwrite([own[name] for name in fitting], list(fitting.values()), self._place)
+
+    def get_weights(self) -> list[np.ndarray[Any, Any]]:
+        """The module's parameters and buffers as arrays, in the order of `state_dict`. This waits for the device, once.
+
+        Source: `keras.Model.get_weights`.
+        """
+        return [loop.concatenate([value]) if value.dim() else value.numpy() for value in self.state_dict().values()]
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Put arrays into the module, in the order of `get_weights`.
+
+        Args:
+            weights: One array or tensor for each.
+
+        Raises:
+            WeightsError: Too few or too many, or another shape.
+
+        Source: `keras.Model.set_weights`.
+        """
+        names = list(named_tensors(self.module))
+        if len(weights) != len(names):
+            raise WeightsError(f"the module has {len(names)} tensors, got {len(weights)} weights: see get_weights")
+        self.load_state_dict(dict(zip(names, map(torch.as_tensor, weights), strict=True)))
 
     def save_weights(self, filepath: str | os.PathLike[str]) -> None:
         """Save the weights as safetensors. The file is replaced in one instant, or not at all.
@@ -431,6 +635,27 @@ class Model(loop.Trainee):
         if default_steps:
             losses.required(self._loss, method)
 
+    def _on_batch(self, role: str, cores: Cores) -> StepRunner:
+        """What runs single batches: made anew when something else has run meanwhile, or the metrics were reset."""
+        place = self._place_on(cores)
+        run = self._batch_runs.get(role)
+        if run is None or place != self._place or not run.is_current:
+            self._seed = torch.initial_seed()
+            if role == "train":
+                optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](cores.count))
+            self._move_to(place)
+            run = self._batch_runs[role] = StepRunner(self, role)
+        return run
+
+    def _run_on_batch(self, run: StepRunner, parts: tuple[Any, Any, Any], training: bool) -> Any:
+        used = max(i for i, part in enumerate(parts) if part is not None or i == 0) + 1
+        with loop.modes_kept(self):
+            self.module.train(training)
+            try:
+                return run([run.prepare(as_tensors(parts[:used]))])
+            finally:
+                self._expose()
+
     def _host_is_equal(self) -> bool:
         """Whether plain PyTorch on the host gives what the device would."""
         return self._place.on_host and self._precision == "fp32" and platform() == "CPU"
@@ -459,7 +684,10 @@ class Model(loop.Trainee):
             self.write_back()
 
     def _place_on(self, cores: Cores) -> Placement:
-        return HOST if self._run_eagerly else Placement(cores)
+        if self._run_eagerly:
+            return HOST
+        set_matmul_precision(self._matmul_precision)
+        return Placement(cores)
 
     def _headline(self, cores: Cores, size: int | None, before: list[float]) -> str:
         """What is scaled and how, in one line: cores, batch, rate and precision."""
@@ -469,6 +697,21 @@ class Model(loop.Trainee):
         if before != after:
             rate = f"lr {before[0]:g} x {after[0] / before[0]:.4g} = {after[0]:g} ({self._scale_lr})"
         return f"{cores} | {batch} | {rate} | {self._precision}"
+
+
+def _seconds(max_time: float | timedelta | None) -> float | None:
+    seconds = max_time.total_seconds() if isinstance(max_time, timedelta) else max_time
+    if seconds is not None and not seconds > 0:
+        raise ArgumentError(f"max_time must be a number of seconds above 0 or a timedelta, got {max_time!r}")
+    return seconds
+
+
+def _returned(logs: Mapping[str, Any], return_dict: bool) -> Any:
+    """Logs as Keras's methods return them."""
+    if return_dict:
+        return logs
+    values = list(logs.values())
+    return values[0] if len(values) == 1 else values
 
 
 def _as_list(callbacks: Any) -> list[Any]:

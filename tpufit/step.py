@@ -6,9 +6,11 @@ the device can't be looked at inside.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +19,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from . import losses, optimizers, precision, python_state
+from .averages import Averages, Ema
 from .data import unpack
 from .data.batches import as_tensors, count_rows, is_plain
 from .data.shapes import ShapeWatch
-from .errors import DataError, NotCompiledError, StateLostError
+from .errors import ArgumentError, DataError, NotCompiledError, StateLostError
+from .gradients import Accumulator, Gradients, Update
 from .guard import Guard, Guards, options
 from .metrics import LazyLogs, Metric, Running
 from .runtime import (
@@ -32,6 +36,7 @@ from .runtime import (
     State,
     launch,
     move,
+    overwrite,
     sharded_norms,
     to_device,
     to_host,
@@ -53,15 +58,25 @@ class Steps:
         self.metrics: list[Metric] = []
         self._loss: losses.Loss | None = None
         self._precision = "fp32"
+        self._formats: precision.Formats | None = None  # seen in the first step of training
+        self._loss_format: torch.dtype | None = None
         self._place = HOST
         self._jit_compile: str | bool = "auto"
         self._steps_per_execution: int | str = 1
         self._chosen_steps: dict[str, int] = {}  # for "auto", by role
         self._rates: dict[int, tuple[Optimizer, optimizers.DeviceRates]] = {}
         self._counters = optimizers.Counters()
+        self._gradients = Gradients()
+        self._accumulators: dict[int, Accumulator] = {}  # by the optimizer's `id`, as the averages
+        self._ema: Ema | None = None
+        self._averages: dict[int, Averages] = {}
+        self._update = Update()  # what the step being traced does with its gradients,
+        self._rows = 0  # and of how many rows these are
+        self._batches_waiting = self._updates = 0  # batches since the last update, and updates
         self._state = State([])
         self._programs: dict[str, tuple[Program, Running]] = {}  # by role
         self._running = Running([], HOST)
+        self._runners: dict[str, StepRunner] = {}  # the last one of each role
         self._signatures: list[Any] = []  # the structures of batches met so far; a batch's number is its place here
         self._guards = Guards()
         self._transforms: list[Any] = []  # and the transforms of data sets; some can't be hashed
@@ -90,6 +105,7 @@ class Steps:
             for i, tensor in zip(at, to_device([leaves[i] for i in at], self._place, Layout.ROWS), strict=True):
                 leaves[i] = tensor
         x = tree_unflatten(leaves, spec)
+        x = precision.inputs(self._precision, x)
         with precision.autocast(self._precision, self._place.device):
             if isinstance(x, dict):
                 y_pred = self.module(**x)
@@ -164,18 +180,25 @@ class Steps:
         optimizer = optimizer or self.optimizer
         if optimizer is None:
             raise NotCompiledError("apply_gradients needs an optimizer: call model.compile(optimizer='adamw', ...)")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.zero_grad()
         loss.backward()
-        if self._place.on_host:
-            optimizer.step()
-            return
-        with self._attach(optimizer).stepping():
-            optimizer.step()
-        optimizer.zero_grad()  # gradients are not kept: they would be outputs of the graph, as large as the weights
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._place.pin(parameter)
-        for tensor in optimizers.device_state(optimizer):
+        stepping = nullcontext() if self._place.on_host else self._attach(optimizer).stepping()
+        accumulator, averages = self._accumulators.get(id(optimizer)), self._averages.get(id(optimizer))
+        if accumulator is not None:
+            accumulator.add(self._rows)
+            if self._update.takes_step:
+                accumulator.release()
+        if self._update.takes_step:
+            self._gradients.clip(parameters)
+            with stepping:
+                optimizer.step()
+            if averages is not None and self._ema is not None:
+                averages.update(self._ema.momentum, self._update.overwrites)
+        if not self._place.on_host:
+            optimizer.zero_grad()  # gradients are not kept: they would be outputs of the graph, as large as the weights
+        kept = [part.tensors for part in (accumulator, averages) if part is not None]
+        for tensor in chain(parameters, optimizers.device_state(optimizer), *kept):
             self._place.pin(tensor)
 
     def update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Tensor | None = None) -> None:
@@ -200,11 +223,35 @@ class Steps:
         self._state.write_back()
         self._counters.catch_up()
 
+    def swap_ema_weights(self, to: bool | None = None) -> None:
+        """Let the weights and their moving averages (`compile(use_ema=True)`) change places. Nothing is copied.
+
+        Args:
+            to: Whether the module shall have the averages afterwards (default: what it hasn't now).
+
+        Raises:
+            ArgumentError: No averages are kept.
+        """
+        if self._ema is None and to is not False:
+            raise ArgumentError("there are no moving averages of the weights: model.compile(..., use_ema=True)")
+        for averages in self._averages.values():
+            if averages.swapped != to:
+                self.write_back()
+                averages.swap()
+
+    def finish_averages(self) -> None:
+        """Make the moving averages the weights, as `fit` does at its end, if there are any."""
+        if self._averages:
+            self.write_back()
+            for averages in self._averages.values():
+                averages.overwrite()
+            launch(self._place, "ema")
+
     def _move_to(self, place: Placement) -> None:
         """Move the module, the loss and the optimizers' state, each tensor in place, and compile nothing for it."""
         self.write_back()
         for optimizer in self._optimizers():
-            optimizers.create_state(optimizer)
+            self._create_state(optimizer)
         tensors, names = self._state_tensors()
         move(tensors.values(), place, names)
         launch(place, "init")  # state created when the weights were on the device already, by a second compile
@@ -224,7 +271,17 @@ class Steps:
                 tensors.setdefault(id(tensor), tensor)
         for optimizer in self._optimizers():
             tensors |= {id(t): t for t in optimizers.device_state(optimizer)}
+        for part in (*self._accumulators.values(), *self._averages.values()):
+            tensors |= {id(t): t for t in part.tensors}
         return tensors, names
+
+    def _note_formats(self, products: set[torch.dtype]) -> None:
+        """Note in which formats the first step has computed, and warn if they aren't those that were asked for."""
+        weights = {parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point()}
+        self._formats = precision.Formats(frozenset(products), frozenset(weights), self._loss_format)
+        fault = self._formats.fault(self._precision)
+        if fault:
+            warnings.warn(fault, stacklevel=2)
 
     def _take_in_new_state(self) -> None:
         """After a step that was traced: let the state hold what the step has made, as some optimizers' first step does.
@@ -246,10 +303,47 @@ class Steps:
         """The optimizer's rates on the device; one that is met for the first time gets its state and moves there."""
         known = self._rates.get(id(optimizer))
         if known is None:
-            optimizers.create_state(optimizer)
+            self._create_state(optimizer)
             move(optimizers.device_state(optimizer), self._place)
             known = self._rates[id(optimizer)] = (optimizer, optimizers.DeviceRates(optimizer, self._place))
         return known[1]
+
+    def _create_state(self, optimizer: Optimizer) -> None:
+        """Make what training changes beside the weights, so that the first step has it."""
+        optimizers.create_state(optimizer)
+        if self._gradients.accumulate_steps > 1 and id(optimizer) not in self._accumulators:
+            self._accumulators[id(optimizer)] = Accumulator(optimizer)
+        if self._ema is not None and id(optimizer) not in self._averages:
+            self._averages[id(optimizer)] = Averages(optimizer)
+
+    def _next_updates(self, steps: int, last: bool) -> list[Update]:
+        """What the next steps do with their gradients; empty where all do the same.
+
+        Args:
+            steps: How many they are.
+            last: Whether the last of them is the last of its epoch, after which no gradient is left over.
+        """
+        every, overwrite = self._gradients.accumulate_steps, self._ema.overwrite_frequency if self._ema else None
+        if every == 1 and overwrite is None:
+            return []
+        updates = []
+        for i in range(steps):
+            self._batches_waiting += 1
+            takes_step = self._batches_waiting == every or (last and i == steps - 1)
+            if takes_step:
+                self._batches_waiting = 0
+                self._updates += 1
+            updates.append(Update(takes_step, takes_step and bool(overwrite) and self._updates % overwrite == 0))
+        return updates
+
+    def _drop_gradients(self) -> None:
+        """Forget gradients that an epoch which was broken off has left over."""
+        if self._batches_waiting:
+            self._batches_waiting = 0
+            self.write_back()
+            for accumulator in self._accumulators.values():
+                tensors = accumulator.tensors
+                overwrite(tensors, [torch.zeros(t.shape, dtype=t.dtype) for t in tensors], self._place)
 
     def _transform_number(self, transform: Any) -> int:
         """A number for a data set's transform, which goes into its graphs. It is kept, so that no other has its id."""
@@ -329,8 +423,9 @@ class StepRunner:
         self._shapes = model._shapes.setdefault(role, ShapeWatch(role))
         self._signatures = model._signatures
         self._in_flight = InFlight()
-        if role == "train" and not model._place.on_host:
-            for optimizer in model._optimizers():
+        if role == "train":
+            model._drop_gradients()
+            for optimizer in model._optimizers() if not model._place.on_host else ():
                 model._attach(optimizer)
         if role not in model._programs:
             model._programs[role] = self._build()
@@ -338,9 +433,16 @@ class StepRunner:
         self._program.body, self._program.python_state = self._body, self._python_state
         self._running.reset()
         self._group: Sequence[Fed] = ()
+        self._updates: list[Update] = []
         self._guard: Guard | None = None
         self._guard_number = 0
         self._hooked = False
+        model._runners[role] = self
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no other pass of its role has begun since: they share their sums."""
+        return self._model._runners.get(self._role) is self
 
     def prepare(self, batch: Any) -> Fed:
         """Send a batch to the device. Called ahead of its step, in the feed's thread.
@@ -369,12 +471,18 @@ class StepRunner:
             signature,
         )
 
-    def __call__(self, group: Sequence[Fed], pause: Callable[[], AbstractContextManager[object]] = nullcontext) -> Any:
+    def __call__(
+        self,
+        group: Sequence[Fed],
+        pause: Callable[[], AbstractContextManager[object]] = nullcontext,
+        last: bool = False,
+    ) -> Any:
         """Run a step for each batch of the group, as one graph.
 
         Args:
             group: Prepared batches; several must be of one structure.
             pause: A context in which nothing else is sent to the device.
+            last: Whether no batch of the pass comes after these.
 
         Returns:
             For `"predict"` the outputs of each batch, on the device; else None.
@@ -397,9 +505,10 @@ class StepRunner:
         if not self._program.traced_because and not model._place.on_host:
             self._check_guard()
         self._group = group
+        self._updates = model._next_updates(len(group), last) if self._role == "train" else []
         model._running = self._running
         try:
-            key = (self._guard_number, self._transform_number, *(fed.signature for fed in group))
+            key = (self._guard_number, self._transform_number, *(fed.signature for fed in group), *self._updates)
             if self._program.replays(key):
                 outputs = self._program(key, inputs, seeds, pause)
                 model._counters.replayed((self._role, key))
@@ -409,6 +518,8 @@ class StepRunner:
                     outputs = self._program(key, inputs, seeds, pause)
                 if not known:
                     model._take_in_new_state()
+                if self._role == "train" and model._formats is None:
+                    model._note_formats(self._program.products)
         except RuntimeError as error:
             if model._state.lost and not isinstance(error, StateLostError):
                 raise StateLostError(self._lost(error)) from error
@@ -507,9 +618,12 @@ class StepRunner:
                     batch = self._transform(batch)
                 for rates in every:
                     rates.use(next(tensors))
-                model._label_range = fed.labels
+                model._label_range, model._rows = fed.labels, fed.rows
+                model._update = self._updates[i] if self._updates else Update()
                 if self._role == "train":
-                    self._running.add_means(model.train_step(batch), fed.rows)
+                    logs = model.train_step(batch)
+                    model._loss_format = getattr(logs.get("loss"), "dtype", None)
+                    self._running.add_means(logs, fed.rows)
                     continue
                 with torch.no_grad():
                     if self._role == "eval":

@@ -197,6 +197,23 @@ class Stream:
         self._places.append(begin)
         return self._next_batches(begin) if self._goes_on else self._one_pass(begin)
 
+    def limit(self, limit: int | float) -> None:
+        """Read only the first batches of each epoch.
+
+        Args:
+            limit: How many, or as a float which share of them.
+
+        Raises:
+            ArgumentError: Neither a number of at least 1 nor a share between 0 and 1; or a share of nobody knows what.
+        """
+        if isinstance(limit, float) and 0 < limit <= 1:
+            if self.steps is None:
+                raise ArgumentError(f"limit={limit}: {self._name} doesn't say how many batches it has; give a number")
+            limit = max(1, round(limit * self.steps))
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ArgumentError(f"limit must be a number of batches from 1, or a share such as 0.1, got {limit!r}")
+        self.steps = self._limit = limit if self.steps is None else min(limit, self.steps)
+
     def note_pace(self, seconds: float, batches: int) -> None:
         """Note how long a pass has taken to read and prepare.
 

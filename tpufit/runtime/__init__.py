@@ -10,12 +10,12 @@
 | `report` | counters of compilations, waits and fallbacks |
 """
 
-from .devices import Cores, CoresArgument, agree, init, platform, settled, start
+from .devices import Cores, CoresArgument, agree, init, platform, set_matmul_precision, settled, start
 from .graph import Program, State, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
 from .report import Counts, count_capture, counts
-from .transfer import InFlight, move, overwrite, to_device, to_host
+from .transfer import InFlight, exchange, move, overwrite, to_device, to_host
 
 __all__ = [
     "HOST",
@@ -30,11 +30,13 @@ __all__ = [
     "agree",
     "count_capture",
     "counts",
+    "exchange",
     "init",
     "launch",
     "move",
     "overwrite",
     "platform",
+    "set_matmul_precision",
     "settled",
     "sharded_norms",
     "start",

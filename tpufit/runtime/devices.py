@@ -142,6 +142,18 @@ def platform() -> str:
     return str(_import_runtime().runtime.device_type())
 
 
+def set_matmul_precision(name: str) -> None:
+    """Say how exactly float32 matrices are multiplied, in what is traced from now on. Only a TPU makes a difference.
+
+    Args:
+        name: `"default"`, `"high"` or `"highest"`.
+    """
+    import torch_xla
+
+    if torch_xla._XLAC._xla_get_mat_mul_precision() != name:
+        torch_xla._XLAC._xla_set_mat_mul_precision(name)
+
+
 def agree(value: Any) -> Any:
     """The value that all hosts go by, wherever one decides which program runs next. With one host: that value."""
     return value

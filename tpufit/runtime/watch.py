@@ -12,11 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _LOOKS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__")
+)
+_PRODUCTS = frozenset(
+    [getattr(F, name) for name in ("linear", "bilinear", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")]
+    + [torch.matmul, torch.mm, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm]
 )
 _TORCH_DRAWS = frozenset(
     [getattr(torch, name) for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")]
@@ -38,11 +43,13 @@ class Watch(TorchFunctionMode):
     Attributes:
         where: The line that looked, e.g. `train.py:12`, or nothing.
         drew: The line that drew, or nothing.
+        products: The formats in which matrix products were computed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.where = self.drew = ""
+        self.products: set[torch.dtype] = set()
         self._thread = get_ident()
         self._profiles = False
 
@@ -83,6 +90,8 @@ class Watch(TorchFunctionMode):
         if func in _LOOKS and not self.where and args[0].device.type == "xla":
             self.where = _users_line()
         result = func(*args, **(kwargs or {}))
+        if func in _PRODUCTS:
+            self.products.add(result.dtype)
         if func in _TORCH_DRAWS and result.device.type == "cpu":
             self._note_draw()
         return result

@@ -1,0 +1,113 @@
+"""In which format a module computes, and what is said of ways that don't work."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit import precision
+from tpufit.errors import UnknownNameError
+
+pytestmark = pytest.mark.cores(1, 8, timeout=300)
+
+X = np.random.default_rng(0).normal(size=(133, 6)).astype("float32")
+Y = (X.sum(1) > 0).astype("int64")
+
+
+class Spy(nn.Module):
+    """Notes the formats that a step meets."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Linear(6, 6, bias=False)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.formats = {}
+
+    def forward(self, x):
+        h = self.norm(self.head(torch.relu(self.embedding(x))))
+        self.formats = {"x": x.dtype, "h": h.dtype, "weight": self.last.weight.dtype}
+        return self.last(h)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-true"])
+def test_formats_of_inputs_weights_and_loss(cores, name):
+    class Model(tpufit.Model):
+        def train_step(self, batch):
+            logs = super().train_step(batch)
+            formats["loss"] = logs["loss"].dtype
+            return logs
+
+    torch.manual_seed(0)
+    formats, net = {}, Spy()
+    model = Model(net)
+    model.compile(lambda p: torch.optim.AdamW(p, 0.01), "cross_entropy", ["accuracy"], precision=name, scale_lr=None)
+    history = model.fit(X, Y, 16 // cores, 4, verbose=0, cores=cores).history
+    whole = torch.bfloat16 if name == "bf16-true" else torch.float32
+    assert net.formats["x"] is net.formats["weight"] is whole
+    assert formats["loss"] is torch.float32
+    moments = [value.dtype for state in model.optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert set(moments) == {whole}
+    assert net.head.weight is net.embedding.weight  # still tied
+    assert history["loss"][-1] < history["loss"][0] and history["accuracy"][-1] > 0.7
+    assert model.predict(X, verbose=0).dtype == np.float32
+    assert model.state_dict()["last.weight"].dtype is whole
+    assert not model._programs["train"][0].traced_because
+    lines = []
+    model.summary(lines.append)
+    products = "float32" if name == "fp32" else "bfloat16"
+    weights = "bfloat16" if name == "bf16-true" else "float32"
+    said = f"precision {name}: matrix products in {products}, weights in {weights}, loss in float32"
+    assert lines[0].splitlines()[-1] == said
+
+
+def test_what_is_not_as_it_was_asked_for_is_said(cores):
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+
+        def forward(self, x):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.layer(x)
+
+    model = tpufit.Model(Stubborn())
+    model.compile("sgd", "cross_entropy", precision="bf16")
+    with pytest.warns(
+        UserWarning, match="precision='bf16', but the first step computed its matrix products in float32"
+    ):
+        model.fit(X, Y, 16 // cores, 1, verbose=0, cores=cores)
+
+
+def test_a_trained_module_may_become_bfloat16(cores):
+    model = tpufit.Model(Spy())
+    model.compile("sgd", "cross_entropy", scale_lr=None)
+    model.fit(X, Y, 16 // cores, 1, verbose=0, cores=cores)
+    before = model.state_dict()["last.weight"]
+    model.compile("sgd", "cross_entropy", precision="bf16-true", scale_lr=None)
+    assert torch.equal(model.state_dict()["last.weight"], before.bfloat16())
+    model.fit(X, Y, 16 // cores, 1, verbose=0)
+    assert model.module.last.weight.dtype is torch.bfloat16
+
+
+def test_the_precision_of_products_is_torch_xlas(cores):
+    import torch_xla
+
+    model = tpufit.Model(Spy())
+    for name in ("highest", "default"):
+        model.compile("sgd", "cross_entropy", matmul_precision=name)
+        model.fit(X, Y, 16 // cores, 1, verbose=0, cores=cores)
+        assert torch_xla._XLAC._xla_get_mat_mul_precision() == name
+    with pytest.raises(UnknownNameError, match="unknown matmul_precision 'higher': did you mean 'high"):
+        model.compile("sgd", "cross_entropy", matmul_precision="higher")
+
+
+@pytest.mark.parametrize("variable", ["XLA_USE_BF16", "XLA_DOWNCAST_F16"])
+def test_retired_variables_are_warned_of(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    with pytest.warns(UserWarning, match=f"the environment sets {variable}.*precision='bf16'"):
+        precision.check("fp32")
+    monkeypatch.setenv(variable, "0")
+    precision.check("fp32")

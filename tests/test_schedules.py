@@ -1,0 +1,233 @@
+"""Learning rates set by callbacks are actual rates, take effect at their own step, and cost no graph."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+
+import tpufit
+from tpufit import runtime
+from tpufit.callbacks import Callback, LearningRateScheduler, OneCycle, ReduceLROnPlateau, TorchScheduler
+from tpufit.errors import ArgumentError, CallbackError
+
+pytestmark = pytest.mark.cores(1, 8, timeout=300)
+
+X = np.random.default_rng(0).normal(size=(157, 6)).astype("float32")  # ten batches of 16, the last one of 13
+Y = np.random.default_rng(1).integers(0, 3, 157)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Rates(Callback):
+    """Notes the rate and the momentum that each step will have, as the last of the callbacks."""
+
+    reads_weights = False
+
+    def __init__(self):
+        self.rates, self.momenta = [], []
+
+    def on_train_step_begin(self, batch, logs=None):
+        group = self.model.optimizer.param_groups[0]
+        self.rates.append(group["lr"])
+        self.momenta.append(group.get("momentum") or group["betas"][0])
+
+
+def fit(cores, callback, epochs=3, optimizer=SGD, **options):
+    model, rates = tpufit.Model(net()), Rates()
+    options = {"scale_lr": None, "jit_compile": True} | options
+    model.compile(optimizer, "cross_entropy", **options)
+    before = runtime.counts()
+    history = model.fit(X, Y, 16 // cores, epochs, verbose=0, shuffle=False, callbacks=[callback, rates], cores=cores)
+    return model, rates, history.history, runtime.counts() - before
+
+
+def on_the_host(schedule, epochs=3):
+    """Plain PyTorch, with a schedule per step that is made of the optimizer."""
+    module = net()
+    optimizer = SGD(module.parameters())
+    steps = schedule(optimizer)
+    seen = []
+    for _ in range(epochs):
+        for first in range(0, 157, 16):
+            seen.append(optimizer.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            x, y = torch.from_numpy(X[first : first + 16]), torch.from_numpy(Y[first : first + 16])
+            F.cross_entropy(module(x), y).backward()
+            optimizer.step()
+            steps.step()
+    return module.state_dict(), seen
+
+
+def assert_close(one, other):
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-6)
+
+
+def warm_up_and_cosine(optimizer):
+    phases = [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5),
+        lr_scheduler.CosineAnnealingLR(optimizer, T_max=25),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, phases, milestones=[5])
+
+
+SCHEDULES = [partial(lr_scheduler.ExponentialLR, gamma=0.95), warm_up_and_cosine]
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # PyTorch's own SequentialLR passes it
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["exponential", "warm-up"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_scheduler_of_pytorchs_per_step(cores, schedule, k):
+    callback = TorchScheduler(schedule, interval="step")
+    model, rates, history, counts = fit(cores, callback, steps_per_execution=k)
+    weights, expected = on_the_host(schedule)
+    assert rates.rates == pytest.approx(expected, rel=1e-12)
+    assert_close(weights, model.state_dict())
+    assert history["learning_rate"] == pytest.approx(expected[9::10], rel=1e-12)
+    assert counts.graphs["train"] <= (3 if k > 1 else 2) and not counts.captures
+    assert counts.host_reads == 0 and not counts.fallbacks
+
+
+def test_a_scheduler_of_pytorchs_per_epoch_starts_from_the_scaled_rate_and_goes_on(cores):
+    callback = TorchScheduler(partial(lr_scheduler.StepLR, step_size=1, gamma=0.5))
+    model, rates, history, _ = fit(cores, callback, epochs=2, scale_lr="linear")
+    assert history["learning_rate"] == pytest.approx([0.1 * cores, 0.05 * cores])
+    history = model.fit(X, Y, 16 // cores, 4, verbose=0, initial_epoch=2, callbacks=[callback]).history
+    assert history["learning_rate"] == pytest.approx([0.025 * cores, 0.0125 * cores])
+
+
+def test_pytorchs_plateau_follows_a_log(cores):
+    plateau = partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0)  # nothing is good enough
+    _, _, history, _ = fit(cores, TorchScheduler(plateau, monitor="loss"))
+    assert history["learning_rate"] == pytest.approx([0.1, 0.1, 0.05])
+
+
+def test_a_function_of_the_epoch(cores):
+    _, rates, history, counts = fit(cores, LearningRateScheduler(lambda epoch, rate: rate / 2))
+    assert history["learning_rate"] == [0.05, 0.025, 0.0125] and rates.rates[::10] == history["learning_rate"]
+    assert fit(cores, LearningRateScheduler(lambda epoch: 1 / (epoch + 1)))[2]["learning_rate"] == [1, 1 / 2, 1 / 3]
+    assert counts.graphs["train"] <= 2 and not counts.captures
+    with pytest.raises(CallbackError, match="schedule must return a number, got None for epoch 0"):
+        fit(cores, LearningRateScheduler(lambda epoch: None))
+
+
+@pytest.mark.parametrize("cooldown", [0, 2])
+def test_plateau_as_keras_counts(cooldown):
+    """Against Keras's rule, written out: it looks at the cooldown before it looks at the value."""
+    from fake_model import FakeModel
+
+    values = [1.0, 0.9, 0.9, 0.95, 0.9, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]
+    model, plateau = FakeModel(lr=1.0), ReduceLROnPlateau("loss", 0.5, 2, cooldown=cooldown, min_lr=0.2)
+    plateau.set_model(model)
+    plateau.on_train_begin()
+    rate, best, wait, cooling = 1.0, float("inf"), 0, 0
+    for epoch, value in enumerate(values):
+        logs = {"loss": value}
+        plateau.on_epoch_end(epoch, logs)
+        assert logs["learning_rate"] == rate
+        if cooling:
+            cooling, wait = cooling - 1, 0
+        if value < best - 1e-4:
+            best, wait = value, 0
+        elif not cooling:
+            wait += 1
+            if wait >= 2 and rate > 0.2:
+                rate, cooling, wait = max(rate * 0.5, 0.2), cooldown, 0
+        assert model.learning_rate == rate
+    assert rate < 1
+
+
+def test_one_cycle_has_the_true_length_and_pytorchs_rates(cores):
+    callback = OneCycle(max_lr=0.5, cycle_momentum=False)
+    model, rates, history, counts = fit(cores, callback)
+    twin = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    cycle = lr_scheduler.OneCycleLR(twin, 0.5, total_steps=30, cycle_momentum=False)
+    expected = []
+    for _ in range(30):
+        expected.append(twin.param_groups[0]["lr"])
+        twin.step()
+        if len(expected) < 30:
+            cycle.step()
+    assert rates.rates == pytest.approx(expected, rel=1e-12) and max(rates.rates) == pytest.approx(0.5)
+    assert counts.graphs["train"] == 2 and not counts.captures
+    assert history["learning_rate"][-1] == pytest.approx(0.5 / 25 / 1e4)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.AdamW, lr=1e-3)], ids=["sgd", "adamw"])
+def test_momentum_cycles_in_a_few_levels_whose_graphs_are_counted(cores, optimizer):
+    model, rates, _, counts = fit(cores, OneCycle(max_lr=0.01, momentum_levels=3), optimizer=optimizer)
+    assert {round(m, 6) for m in rates.momenta} == {0.85, 0.9, 0.95}
+    assert rates.momenta[0] == rates.momenta[-1] == 0.95 and min(rates.momenta) == pytest.approx(0.85)
+    option = "momentum" if optimizer is SGD else "betas"
+    assert counts.captures == {f"{option} in the optimizer's param_groups": 2}
+    assert counts.graphs["train"] <= 6 and not model._programs["train"][0].traced_because
+
+
+def test_without_a_peak_it_is_the_rate_of_compile_and_stays_so_in_a_second_fit(cores):
+    model, rates, _, _ = fit(cores, OneCycle(), epochs=1, scale_lr="linear")
+    again = Rates()
+    model.fit(X, Y, 16 // cores, 1, verbose=0, callbacks=[OneCycle(), again])
+    for seen in (rates, again):
+        assert max(seen.rates) == pytest.approx(0.1 * cores) and seen.rates[0] == pytest.approx(0.1 * cores / 25)
+
+
+def test_one_cycle_finds_its_place_when_training_begins_later(cores):
+    _, whole, _, _ = fit(cores, OneCycle(max_lr=0.5))
+    model, later = tpufit.Model(net()), Rates()
+    model.compile(SGD, "cross_entropy", scale_lr=None)
+    model.fit(X, Y, 16 // cores, 3, verbose=0, initial_epoch=1, callbacks=[OneCycle(max_lr=0.5), later], cores=cores)
+    assert later.rates == whole.rates[10:]
+
+
+def test_one_cycle_must_know_its_length(cores):
+    def endless():
+        while True:
+            yield X[:16], Y[:16]
+
+    model = tpufit.Model(net())
+    model.compile(SGD, "cross_entropy")
+    data = (batch for batch in endless())
+    with pytest.raises(CallbackError, match=r"OneCycle\(total_steps=...\), or fit\(steps_per_epoch=...\)"):
+        model.fit(data, verbose=0, callbacks=[OneCycle()], cores=cores)
+    rates = Rates()
+    model.fit(data, verbose=0, epochs=2, steps_per_epoch=8, callbacks=[OneCycle(0.5), rates])
+    assert len(rates.rates) == 16 and max(rates.rates) > 0.4
+
+
+def test_the_rate_has_keras_names_and_groups_keep_their_proportions(cores):
+    module = net()
+    groups = [{"params": module[0].parameters(), "lr": 0.2}, {"params": module[2].parameters(), "lr": 0.02}]
+    model = tpufit.Model(module)
+    model.compile(torch.optim.AdamW(groups), "cross_entropy", scale_lr=None)
+    assert isinstance(model.optimizer, torch.optim.AdamW) and type(model.optimizer).__name__ == "AdamW"
+    model.fit(X, Y, 16 // cores, 1, verbose=0, cores=cores)
+    model.optimizer.learning_rate = 0.1
+    assert model.learning_rate == model.optimizer.learning_rate == 0.1
+    assert [group["lr"] for group in model.optimizer.param_groups] == [0.1, pytest.approx(0.01)]
+    model.learning_rate = 0
+    model.learning_rate = 0.5
+    assert [group["lr"] for group in model.optimizer.param_groups] == [0.5, pytest.approx(0.05)]
+    torch.optim.AdamW(module.parameters()).load_state_dict(torch.optim.AdamW(module.parameters()).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ReduceLROnPlateau(factor=1.0), "below 1"),
+        (lambda: LearningRateScheduler(0.1), r"function of \(epoch, lr\), got 0.1"),
+        (lambda: TorchScheduler(lr_scheduler.StepLR, interval="batch"), "'epoch' or 'step', got 'batch'"),
+        (lambda: TorchScheduler(0.1), "a function of the optimizer"),
+        (lambda: OneCycle(momentum_levels=1), "at least 2, got 1"),
+    ],
+)
+def test_wrong_arguments(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        make()

@@ -1,0 +1,90 @@
+"""`Averages`: an exponential moving average of the weights, kept on the device by the step itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .errors import ArgumentError
+from .runtime import exchange
+
+
+@dataclass(frozen=True)
+class Ema:
+    """How the weights are averaged.
+
+    Args:
+        momentum: How much of the averages each update keeps, from 0 to 1.
+        overwrite_frequency: After how many updates the weights become the averages; None is never.
+
+    Raises:
+        ArgumentError: A value out of range.
+    """
+
+    momentum: float = 0.99
+    overwrite_frequency: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum <= 1:
+            raise ArgumentError(f"ema_momentum must be from 0 to 1, got {self.momentum!r}")
+        if self.overwrite_frequency is not None and self.overwrite_frequency < 1:
+            raise ArgumentError(f"ema_overwrite_frequency must be at least 1, got {self.overwrite_frequency!r}")
+
+
+class Averages:
+    """The moving averages of an optimizer's parameters: part of what training changes.
+
+    Args:
+        optimizer: The optimizer; of its parameters those that learn.
+
+    Attributes:
+        swapped: Whether the weights and their averages have changed places.
+
+    Source: `use_ema` of `keras.optimizers.Optimizer`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        learning = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._averages = {p: p.detach().clone() for p in learning}
+        self._begun = torch.zeros(1, device=learning[0].device if learning else None)
+        self.swapped = False
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors."""
+        return [self._begun, *self._averages.values()]
+
+    @torch.no_grad()
+    def update(self, momentum: float, overwrite: bool) -> None:
+        """Take the weights in, inside a step. The first time the averages become the weights.
+
+        Args:
+            momentum: How much of the averages is kept.
+            overwrite: Whether the weights then become the averages.
+        """
+        kept = self._begun * momentum
+        for parameter, average in self._averages.items():
+            average.copy_(average * kept + parameter * (1 - kept))
+            if overwrite:
+                parameter.copy_(average)
+        self._begun.fill_(1)
+
+    def swap(self) -> None:
+        """Exchange the weights with their averages, without a copy."""
+        for parameter, average in self._averages.items():
+            weights = exchange(parameter, torch.empty_like(parameter, device="meta"))
+            exchange(parameter, exchange(average, weights.detach()).detach())
+        self.swapped = not self.swapped
+
+    @torch.no_grad()
+    def overwrite(self) -> None:
+        """Make the averages the weights; where they are already, the averages become averages again."""
+        for parameter, average in self._averages.items():
+            if self.swapped:
+                average.copy_(parameter)
+            else:
+                parameter.copy_(average)
+        self.swapped = False
