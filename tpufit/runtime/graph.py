@@ -256,27 +256,27 @@ class Program:
             self._state.write_back()
             if not self.traced_because:
                 return self._prove(key, inputs, seeds)
-            outputs, _ = self._trace(key, inputs, seeds)
+            outputs = self._trace(key, inputs, seeds, nullcontext())  # nobody needs to watch it, which takes time
             launch(self._placement, self._role)
             return outputs
 
-    def _trace(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> tuple[Any, Watch]:
-        """Run the body over lazy tensors; also what was seen on the way."""
+    def _trace(
+        self, key: Hashable, inputs: list[Tensor], seeds: list[int], watch: AbstractContextManager[object]
+    ) -> Any:
+        """Run the body over lazy tensors."""
         import torch_xla
 
         global _tracing
         device = str(self._placement.device)
-        watch = Watch()
         self._sums.begin()
         _tracing = True
         try:
             # In this thread: if a backward pass ran on the CPU before torch_xla was imported, autograd has no thread
             # for its device, and ends in an internal error.
             with self._inside(), watch, torch.autograd.set_multithreading_enabled(False):
-                outputs = self.body(key, inputs, lambda i: torch_xla._XLAC._xla_set_rng_seed(seeds[i], device))
+                return self.body(key, inputs, lambda i: torch_xla._XLAC._xla_set_rng_seed(seeds[i], device))
         finally:
             _tracing = False
-        return outputs, watch
 
     def _prove(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
         """Trace the step and compile its graph, or show that it is the one there is; then run that graph."""
@@ -290,7 +290,8 @@ class Program:
         earlier = self._graphs.get(key)
         places = _places({"state": state, "sum": sums.tensors, "input": inputs})
         python, looked, fallen = self.python_state(), report.looked_at(), report.counts().fallbacks
-        outputs, watch = self._trace(key, inputs, seeds)
+        watch = Watch()
+        outputs = self._trace(key, inputs, seeds, watch)
         cause = self._obstacle(looked, fallen, watch.where)
         if cause:
             self._give_up(cause)
