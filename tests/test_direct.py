@@ -45,6 +45,7 @@ def fit(data, epochs=3, **options):
 def generous(monkeypatch):
     """A machine that is busy with other things may take a millisecond for what is quick."""
     monkeypatch.setattr(sys.modules["tpufit.data.stream"], "_QUICK", 0.02)
+    monkeypatch.setattr(sys.modules["tpufit.data.stream"], "_WAITS", 0.02)
 
 
 def test_quick_data_are_read_by_the_loop_itself_from_the_second_pass_on(generous):
@@ -54,15 +55,15 @@ def test_quick_data_are_read_by_the_loop_itself_from_the_second_pass_on(generous
     assert slow.threads == ["tpufit-feed"] * 3
 
 
-def test_data_that_have_become_slow_get_their_thread_back(generous):
+def test_data_that_have_become_slow_get_their_thread_back_for_good(generous):
     data = Batches()
 
     class Slower(tpufit.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             data.seconds = 0.03 if epoch == 1 else 0
 
-    fit(data, 4, callbacks=[Slower()])
-    assert data.threads == ["tpufit-feed", "MainThread", "tpufit-feed", "MainThread"]
+    fit(data, 5, callbacks=[Slower()])
+    assert data.threads == ["tpufit-feed", "MainThread", "tpufit-feed", "tpufit-feed", "tpufit-feed"]
 
 
 def test_an_error_in_quick_data_is_raised_where_it_happened(generous):
@@ -87,17 +88,25 @@ def test_an_error_in_quick_data_is_raised_where_it_happened(generous):
 )
 def test_some_data_always_have_their_thread(data):
     source = stream(data)
-    source.note_pace(0.0, 1000)
+    source.note_pace(0.0, 0.0, 1000)
     assert not source.quick
     goes_on = stream(X, Y, steps=3)
-    goes_on.note_pace(0.0, 1000)
+    goes_on.note_pace(0.0, 0.0, 1000)
     assert not goes_on.quick
 
 
 def test_quick_is_measured_by_enough_batches():
-    source = stream(X, Y)
-    for seconds, batches, quick in ((1e-4 * 20, 20, True), (1e-3 * 20, 20, False), (1e-4 * 3, 3, False), (0, 0, False)):
-        source.note_pace(seconds, batches)
+    paces = [
+        (1e-4, 1e-4, 20, True),
+        (1e-3, 1e-4, 20, True),  # it had to wait for the other thread
+        (1e-2, 1e-4, 20, False),  # for a disk
+        (1e-3, 1e-3, 20, False),
+        (1e-4, 1e-4, 3, False),
+        (0, 0, 0, False),
+    ]
+    for busy, computed, batches, quick in paces:
+        source = stream(X, Y)
+        source.note_pace(busy * batches, computed * batches, batches)
         assert source.quick is quick
 
 
@@ -114,7 +123,7 @@ def test_it_closes_a_generator_and_counts():
         assert [next(feed), next(feed)] == ["0", "1"]
         with feed.paused():
             assert next(feed) == "2"
-        assert feed.given == 3 and 0 <= feed.seconds_waited <= feed.seconds_busy
+        assert feed.given == 3 and 0 <= feed.seconds_waited <= feed.seconds_busy == feed.seconds_computed
     assert closed == [1]
     assert list(feed) == []
 

@@ -25,6 +25,7 @@ FLOORS = {
     "metrics": 1,
     "optimizers": 1,
     "precision": 1,
+    "python_state": 1,
     "summary": 1,
     "step": 2,
     "checkpoint": 2,

@@ -228,7 +228,7 @@ def _run_pass(
                 collect(outputs)
             if stop():
                 break
-    data.note_pace(feed.seconds_busy, feed.given)
+    data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)
     return feed.seconds_waited
 
 

@@ -339,7 +339,12 @@ def _rates(samples: int, run: Callable[[], int], passes: int) -> list[float]:
 
 
 def _exhaust(batches: Iterable[Any]) -> int:
-    return sum(len(labels) for _, labels in batches)
+    # A loop's variable would hold a batch while the next one is made. `fit` has sent it away by then.
+    return sum(map(_count, batches))
+
+
+def _count(batch: tuple[Tensor, Tensor]) -> int:
+    return len(batch[1])
 
 
 def _copy_all(arranged: np.ndarray[Any, Any], buffer: np.ndarray[Any, Any]) -> int:

@@ -22,7 +22,7 @@ class Direct(Generic[T]):
 
     Attributes:
         seconds_waited: How long `next` has read so far, beside the preparation.
-        seconds_busy: How long reading and preparing have taken so far.
+        seconds_busy, seconds_computed: How long reading and preparing have taken so far.
         given: How many batches have been given.
 
     Example:
@@ -61,6 +61,10 @@ class Direct(Generic[T]):
         """Close the data if they are a generator."""
         if isinstance(self._batches, Generator):
             self._batches.close()
+
+    @property
+    def seconds_computed(self) -> float:
+        return self.seconds_busy
 
     def __enter__(self) -> Direct[T]:
         return self

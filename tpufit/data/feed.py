@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, thread_time
 from typing import Any, Generic, TypeVar
 
 from ..errors import ArgumentError
@@ -41,7 +41,8 @@ class Feed(Generic[T]):
 
     Attributes:
         seconds_waited: How long `next` has waited for data so far.
-        seconds_busy: How long the thread has read and prepared so far.
+        seconds_busy: How long the thread has read and prepared so far,
+        seconds_computed: and for how much of that it computed.
         given: How many batches have been given.
 
     Raises:
@@ -121,6 +122,10 @@ class Feed(Generic[T]):
     def seconds_busy(self) -> float:
         return self._lane.seconds_busy
 
+    @property
+    def seconds_computed(self) -> float:
+        return self._lane.seconds_computed
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Keep `prepare` from running, as a graph is being captured.
@@ -171,7 +176,7 @@ class _Lane(Generic[T]):
         self.slots: SimpleQueue[None] = SimpleQueue()
         self.turn = threading.Lock()  # held by `prepare`, or by a pause
         self.stopped = False
-        self.seconds_busy = 0.0
+        self.seconds_busy = self.seconds_computed = 0.0
         for _ in range(depth):
             self.slots.put(None)
 
@@ -188,6 +193,7 @@ class _Lane(Generic[T]):
                 began = perf_counter()
                 batch = next(iterator, _NO_BATCH)
                 self.seconds_busy += perf_counter() - began
+                self.seconds_computed = thread_time()
                 if batch is _NO_BATCH:
                     break
                 with self.turn:
@@ -199,6 +205,7 @@ class _Lane(Generic[T]):
                     except StopIteration as error:  # raised by next() as it is, it would end the epoch in silence
                         raise RuntimeError("prepare raised StopIteration") from error
                     self.seconds_busy += perf_counter() - began
+                    self.seconds_computed = thread_time()
                 del batch  # not held while waiting for a slot
             self.ready.put(_End())
         except BaseException as error:

@@ -98,10 +98,12 @@ class Mapped(Reader):
     def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
         super().__init__(layout, shards)
         self._unchecked = set(range(len(shards)))
+        self._columns = {field.name: [shard.columns[field.name] for shard in shards] for field in layout.fields}
 
     def _gather(self, rows: Rows, ordered: bool) -> list[tuple[Field, NDArray[Any]]]:
         files, local = np.divmod(rows, self._layout.rows_per_file)
-        for number in self._unchecked.intersection(files.tolist()) if self._unchecked else ():
+        numbers, rows_there = files.tolist(), local.tolist()
+        for number in self._unchecked.intersection(numbers) if self._unchecked else ():
             self._shards[number].check()
             self._unchecked.discard(number)
         positions = np.argsort(files, kind="stable")
@@ -109,13 +111,13 @@ class Mapped(Reader):
         spans = [(number, span) for number, span in enumerate(pairwise(bounds)) if span[0] < span[1]]
         gathered = []
         for field in self._layout.fields:
-            columns = [shard.columns[field.name] for shard in self._shards]
+            columns = self._columns[field.name]
             batch = self._memory[field.name].room(len(rows))
             if not ordered:
                 for number, (a, b) in spans:
                     np.take(columns[number], local[a:b], axis=0, out=batch[a:b], mode="clip")
             elif field.row_bytes >= _LONG and len(rows):
-                one_by_one = [columns[number][row] for number, row in zip(files.tolist(), local.tolist(), strict=True)]
+                one_by_one = [columns[number][row] for number, row in zip(numbers, rows_there, strict=True)]
                 np.concatenate(one_by_one, out=batch.reshape(-1))
             else:
                 for number, (a, b) in spans:

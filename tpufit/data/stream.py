@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,8 +26,10 @@ from .sources import Arrays, Cached, Iteration, Plan, Samples, Source, Transform
 DEFAULT_BATCH_SIZE = 32  # Keras's
 
 # Data that take less than this for a batch, in seconds, are read without a thread: a hand-over between threads takes
-# about 0.1 ms, and slows both down. A few batches say nothing; the first opens files.
+# about 0.1 ms, and slows both down. A thread waits for the other one, so that of its time only what it computes counts,
+# if it doesn't also wait for something slow. A few batches say nothing; the first opens files.
 _QUICK = 3e-4
+_WAITS = 2e-3
 _ENOUGH = 8
 
 # How far behind the batches read one may ask for a place: more than are ever read ahead.
@@ -175,6 +178,7 @@ class Stream:
         self.steps = steps if steps is not None else source.steps()
         self._source, self._limit, self._name = source, steps, name
         self.quick = False
+        self._tried = False
         self._goes_on = steps is not None and not restart
         self._running: Iterator[tuple[int, Any]] | None = None  # the pass that an epoch of `steps` left unfinished
         self._passes = 0
@@ -214,15 +218,17 @@ class Stream:
             raise ArgumentError(f"limit must be a number of batches from 1, or a share such as 0.1, got {limit!r}")
         self.steps = self._limit = limit if self.steps is None else min(limit, self.steps)
 
-    def note_pace(self, seconds: float, batches: int) -> None:
+    def note_pace(self, busy: float, computed: float, batches: int) -> None:
         """Note how long a pass has taken to read and prepare.
 
         Args:
-            seconds: The time it took.
+            busy: The time it took, in seconds.
+            computed: How much of it was computing; all of it, if the loop itself has read them.
             batches: For so many batches.
         """
-        movable = self._source.any_thread and not self._goes_on
-        self.quick = movable and batches >= _ENOUGH and seconds < _QUICK * batches
+        movable = self._source.any_thread and not self._goes_on and (self.quick or not self._tried)
+        self.quick = movable and batches >= _ENOUGH and computed < _QUICK * batches and busy < _WAITS * batches
+        self._tried = self._tried or self.quick
 
     def state_dict(self, batches: int) -> dict[str, Any]:
         """The place after some batches of this epoch, which may be fewer than have been read ahead.
@@ -256,12 +262,10 @@ class Stream:
             self._source.load_state_dict(self._resumed.own)
 
     def _one_pass(self, begin: _Place) -> Iterator[Any]:
-        taken = begin.batches
-        left = None if self._limit is None else self._limit - taken
-        for place, batch in islice(self._source.batches(begin.number, begin.place), left):
-            taken += 1
-            yield self._noted(taken, begin.number, place, batch)
-        if not taken and not begin.place:
+        left = None if self._limit is None else self._limit - begin.batches
+        batches = islice(self._source.batches(begin.number, begin.place), left)
+        yield from map(partial(self._note, begin.number), batches)
+        if self._taken == 0 and not begin.place:
             again = " this time: an iterator can be read only once" if self._passes else ""
             raise DataError(f"{self._name} gave no batches{again}")
         self._passes += 1
@@ -269,24 +273,29 @@ class Stream:
     def _next_batches(self, begin: _Place) -> Iterator[Any]:
         """Keras's rule for `steps_per_epoch`: take up where the last epoch left off, begin anew when the data end."""
         assert self._limit is not None
-        taken, number, start = begin.batches, begin.number, begin.place
-        while taken < self._limit:
+        number, start = begin.number, begin.place
+        while self._taken < self._limit:
             begins = self._running is None and not start
             self._running = self._running or self._source.batches(number, start)
-            before = taken
-            for place, batch in islice(self._running, self._limit - taken):
-                taken += 1
-                yield self._noted(taken, number, place, batch)
-            if taken < self._limit:
-                if begins and taken == before:
+            before = self._taken
+            yield from map(partial(self._note, number), islice(self._running, self._limit - before))
+            if self._taken < self._limit:
+                if begins and self._taken == before:
                     raise DataError(
-                        f"{self._name} gave only {taken} of the {self._limit} batches of this epoch and can't be read "
+                        f"{self._name} gave only {before} of the {self._limit} batches of this epoch and can't be read "
                         "again. Pass fewer steps, or data that can be iterated anew"
                     )
                 self._running, number, start = None, number + 1, 0
 
-    def _noted(self, taken: int, number: int, place: int, batch: Any) -> Any:
-        self._places.append(_Place(taken, number, place, self._source.state_dict()))
+    @property
+    def _taken(self) -> int:
+        """How many batches of this epoch have been read."""
+        return self._places[-1].batches
+
+    def _note(self, number: int, placed: tuple[int, Any]) -> Any:
+        """Note a batch's place. Nothing here keeps the batch itself: a cache uses its memory again for the next one."""
+        place, batch = placed
+        self._places.append(_Place(self._taken + 1, number, place, self._source.state_dict()))
         return as_tensors(batch)
 
 
