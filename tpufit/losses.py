@@ -183,7 +183,8 @@ def required(loss: Loss | None, method: str) -> Loss:
 
 def _range(labels: NDArray[Any]) -> tuple[int, int]:
     """The smallest and largest, by the ufuncs themselves: `min` and `max` go through Python, in each step."""
-    return int(np.minimum.reduce(labels, axis=None)), int(np.maximum.reduce(labels, axis=None))
+    flat = labels.ravel()
+    return int(np.minimum.reduce(flat)), int(np.maximum.reduce(flat))
 
 
 def _to_float32(leaf: Any) -> Any:
