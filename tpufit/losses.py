@@ -183,7 +183,9 @@ def required(loss: Loss | None, method: str) -> Loss:
 
 def _range(labels: NDArray[Any]) -> tuple[int, int]:
     """The smallest and largest, by the ufuncs themselves: `min` and `max` go through Python, in each step."""
-    return int(np.minimum.reduce(labels, axis=None)), int(np.maximum.reduce(labels, axis=None))
+    smallest: Callable[..., Any] = np.minimum.reduce
+    largest: Callable[..., Any] = np.maximum.reduce
+    return int(smallest(labels, axis=None)), int(largest(labels, axis=None))
 
 
 def _to_float32(leaf: Any) -> Any:
