@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from numbers import Real
-from typing import cast
+from typing import Any, cast
+
+import numpy as np
 
 from ..errors import ArgumentError
 from .base import Callback, Logs
@@ -47,8 +48,8 @@ class LearningRateScheduler(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Set the epoch's rate."""
-        rate = self.schedule(epoch, self.model.learning_rate) if self._takes_rate else self.schedule(epoch)
-        if not isinstance(rate, Real) or isinstance(rate, bool):
+        rate: Any = self.schedule(epoch, self.model.learning_rate) if self._takes_rate else self.schedule(epoch)
+        if isinstance(rate, bool) or not isinstance(rate, (int, float, np.number)):
             raise ArgumentError(f"schedule must return a number, got {rate!r} for epoch {epoch}")
         self.model.learning_rate = float(rate)
         if self.verbose:

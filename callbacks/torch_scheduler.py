@@ -70,7 +70,7 @@ class TorchScheduler(Callback):
         if getattr(self.scheduler, "optimizer", None) is not optimizer:
             raise ArgumentError(f"scheduler must make a scheduler of the optimizer it is given, got {self.scheduler!r}")
         # PyTorch warns where no optimizer.step() came before; in a step that is replayed there is none to be seen.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        setattr(optimizer, "_opt_called", True)  # noqa: B010 - no attribute that PyTorch declares
         self._fresh = True
 
     def on_train_step_begin(self, batch: int, logs: Logs | None = None) -> None:

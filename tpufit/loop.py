@@ -92,7 +92,7 @@ def fit(
     def stops() -> bool:
         if deadline is not None and perf_counter() > deadline:
             model.stop_training = True
-        return agree(model.stop_training)
+        return bool(agree(model.stop_training))
 
     model.stop_training = False
     model.swap_ema_weights(to=False)

@@ -272,8 +272,8 @@ class Model(loop.Trainee):
             size = validation_batch_size if validation_batch_size is not None else batch_size
             held_out = self._evaluation_stream(validation_data, size, settled_cores, validation_steps)
             validation = loop.Validation(held_out, validation_freq)
-        for part in (train, validation and validation.stream) if limit is not None else ():
-            if part is not None:
+        if limit is not None:
+            for part in (train, validation.stream) if validation is not None else (train,):
                 part.limit(limit)
         before = optimizers.rates(self._require_optimizer())
         optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](settled_cores.count))
@@ -477,9 +477,17 @@ class Model(loop.Trainee):
             ['loss']
         """
         place = self._place_on(start(cores, f"batches(cores={cores!r})"))
-        seed = torch.initial_seed()
-        options = {"batch_size": batch_size, "cores": place.count, "shuffle": shuffle, "seed": seed}
-        return stream(x, y, sample_weight, places=place.places, **options).epoch(epoch)
+        data = stream(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            cores=place.count,
+            shuffle=shuffle,
+            seed=torch.initial_seed(),
+            places=place.places,
+        )
+        return data.epoch(epoch)
 
     def reset_metrics(self) -> None:
         """Begin the running means of `train_on_batch` and `test_on_batch` anew.

@@ -72,7 +72,8 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
             f"{type(optimizer).__name__} can't run inside one XLA graph; use another optimizer, e.g. 'adamw'"
         )
     if not hasattr(optimizer, "learning_rate"):
-        optimizer.__class__ = _with_learning_rate(type(optimizer))
+        kind: Any = type(optimizer)
+        optimizer.__class__ = _with_learning_rate(kind)
     own = {id(p) for p in module.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
@@ -154,10 +155,8 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 @functools.cache
-def _with_learning_rate(kind: type[Optimizer]) -> type[Optimizer]:
-    """The class with Keras's name for the rate of its objects; one that has it already is left as it is."""
-    if hasattr(kind, "learning_rate"):
-        return kind
+def _with_learning_rate(kind: Any) -> Any:
+    """The optimizer's class with Keras's name for the rate of its objects."""
     rate = property(lambda self: float(self.param_groups[0]["lr"]), set_rate, doc="The actual learning rate.")
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), same | {"learning_rate": rate})

@@ -271,8 +271,8 @@ class Steps:
                 tensors.setdefault(id(tensor), tensor)
         for optimizer in self._optimizers():
             tensors |= {id(t): t for t in optimizers.device_state(optimizer)}
-        for part in (*self._accumulators.values(), *self._averages.values()):
-            tensors |= {id(t): t for t in part.tensors}
+        parts: list[Accumulator | Averages] = [*self._accumulators.values(), *self._averages.values()]
+        tensors |= {id(t): t for part in parts for t in part.tensors}
         return tensors, names
 
     def _note_formats(self, products: set[torch.dtype]) -> None:
@@ -333,7 +333,8 @@ class Steps:
             if takes_step:
                 self._batches_waiting = 0
                 self._updates += 1
-            updates.append(Update(takes_step, takes_step and bool(overwrite) and self._updates % overwrite == 0))
+            overwrites = takes_step and overwrite is not None and self._updates % overwrite == 0
+            updates.append(Update(takes_step, overwrites))
         return updates
 
     def _drop_gradients(self) -> None:
