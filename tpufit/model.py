@@ -16,9 +16,10 @@ from .callbacks import Callback, History
 from .callbacks.dispatch import CallbackList
 from .callbacks.progress import ProgbarLogger, resolve_verbose
 from .checkpoint import match_weights, named_tensors, read_weights, write_weights
+from .class_weight import ClassWeight
 from .data import Stream, hold_out, stream
 from .errors import ArgumentError, NotCompiledError
-from .losses import Loss, LossArgument
+from .losses import LossArgument, LossByOutput, LossWeightsArgument
 from .metrics import MetricsArgument
 from .optimizers import OptimizerArgument
 from .precision import check as check_precision
@@ -82,6 +83,8 @@ class Model(loop.Trainee):
         loss: LossArgument | None = None,
         metrics: MetricsArgument = None,
         *,
+        loss_weights: LossWeightsArgument = None,
+        weighted_metrics: MetricsArgument = None,
         precision: str = "fp32",
         scale_lr: str | None = "linear",
         jit_compile: str | bool = "auto",
@@ -94,8 +97,15 @@ class Model(loop.Trainee):
             optimizer: A name of `torch.optim` in lower case (`"adamw"`), a class, a function of the parameters
                 (`lambda params: torch.optim.SGD(params, lr=0.1)`), or an optimizer built on the module's parameters.
             loss: A name of `torch.nn.functional` (`"cross_entropy"`), a loss module or a function of (prediction,
-                target). It may be left out where `compute_loss` or `train_step` is overridden.
-            metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict.
+                target). For a module of several outputs a dict by their names, or a list for a tuple of outputs; None
+                for an output that has no loss. It may be left out where `compute_loss` or `train_step` is overridden.
+            metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict. For several outputs,
+                in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. A dict goes by the
+                outputs if `loss` is a dict or if one of its values is a list, else by the metrics' names.
+            loss_weights: What each output's loss is multiplied with in the total, in the form of `loss` (default: 1).
+            weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
+                `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, and torchmetrics objects whose `update`
+                takes a weight. If one of `metrics` has the same name, theirs begins with `weighted_`.
             precision: `"fp32"` (default), or `"bf16"`: the module computes in bfloat16 by autocast; weights, optimizer
                 and loss stay in float32.
             scale_lr: How the learning rate grows with the cores, as the batch does: `"linear"` (default; Goyal et al.,
@@ -125,8 +135,9 @@ class Model(loop.Trainee):
                 f"steps_per_execution must be a whole number of at least 1 or 'auto', got {steps_per_execution!r}"
             )
         check_precision(precision)
-        built_loss = None if loss is None else Loss(loss)
-        built_metrics = metric_objects.build(metrics)
+        built_loss = losses.build(loss, loss_weights)
+        outputs = built_loss.outputs if isinstance(built_loss, LossByOutput) else None
+        built_metrics = metric_objects.build(metrics, weighted_metrics, outputs)
         self.optimizer = optimizers.build(optimizer, self.module)
         self._loss, self.metrics, self._precision, self._scale_lr = built_loss, built_metrics, precision, scale_lr
         self._jit_compile, self._run_eagerly, self._steps_per_execution = jit_compile, run_eagerly, steps_per_execution
@@ -146,6 +157,7 @@ class Model(loop.Trainee):
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
@@ -170,7 +182,10 @@ class Model(loop.Trainee):
                 map-style datasets).
             validation_data: `(x, y)` or `(x, y, sample_weight)` as arrays, or a data set, loader or iterable.
             shuffle: Whether arrays and map-style datasets are shuffled anew each epoch; loaders and iterables never.
-            sample_weight: One weight a row, with arrays.
+            class_weight: Weights of the rows by their class, `{0: 1.0, 1: 5.0}`, for training only; classes that are
+                left out weigh 1. They are multiplied with `sample_weight`, and go with data of any form.
+            sample_weight: One weight a row, with arrays, or one for each element of a sequence, shape `(rows, time)`;
+                for several outputs one array for all, or one for each in the form of `y`.
             initial_epoch: The epoch to begin with, from 0.
             steps_per_epoch: Global batches an epoch; needed for endless data.
             validation_steps: Batches a validation, each time from the start of its data.
@@ -194,10 +209,16 @@ class Model(loop.Trainee):
         verbosity = resolve_verbose(verbose)
         if epochs < 1 or initial_epoch < 0:
             raise ArgumentError(f"epochs must be at least 1 and initial_epoch 0, got {epochs!r} and {initial_epoch!r}")
+        weigher = None if class_weight is None else ClassWeight(class_weight)
+        if weigher is not None and isinstance(self._loss, LossByOutput):
+            raise ArgumentError(
+                "class_weight goes with one output only, and the loss has several: pass sample_weight in the form of y"
+            )
         settled_cores = start(cores, f"fit(cores={cores!r})")
         if validation_split and validation_data is None:
             x, y, sample_weight, validation_data = hold_out(x, y, sample_weight, validation_split)
         self._seed = torch.initial_seed()
+        self._class_weight = weigher
         place = self._place_on(settled_cores)
         train = stream(
             x,
@@ -248,14 +269,15 @@ class Model(loop.Trainee):
             y: Targets, with arrays.
             batch_size: Rows per core (default 32).
             verbose: As in `fit`.
-            sample_weight: One weight a row, with arrays.
+            sample_weight: As in `fit`.
             steps: Batches to evaluate (default: all).
             callbacks: `Callback` objects.
             return_dict: Return the values by name.
             cores: As in `fit`.
 
         Returns:
-            The loss alone if there are no metrics, else a list `[loss, *metrics]`; a dict if `return_dict`.
+            The loss alone if there are no metrics, else a list `[loss, *metrics]`, with the outputs' losses after the
+            total if there are several; a dict if `return_dict`.
 
         Raises:
             NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
