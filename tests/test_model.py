@@ -81,9 +81,9 @@ def test_arguments_are_checked_before_a_device_is_started():
 
 
 def test_the_methods_have_keras_arguments():
-    keras = {  # in Keras 3's order, less what later issues bring (class_weight)
-        "fit": "x y batch_size epochs verbose callbacks validation_split validation_data shuffle sample_weight "
-        "initial_epoch steps_per_epoch validation_steps validation_batch_size validation_freq",
+    keras = {  # in Keras 3's order
+        "fit": "x y batch_size epochs verbose callbacks validation_split validation_data shuffle class_weight "
+        "sample_weight initial_epoch steps_per_epoch validation_steps validation_batch_size validation_freq",
         "evaluate": "x y batch_size verbose sample_weight steps callbacks return_dict",
         "predict": "x batch_size verbose steps callbacks",
         "save_weights": "filepath",

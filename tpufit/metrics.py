@@ -6,20 +6,31 @@ torchmetrics then computes on the host, from sums over exactly the rows that wer
 
 from __future__ import annotations
 
+import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torchmetrics
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchmetrics.utilities.compute import normalize_logits_if_needed
 
+from . import python_state
 from .errors import ArgumentError, UnknownNameError
+from .losses import spread, weight_of
+from .outputs import Output, check_form, described, output_name, part
 from .runtime import Layout, Placement, move, to_device, to_host
 
 MetricArgument = str | torchmetrics.Metric
-MetricsArgument = Sequence[MetricArgument] | Mapping[str, MetricArgument] | MetricArgument | None
+OneOutputs = Sequence[MetricArgument] | Mapping[str, MetricArgument] | MetricArgument | None
+MetricsArgument = OneOutputs | Mapping[str, OneOutputs] | Sequence[OneOutputs]
 
 _BY_TASK: dict[str, Callable[..., torchmetrics.Metric]] = {
     "accuracy": torchmetrics.Accuracy,
@@ -36,6 +47,9 @@ _PLAIN: dict[str, Callable[..., torchmetrics.Metric]] = {
 }
 _ALIASES = {"acc": "accuracy", "f1": "f1_score", "mae": "mean_absolute_error", "mse": "mean_squared_error"}
 NAMES = sorted({*_BY_TASK, *_PLAIN, *_ALIASES})
+
+# What torchmetrics' classes call the weights that some of their `update`s take.
+_WEIGHTS = ("sample_weight", "sample_weights", "weight", "weights")
 
 # Those of the named metrics that get better as they fall; the others get better as they rise.
 _LOWER_IS_BETTER = ("mean_absolute_error", "mean_squared_error")
@@ -96,70 +110,99 @@ class Metric:
 
     Args:
         metric: A name, resolved by the shapes of the first batch, or a torchmetrics object, which is cloned.
+        name: What to call it (default: its own name).
+        output: Which of the module's outputs it is for (default: the only one).
+        weighted: Whether it takes `sample_weight` into account.
 
     Raises:
         UnknownNameError: Nothing goes by that name.
-        ArgumentError: Neither a name nor a torchmetrics object.
+        ArgumentError: Neither a name nor a torchmetrics object, or one that can't be weighted.
     """
 
-    def __init__(self, metric: MetricArgument, name: str | None = None) -> None:
+    def __init__(
+        self, metric: MetricArgument, name: str | None = None, output: Output | None = None, weighted: bool = False
+    ) -> None:
+        self.output = output
+        self._prefix = "" if output is None else f"{output_name(output)}_"
         self._object: torchmetrics.Metric | None = None  # computes, on the host; None until a name is resolved
         self._traced: torchmetrics.Metric | None = None  # its twin that updates, at the place of the steps
         self._traced_at: Placement | None = None
+        self._classes_at: int | None = None  # the dimension of an output's classes, once it is known
+        self._weight = ""  # what its `update` calls the weights, if it takes them
         if isinstance(metric, str):
             resolved = _ALIASES.get(metric, metric)
             if resolved not in _BY_TASK and resolved not in _PLAIN:
                 raise UnknownNameError("metric", metric, NAMES)
-            self.name = name or metric
             self._resolved = resolved
             self.higher_is_better: bool | None = resolved not in _LOWER_IS_BETTER
+            if weighted and resolved in _VALUES:
+                self._weight = "weight"
         elif isinstance(metric, torchmetrics.Metric):
-            self.name = name or _snake_case(type(metric).__name__)
             self._resolved = ""
             self.higher_is_better = metric.higher_is_better
+            if weighted:
+                self._weight = _weight_argument(metric)
             self._adopt(metric.clone())
         else:
             raise ArgumentError(
                 f"a metric must be a name or a torchmetrics object (an instance, not the class), got {metric!r}"
             )
+        if weighted and not self._weight:
+            raise ArgumentError(
+                f"weighted_metrics can't have {metric!r}, which has no weights. Those that have: "
+                f"{', '.join(map(repr, _VALUES))}, and torchmetrics objects whose update takes {' or '.join(_WEIGHTS)} "
+                "after the output and the target"
+            )
+        own = metric if isinstance(metric, str) else _snake_case(type(metric).__name__)
+        self.name = f"{self._prefix}{name or own}"
 
-    def update(self, running: Running, slot: int, y_pred: Tensor, y: Tensor) -> None:
+    def mark_weighted(self) -> None:
+        """Take another name, as Keras does where an unweighted metric has this one."""
+        self.name = f"{self._prefix}weighted_{self.name.removeprefix(self._prefix)}"
+
+    def update(self, running: Running, slot: int, y_pred: Any, y: Any, sample_weight: Any = None) -> None:
         """Add a batch, inside a traced step.
 
         Args:
             running: The sums of the pass.
             slot: Which of its metrics this is.
-            y_pred: The module's output, e.g. of shape `(batch, classes)`.
+            y_pred: What the module returned, e.g. of shape `(batch, classes)`.
             y: The targets.
+            sample_weight: One weight a row, or one for each element of a sequence; for several outputs as in the loss.
         """
         place = running.place
+        y_pred, y = self._one_pair(y_pred, y)
         y_pred = y_pred.detach()
         y_pred = y_pred.float() if y_pred.dtype is torch.bfloat16 else y_pred
-        metric = self._at(place, y_pred, y)
-        y_pred, y = _comparable(self._resolved, y_pred, y)
+        y_pred = self._with_classes_first(y_pred, y)
+        if self._object is None:
+            named = _by_shapes(self._resolved, y_pred, y)
+            self._adopt(WeightedMean(_VALUES[self._resolved]) if self._weight else named)
+        arguments = [*_comparable(self._resolved, y_pred, y), *self._weights(sample_weight, y)]
         # Split over the cores, some metrics' graphs end the process in the partitioner; whole inputs never did.
-        y_pred, y = place.gather(y_pred), place.gather(y)
+        arguments = [place.gather(argument) for argument in arguments]
+        metric = self._at(place, arguments)
         if self._keeps_batches:
-            running.keep(slot, y_pred, y)
+            running.keep(slot, tuple(arguments))
             return
         for key, default in metric._defaults.items():
             # A clone, so that a sum which somebody still holds keeps its value.
             setattr(metric, key, running.get((slot, key), torch.as_tensor(default)).clone())
-        metric.update(y_pred, y)
+        self._add(metric, arguments)
         for key, default in metric._defaults.items():
             # Some metrics' sums change their shape with the first batch, from () to (1,). A graph's inputs may not.
             like = torch.as_tensor(default)
             running.set((slot, key), getattr(metric, key).reshape(like.shape).to(like.dtype))
             setattr(metric, key, default)
 
-    def compute(self, sums: dict[str, Tensor], kept: Sequence[tuple[Tensor, Tensor]]) -> Any:
+    def compute(self, sums: dict[str, Tensor], kept: Sequence[Sequence[Tensor]]) -> Any:
         """The metric's value, from host tensors: a float, or an array if it has several numbers."""
         if self._object is None:
             return float("nan")
         metric = self._object.clone()
         metric.reset()
-        for y_pred, y in kept:
-            metric.update(y_pred, y)
+        for arguments in kept:
+            self._add(metric, arguments)
         for key, value in sums.items():
             setattr(metric, key, value)
             metric._update_count = 1  # else torchmetrics warns that nothing was added
@@ -177,15 +220,152 @@ class Metric:
         own_sums = bool(metric._defaults) and not any(isinstance(v, list) for v in metric._defaults.values())
         self._keeps_batches = not own_sums or any(isinstance(m, torchmetrics.Metric) for m in metric.children())
 
-    def _at(self, place: Placement, y_pred: Tensor, y: Tensor) -> torchmetrics.Metric:
+    def _at(self, place: Placement, arguments: Sequence[Tensor]) -> torchmetrics.Metric:
         """The twin that updates at this place; its buffers (thresholds and the like) live there."""
-        if self._object is None:
-            self._adopt(_by_shapes(self._resolved, y_pred, y))
         if self._traced is None or self._traced_at != place:
             assert self._object is not None
+            if not (self._resolved or self._keeps_batches or place.on_host):
+                self._keeps_batches = not self._can_be_traced(arguments)
             self._traced, self._traced_at = self._object.clone(), place
             move(self._traced.buffers(), place)
         return self._traced
+
+    def _can_be_traced(self, arguments: Sequence[Tensor]) -> bool:
+        """Whether the device can do its update, and nothing stays in Python: it is tried on tensors without values."""
+        assert self._object is not None
+        trial = self._object.clone().to("meta")
+        before = python_state.facts({"metric": trial})
+        try:
+            with _OnlyLowered():  # type: ignore[no-untyped-call]
+                self._add(trial, [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments])
+        except (RuntimeError, TypeError):  # PyTorch has no error of its own for a value that isn't there
+            # On the host wrong shapes are said now, and not only when the epoch is over; wrong values are but these.
+            with warnings.catch_warnings(), suppress(ValueError):
+                warnings.simplefilter("ignore")
+                self._add(self._object.clone(), [torch.zeros(a.shape, dtype=a.dtype) for a in arguments])
+            return False
+        after = python_state.facts({"metric": trial})
+        changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+        return changed <= {"metric._update_count"}
+
+    def _add(self, metric: torchmetrics.Metric, arguments: Sequence[Tensor]) -> None:
+        """Update a metric with an output, a target, and the weights if it takes them."""
+        y_pred, y, *weights = arguments
+        metric.update(y_pred, y, **dict(zip([self._weight], weights, strict=False)))
+
+    def _one_pair(self, y_pred: Any, y: Any) -> tuple[Tensor, Tensor]:
+        """The output and the target that this metric compares."""
+        one, other = (nest if self.output is None else part(nest, self.output) for nest in (y_pred, y))
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            which = "" if self.output is None else f" for output {self.output!r}"
+            raise ArgumentError(
+                f"{self.name!r} compares one output tensor with one target tensor{which}, but the module returns "
+                f"{described(y_pred)} and the targets are {described(y)}. Give metrics by output, in lists: "
+                "metrics={'a': ['accuracy']} or metrics=[['accuracy'], []], or override update_metrics to pick them"
+            )
+        return one, other
+
+    def _weights(self, sample_weight: Any, y: Tensor) -> list[Tensor]:
+        if not self._weight:
+            return []
+        weight = sample_weight if self.output is None else weight_of(sample_weight, self.output)
+        return [torch.ones(len(y), device=y.device) if weight is None else weight.float()]
+
+    def _with_classes_first(self, y_pred: Tensor, y: Tensor) -> Tensor:
+        """The output with its classes in dimension 1, as PyTorch has them; where they are last they are moved there.
+
+        Where they are is settled by the first batch: another may be as long as there are classes.
+        """
+        if self._resolved not in _BY_TASK or y_pred.dim() != y.dim() + 1:
+            return y_pred
+        places = [at for at in (1, y_pred.dim() - 1) if _is_multiclass(y_pred.movedim(at, 1), y)]
+        if self._classes_at is None and places:
+            self._classes_at = places[0]
+        if self._classes_at is None:
+            return y_pred
+        if self._classes_at not in places:
+            raise _no_task(self._resolved, y_pred, y)
+        return y_pred.movedim(self._classes_at, 1)
+
+
+class _OnlyLowered(TorchDispatchMode):
+    """Refuses operations that the device would hand back to the host, with a wait in each step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _LOWERED):
+            raise NotImplementedError(f"{func.name()} has no lowering")
+        return func(*args, **(kwargs or {}))
+
+
+# An operation has a kernel of the device, or is made of others that have.
+_LOWERED = (
+    "XLA",
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeImplicitAutograd",
+)
+
+
+class WeightedMean(torchmetrics.Metric):
+    """The mean of a value of each element, by the elements' weights.
+
+    torchmetrics' own `MeanMetric` reads every batch to look for NaN; if told not to, it leaves out the weights (1.9).
+
+    Args:
+        value: `value(y_pred, y)`: the value of each element, shape `(batch, ...)`.
+
+    Example:
+        >>> metric = WeightedMean(torch.sub)
+        >>> metric.update(torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0]), torch.tensor([3.0, 1.0]))
+        >>> float(metric.compute())
+        1.5
+    """
+
+    full_state_update = False
+    total: Tensor
+    weight: Tensor
+
+    def __init__(self, value: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._value = value
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("weight", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, y_pred: Tensor, y: Tensor, weight: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            y_pred: The output, shape `(batch, ...)`.
+            y: The targets, of the same shape.
+            weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape `(batch, time)`.
+        """
+        if y_pred.shape != y.shape:
+            raise ArgumentError(
+                "a weighted metric compares an output and a target of one shape, got "
+                f"{tuple(y_pred.shape)} and {tuple(y.shape)}"
+            )
+        values = self._value(y_pred, y)
+        weight = spread(weight, values)
+        self.total = self.total + (values * weight).sum()
+        self.weight = self.weight + weight.expand_as(values).sum()
+
+    def compute(self) -> Tensor:
+        """The mean."""
+        return self.total / self.weight
+
+
+def _is_correct(y_pred: Tensor, y: Tensor) -> Tensor:
+    """Whether each element is right: of classes, or of probabilities or logits of two."""
+    if y_pred.is_floating_point():
+        y_pred = normalize_logits_if_needed(y_pred, "sigmoid") > 0.5
+    return (y_pred == y).float()
+
+
+_VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "accuracy": _is_correct,
+    "mean_absolute_error": partial(F.l1_loss, reduction="none"),
+    "mean_squared_error": partial(F.mse_loss, reduction="none"),
+}
 
 
 class Running:
@@ -207,13 +387,14 @@ class Running:
         self.place = place
         self.tensors: list[Tensor] = []
         self.begun: list[Tensor] = []
-        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.kept: list[tuple[Tensor, ...]] = []
         self._metrics = list(metrics)
         self._places: dict[Any, int] = {}  # where each sum is in the lists; those of a mean go by its name
         self._defaults: list[Tensor] = []
         self._means: list[str] = []
         self._keepers: list[int] = []  # the metrics that keep batches, in the order of `kept`
-        self._batches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in metrics]
+        self._batches: list[list[tuple[Tensor, ...]]] = [[] for _ in metrics]
+        self._noted: dict[str, Tensor] = {}
         self._updated = False
         self._rows = 0
 
@@ -225,6 +406,7 @@ class Running:
     def reset(self) -> None:
         """Begin a new pass."""
         self._rows = 0
+        self._noted = {}
         self._batches = [[] for _ in self._metrics]
         self.tensors = to_device([default.clone() for default in self._defaults], self.place, Layout.WHOLE)
 
@@ -232,7 +414,7 @@ class Running:
         """A step is about to be traced."""
         self.begun = self.tensors
         self.tensors = list(self.tensors)  # lists that somebody keeps as a batch's logs stay as they are
-        self.kept, self._keepers = [], []
+        self.kept, self._keepers, self._noted = [], [], {}
 
     def get(self, key: Any, default: Tensor) -> Tensor:
         """A sum, inside a step; a new one begins with its default."""
@@ -248,10 +430,19 @@ class Running:
         """Replace a sum, inside a step."""
         self.tensors[self._places[key]] = self.place.pin(value)
 
-    def keep(self, slot: int, y_pred: Tensor, y: Tensor) -> None:
+    def keep(self, slot: int, batch: tuple[Tensor, ...]) -> None:
         """Keep a batch for a metric, inside a step."""
         self._keepers.append(slot)
-        self.kept.append((y_pred, y))
+        # Clones: a graph gives each output once, and two metrics may keep the same tensor, or two views of it.
+        self.kept.append(tuple(tensor.clone() for tensor in batch))
+
+    def note(self, logs: Mapping[str, Tensor]) -> None:
+        """Log scalars besides those that the step will return, inside that step; of one name the returned one counts.
+
+        Args:
+            logs: Scalars by name, each the mean over the batch.
+        """
+        self._noted |= {name: value.detach() for name, value in logs.items()}
 
     def add_means(self, logs: Mapping[str, Any], rows: int) -> None:
         """Add the scalars that a step returned, each the mean over its batch, inside that step.
@@ -260,7 +451,8 @@ class Running:
             logs: The step's scalars by name.
             rows: How many rows the batch has.
         """
-        for name, value in logs.items():
+        noted, self._noted = self._noted, {}
+        for name, value in [*logs.items(), *((name, noted[name]) for name in noted if name not in logs)]:
             if not isinstance(value, Tensor) or value.numel() != 1:
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ArgumentError(f"a step must return scalar tensors by name, got {name!r}: {what}")
@@ -274,20 +466,15 @@ class Running:
             self.set((name, "total"), new)
             self.set((name, "lost"), (new - total) - addend)
 
-    def update_metrics(self, y_pred: Any, y: Any) -> None:
+    def update_metrics(self, y_pred: Any, y: Any, sample_weight: Any = None) -> None:
         """Add a batch to every metric, inside a step."""
         if not self._metrics:
             return
-        if not isinstance(y_pred, Tensor) or not isinstance(y, Tensor):
-            raise ArgumentError(
-                f"metrics compare one output tensor with one target tensor, got {type(y_pred).__name__} and "
-                f"{type(y).__name__}. Override update_metrics to pick them"
-            )
         for slot, metric in enumerate(self._metrics):
-            metric.update(self, slot, y_pred, y)
+            metric.update(self, slot, y_pred, y, sample_weight)
         self._updated = True
 
-    def count(self, rows: int, kept: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def count(self, rows: int, kept: Sequence[tuple[Tensor, ...]]) -> None:
         """Note a step that has been started.
 
         Args:
@@ -313,40 +500,46 @@ class Running:
 
         def read(reason: str) -> dict[str, Any]:
             batches = [b[:n] for b, n in zip(kept, sizes, strict=True)]
-            flat = [tensor for b in batches for pair in b for tensor in pair]
+            flat = [tensor for b in batches for arguments in b for tensor in arguments]
             host = to_host([*sums, *flat], reason)
             rest = iter(host[len(sums) :])
             values: dict[str, Any] = {
                 name: float(np.float64(host[self._places[name, "total"]].item()) / rows) for name in self._means
             }
             for slot, metric in enumerate(self._metrics if self._updated else ()):
-                pairs = [(next(rest), next(rest)) for _ in batches[slot]]
+                fetched = [[next(rest) for _ in arguments] for arguments in batches[slot]]
                 own = {key[1]: host[i] for key, i in self._places.items() if key[0] == slot}
-                values[metric.name] = metric.compute(own, pairs)
+                values[metric.name] = metric.compute(own, fetched)
             return values
 
         return read
 
 
-def build(metrics: MetricsArgument) -> list[Metric]:
+def build(
+    metrics: MetricsArgument, weighted: MetricsArgument = None, outputs: Sequence[Output] | None = None
+) -> list[Metric]:
     """The metrics of a model.
 
     Args:
-        metrics: Names and torchmetrics objects in a list, or by the name they shall have in a dict; or just one.
+        metrics: Names and torchmetrics objects in a list, or by the name they shall have in a dict; or just one. For
+            several outputs, such metrics for each in a dict or list, one of whose values at least is a list or dict.
+        weighted: Metrics that take weights, in the same forms.
+        outputs: The outputs of the loss, if it has several: then metrics are by output in any case.
 
     Example:
-        >>> [m.name for m in build(["accuracy", torchmetrics.MeanSquaredError()])]
-        ['accuracy', 'mean_squared_error']
+        >>> [m.name for m in build(["accuracy", torchmetrics.MeanSquaredError()], ["accuracy"])]
+        ['accuracy', 'mean_squared_error', 'weighted_accuracy']
+        >>> [m.name for m in build({"a": ["accuracy"], "b": "mae"})], [m.name for m in build({"top": "accuracy"})]
+        (['a_accuracy', 'b_mae'], ['top'])
     """
-    if metrics is None:
-        return []
-    if isinstance(metrics, (str, torchmetrics.Metric)):
-        metrics = [metrics]
-    if isinstance(metrics, (Mapping, torchmetrics.MetricCollection)):
-        return [Metric(metric, name) for name, metric in metrics.items()]
-    built = [Metric(metric) for metric in metrics]
-    names = [metric.name for metric in built]
-    doubled = sorted({name for name in names if names.count(name) > 1 or name == "loss"})
+    built = _built(metrics, outputs, "metrics")
+    taken = {metric.name for metric in built}
+    for metric in _built(weighted, outputs, "weighted_metrics"):
+        if metric.name in taken:
+            metric.mark_weighted()
+        built.append(metric)
+    names = ["loss", *(f"{output_name(output)}_loss" for output in outputs or ()), *(metric.name for metric in built)]
+    doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         raise ArgumentError(
             f"each metric needs a name of its own, but {doubled} is taken more than once. Pass a dict: "
@@ -355,12 +548,44 @@ def build(metrics: MetricsArgument) -> list[Metric]:
     return built
 
 
+def _built(metrics: Any, outputs: Sequence[Output] | None, argument: str) -> list[Metric]:
+    """The metrics of one argument of `compile`."""
+    weighted = argument == "weighted_metrics"
+    built = []
+    for output, own in _by_output(metrics, outputs, argument):
+        if isinstance(own, (Mapping, torchmetrics.MetricCollection)):
+            built += [Metric(metric, name, output, weighted) for name, metric in own.items()]
+        else:
+            several = own if isinstance(own, (list, tuple)) else [own]
+            built += [Metric(metric, None, output, weighted) for metric in several if metric is not None]
+    return built
+
+
+def _by_output(metrics: Any, outputs: Sequence[Output] | None, argument: str) -> list[tuple[Output | None, Any]]:
+    """What is for which output; None for the only one."""
+    if metrics is None:
+        return []
+    if outputs:
+        check_form(metrics, outputs, argument, ())
+    several = isinstance(metrics, (Mapping, list, tuple))
+    values = list(metrics.values() if isinstance(metrics, Mapping) else metrics) if several else []
+    if not outputs and not any(isinstance(value, (Mapping, list, tuple)) for value in values):
+        return [(None, metrics)]
+    return list(metrics.items() if isinstance(metrics, Mapping) else enumerate(metrics))
+
+
+def _weight_argument(metric: torchmetrics.Metric) -> str:
+    """What a metric's update calls its weights, if it takes them after an output and a target."""
+    parameters = inspect.signature(metric.update).parameters
+    return next((name for name in _WEIGHTS if name in parameters and len(parameters) > 2), "")
+
+
 def _by_shapes(name: str, y_pred: Tensor, y: Tensor) -> torchmetrics.Metric:
     """The torchmetrics object that a name means for an output and a target of these shapes."""
     if name in _PLAIN:
         return _PLAIN[name]()
     make = _BY_TASK[name]
-    if y_pred.dim() == y.dim() + 1 and y_pred.shape[1] > 1:
+    if _is_multiclass(y_pred, y):
         return make(task="multiclass", num_classes=y_pred.shape[1])
     if y_pred.dim() == y.dim() and y.is_floating_point() and y.shape[1:] == y_pred.shape[1:] and y.dim() == 2:
         if y.shape[1] > 1:
@@ -368,10 +593,20 @@ def _by_shapes(name: str, y_pred: Tensor, y: Tensor) -> torchmetrics.Metric:
         return make(task="binary")
     if y_pred.shape[1:].numel() == y.shape[1:].numel() == 1:
         return make(task="binary")
-    raise ArgumentError(
+    raise _no_task(name, y_pred, y)
+
+
+def _is_multiclass(y_pred: Tensor, y: Tensor) -> bool:
+    """Whether an output has classes in dimension 1, for targets without that dimension."""
+    return y_pred.dim() > 1 and y_pred.shape[1] > 1 and (*y_pred.shape[:1], *y_pred.shape[2:]) == tuple(y.shape)
+
+
+def _no_task(name: str, y_pred: Tensor, y: Tensor) -> ArgumentError:
+    return ArgumentError(
         f"{name!r} can't tell its task from an output of shape {tuple(y_pred.shape)} and a target of shape "
-        f"{tuple(y.shape)} ({y.dtype}). Expected (batch, classes, ...) with integer targets (batch, ...), or equal "
-        "shapes for binary and multilabel. Pass a torchmetrics object instead, e.g. "
+        f"{tuple(y.shape)} ({y.dtype}). Expected (batch, classes, ...) with integer targets (batch, ...), as PyTorch's "
+        "cross_entropy does; (batch, time, classes) where the first batch can't be taken for that; or equal shapes for "
+        "binary and multilabel. Pass a torchmetrics object instead, e.g. "
         "torchmetrics.classification.MulticlassAccuracy(num_classes=10)"
     )
 
@@ -379,7 +614,7 @@ def _by_shapes(name: str, y_pred: Tensor, y: Tensor) -> torchmetrics.Metric:
 def _comparable(name: str, y_pred: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """What torchmetrics compares, made small and of its shapes before it is gathered from the cores."""
     if name in _BY_TASK:
-        if y_pred.dim() == y.dim() + 1 and y_pred.shape[1] > 1:
+        if _is_multiclass(y_pred, y):
             if name != "auroc":  # the class is all that counts; the logits of a language model would be huge
                 y_pred = y_pred.argmax(1)
         else:

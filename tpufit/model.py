@@ -20,11 +20,12 @@ from .callbacks import Callback, History
 from .callbacks.dispatch import CallbackList
 from .callbacks.progress import ProgbarLogger, resolve_verbose
 from .checkpoint import match_weights, named_tensors, read_weights, write_weights
+from .class_weight import ClassWeight
 from .data import Stream, hold_out, stream
 from .data.batches import as_tensors
 from .errors import ArgumentError, NotCompiledError, WeightsError
 from .gradients import Gradients
-from .losses import Loss, LossArgument
+from .losses import LossArgument, LossByOutput, LossWeightsArgument
 from .metrics import MetricsArgument
 from .optimizers import OptimizerArgument
 from .runtime import (
@@ -100,6 +101,8 @@ class Model(loop.Trainee):
         loss: LossArgument | None = None,
         metrics: MetricsArgument = None,
         *,
+        loss_weights: LossWeightsArgument = None,
+        weighted_metrics: MetricsArgument = None,
         precision: str = "fp32",
         matmul_precision: str = "default",
         scale_lr: str | None = "linear",
@@ -120,8 +123,15 @@ class Model(loop.Trainee):
             optimizer: A name of `torch.optim` in lower case (`"adamw"`), a class, a function of the parameters
                 (`lambda params: torch.optim.SGD(params, lr=0.1)`), or an optimizer built on the module's parameters.
             loss: A name of `torch.nn.functional` (`"cross_entropy"`), a loss module or a function of (prediction,
-                target). It may be left out where `compute_loss` or `train_step` is overridden.
-            metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict.
+                target). For a module of several outputs a dict by their names, or a list for a tuple of outputs; None
+                for an output that has no loss. It may be left out where `compute_loss` or `train_step` is overridden.
+            metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict. For several outputs,
+                in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. A dict goes by the
+                outputs if `loss` is a dict or if one of its values is a list, else by the metrics' names.
+            loss_weights: What each output's loss is multiplied with in the total, in the form of `loss` (default: 1).
+            weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
+                `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, and torchmetrics objects whose `update`
+                takes a weight. If one of `metrics` has the same name, theirs begins with `weighted_`.
             precision: `"fp32"` (default); `"bf16"`: the module computes in bfloat16 by autocast; weights, optimizer
                 and loss stay in float32; or `"bf16-true"`: the module itself becomes bfloat16, with its optimizer.
             matmul_precision: How exactly a TPU multiplies float32 matrices: `"default"` in bfloat16, `"high"` or
@@ -167,8 +177,9 @@ class Model(loop.Trainee):
         precisions.check_matmul(matmul_precision)
         gradients = Gradients(accumulate_steps, clip_norm, clip_value, global_clip_norm)
         ema = Ema(ema_momentum, ema_overwrite_frequency) if use_ema else None
-        built_loss = None if loss is None else Loss(loss)
-        built_metrics = metric_objects.build(metrics)
+        built_loss = losses.build(loss, loss_weights)
+        outputs = built_loss.outputs if isinstance(built_loss, LossByOutput) else None
+        built_metrics = metric_objects.build(metrics, weighted_metrics, outputs)
         self.optimizer = optimizers.build(optimizer, self.module)
         if precision == "bf16-true":
             self.write_back()
@@ -198,6 +209,7 @@ class Model(loop.Trainee):
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
@@ -224,7 +236,10 @@ class Model(loop.Trainee):
                 map-style datasets).
             validation_data: `(x, y)` or `(x, y, sample_weight)` as arrays, or a data set, loader or iterable.
             shuffle: Whether arrays and map-style datasets are shuffled anew each epoch; loaders and iterables never.
-            sample_weight: One weight a row, with arrays.
+            class_weight: Weights of the rows by their class, `{0: 1.0, 1: 5.0}`, for training only; classes that are
+                left out weigh 1. They are multiplied with `sample_weight`, and go with data of any form.
+            sample_weight: One weight a row, with arrays, or one for each element of a sequence, shape `(rows, time)`;
+                for several outputs one array for all, or one for each in the form of `y`.
             initial_epoch: The epoch to begin with, from 0.
             steps_per_epoch: Global batches an epoch; needed for endless data.
             validation_steps: Batches a validation, each time from the start of its data.
@@ -250,10 +265,16 @@ class Model(loop.Trainee):
         verbosity, seconds = resolve_verbose(verbose), _seconds(max_time)
         if epochs < 1 or initial_epoch < 0:
             raise ArgumentError(f"epochs must be at least 1 and initial_epoch 0, got {epochs!r} and {initial_epoch!r}")
+        weigher = None if class_weight is None else ClassWeight(class_weight)
+        if weigher is not None and isinstance(self._loss, LossByOutput):
+            raise ArgumentError(
+                "class_weight goes with one output only, and the loss has several: pass sample_weight in the form of y"
+            )
         settled_cores = start(cores, f"fit(cores={cores!r})")
         if validation_split and validation_data is None:
             x, y, sample_weight, validation_data = hold_out(x, y, sample_weight, validation_split)
         self._seed = torch.initial_seed()
+        self._class_weight = weigher
         place = self._place_on(settled_cores)
         train = stream(
             x,
@@ -307,14 +328,15 @@ class Model(loop.Trainee):
             y: Targets, with arrays.
             batch_size: Rows per core (default 32).
             verbose: As in `fit`.
-            sample_weight: One weight a row, with arrays.
+            sample_weight: As in `fit`.
             steps: Batches to evaluate (default: all).
             callbacks: `Callback` objects.
             return_dict: Return the values by name.
             cores: As in `fit`.
 
         Returns:
-            The loss alone if there are no metrics, else a list `[loss, *metrics]`; a dict if `return_dict`.
+            The loss alone if there are no metrics, else a list `[loss, *metrics]`, with the outputs' losses after the
+            total if there are several; a dict if `return_dict`.
 
         Raises:
             NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.

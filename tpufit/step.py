@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from . import losses, optimizers, precision, python_state
 from .averages import Averages, Ema
+from .class_weight import ClassWeight
 from .data import unpack
 from .data.batches import as_tensors, count_rows, is_plain
 from .data.shapes import ShapeWatch
@@ -56,7 +57,8 @@ class Steps:
         self.module = module
         self.optimizer: Optimizer | None = None
         self.metrics: list[Metric] = []
-        self._loss: losses.Loss | None = None
+        self._loss: losses.Loss | losses.LossByOutput | None = None
+        self._class_weight: ClassWeight | None = None  # that of the current or last fit
         self._precision = "fp32"
         self._formats: precision.Formats | None = None  # seen in the first step of training
         self._loss_format: torch.dtype | None = None
@@ -81,7 +83,7 @@ class Steps:
         self._guards = Guards()
         self._transforms: list[Any] = []  # and the transforms of data sets; some can't be hashed
         self._shapes: dict[str, ShapeWatch] = {}
-        self._label_range: tuple[int, int] | None = None
+        self._label_range: Any = None
         self._step = 0  # training steps taken since the model was made; the seed of each is a function of it
         self._seed = 0
         self._last_saved: str | None = None
@@ -146,17 +148,19 @@ class Steps:
         x, _, _ = unpack(batch)
         return self(x)
 
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Tensor | None = None) -> Tensor:
-        """The loss of a batch, a scalar in float32.
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+        """The loss of a batch, a scalar in float32. Of several losses it is the weighted sum; the logs tell each.
 
         Args:
             x: The inputs; a loss of your own may use them.
             y: The targets, e.g. classes of shape `(batch,)`.
             y_pred: What the module returned.
-            sample_weight: One weight a row, shape `(batch,)`, or None.
+            sample_weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape
+                `(batch, time)`; for several outputs one tensor for all, or one for each; or None.
 
         Raises:
             NotCompiledError: `compile` was given no loss.
+            ArgumentError, DataError: There are losses for other outputs than the module returns, or the data target.
             LabelError: A label of this batch is none of the module's classes.
         """
         loss = losses.required(self._loss, "compute_loss")
@@ -165,7 +169,11 @@ class Steps:
                 "the loss needs targets, but the batches hold only x: yield (x, y) or override compute_loss"
             )
         loss.check_labels(self._label_range, y_pred)
-        return loss(y_pred, y, sample_weight)
+        if isinstance(loss, losses.Loss):
+            return loss(y_pred, y, sample_weight)
+        parts = loss.parts(y_pred, y, sample_weight)
+        self._running.note(loss.logs(parts))
+        return loss.total(parts)
 
     def apply_gradients(self, loss: Tensor, optimizer: Optimizer | None = None) -> None:
         """Compute the gradients of the loss and let the optimizer take one step.
@@ -201,16 +209,16 @@ class Steps:
         for tensor in chain(parameters, optimizers.device_state(optimizer), *kept):
             self._place.pin(tensor)
 
-    def update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Tensor | None = None) -> None:
+    def update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Add a batch to the metrics of `compile`.
 
         Args:
             x: The inputs; metrics of your own may use them.
             y: The targets.
             y_pred: What the module returned.
-            sample_weight: One weight a row; plain metrics don't weigh, as in Keras.
+            sample_weight: As in `compute_loss`. Only those in `weighted_metrics` weigh, as in Keras.
         """
-        self._running.update_metrics(y_pred, y)
+        self._running.update_metrics(y_pred, y, sample_weight)
 
     def write_back(self) -> None:
         """Put the current weights into the module. While steps are replayed they are kept elsewhere, for speed.
@@ -265,8 +273,8 @@ class Steps:
         """What training changes, and what it is called, both by `id`."""
         names: dict[int, str] = {}
         tensors: dict[int, Tensor] = {}
-        for module in (self.module, self._loss.module if self._loss else None):
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()] if module else []:
+        for module in (self.module, *(self._loss.modules if self._loss else ())):
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 names.setdefault(id(tensor), name)
                 tensors.setdefault(id(tensor), tensor)
         for optimizer in self._optimizers():
@@ -358,7 +366,7 @@ class Steps:
         """What the user's Python keeps, by name: a step must leave it as it is, or it can't be replayed."""
         kind = type(self)
         own = {f"{kind.__name__}.{name}": value for name, value in vars(self).items() if name not in self._own}
-        loss = self._loss and (self._loss.module or self._loss.function)
+        loss = self._loss and self._loss.users
         users = {kind.__name__: kind, type(self.module).__name__: self.module, "loss": loss, "transform": transform}
         return python_state.facts(users | own)
 
@@ -372,7 +380,7 @@ class Fed(NamedTuple):
         spec: How the leaves make the batch.
         rows: How many rows it has.
         nbytes: How much memory it takes.
-        labels: The smallest and largest class label, where there are classes.
+        labels: The smallest and largest class label, where there are classes; by output if there are several.
         signature: A number for its structure, shapes and dtypes.
     """
 
@@ -381,7 +389,7 @@ class Fed(NamedTuple):
     spec: TreeSpec
     rows: int
     nbytes: int
-    labels: tuple[int, int] | None
+    labels: Any
     signature: int
 
     def batch(self, tensors: Iterator[Tensor]) -> Any:
@@ -421,6 +429,7 @@ class StepRunner:
         self.steps = 0
         self.before_step: Callable[[], None] | None = None
         self._transform_number = model._transform_number(transform)
+        self._class_weight = model._class_weight if role == "train" else None
         self._shapes = model._shapes.setdefault(role, ShapeWatch(role))
         self._signatures = model._signatures
         self._in_flight = InFlight()
@@ -617,6 +626,8 @@ class StepRunner:
                 batch = fed.batch(tensors)
                 if self._transform is not None:
                     batch = self._transform(batch)
+                if self._class_weight is not None:
+                    batch = self._class_weight.weigh(batch, model._place)
                 for rates in every:
                     rates.use(next(tensors))
                 model._label_range, model._rows = fed.labels, fed.rows
@@ -634,9 +645,10 @@ class StepRunner:
         return outputs if self._role == "predict" else self._running.kept
 
     def _python_state(self) -> dict[str, Any]:
-        return self._model._python_state(self._transform)
+        weights = {"class_weight": self._class_weight.summary} if self._class_weight else {}
+        return self._model._python_state(self._transform) | weights
 
-    def _labels(self, batch: Any) -> tuple[int, int] | None:
+    def _labels(self, batch: Any) -> Any:
         """The range of the batch's class labels, where it is of the usual form; a step of one's own may take others."""
         usual = type(batch) in (tuple, list) and 2 <= len(batch) <= 3 and self._role != "predict"
         return self._model._loss.label_range(batch[1]) if self._model._loss and usual else None

@@ -1,0 +1,326 @@
+"""A loss for each output: the sum, its parts and its weights are those of a plain loop, on 1 and on 8 cores."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tpufit
+from tpufit import runtime
+from tpufit.errors import ArgumentError, DataError, LabelError, UnknownNameError
+from tpufit.losses import Loss, LossByOutput, build
+
+on_cores = pytest.mark.cores(1, 8, timeout=300)
+
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(77, 12)).astype("float32")  # two steps of 32 rows and one of 13
+KIND = GENERATOR.integers(0, 4, 77)
+SIZE = GENERATOR.normal(size=(77, 1)).astype("float32")
+TOKENS = GENERATOR.integers(0, 4, (77, 5))
+BY_ROW = GENERATOR.random(77).astype("float32")
+BY_TOKEN = GENERATOR.random((77, 5)).astype("float32")
+CLASSES = torch.tensor([1.0, 2.0, 0.5, 1.0])
+
+
+class ByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.kind, self.size = nn.Linear(12, 8), nn.Linear(8, 4), nn.Linear(8, 1)
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return {"kind": self.kind(h), "size": self.size(h)}
+
+
+class ByPlace(ByName):
+    def forward(self, x):
+        return tuple(super().forward(x).values())
+
+
+class Tagger(nn.Module):
+    """Logits of shape `(batch, classes, time)`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 4 * 5)
+
+    def forward(self, x):
+        return self.layer(x).unflatten(1, (4, 5))
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def fit(model, cores, x, y, *, epochs=2, **arguments):
+    before = runtime.counts()
+    given = {"batch_size": 32 // cores, "epochs": epochs, "shuffle": False, "verbose": 0, "cores": cores}
+    history = model.fit(x, y, **(given | arguments)).history
+    return history, runtime.counts() - before
+
+
+def plain(net, loss_of, *data, epochs=2, rate=0.1):
+    """A loop in plain PyTorch; `loss_of(net, *batch)` gives the loss and its parts. Returns their means by epoch."""
+    optimizer = torch.optim.SGD(net.parameters(), rate)
+    data = [torch.as_tensor(column) for column in data]
+    history = []
+    for _ in range(epochs):
+        sums = 0
+        for i in range(0, 77, 32):
+            batch = [column[i : i + 32] for column in data]
+            values = loss_of(net, *batch)
+            optimizer.zero_grad()
+            values[0].backward()
+            optimizer.step()
+            sums = sums + torch.stack(values).detach() * len(batch[0])
+        history.append(sums / 77)
+    return torch.stack(history)
+
+
+def assert_trained_alike(model, net, history, expected, names):
+    assert list(history) == names
+    torch.testing.assert_close(torch.tensor(list(history.values())).T, expected, rtol=0, atol=1e-5)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, net.state_dict()[name], rtol=0, atol=1e-5)
+
+
+def assert_replayed(model, counts, waits):
+    """Every shape was traced once and proven once, nothing fell back, and only the epochs' ends were waited for."""
+    assert not model._programs["train"][0].traced_because
+    assert counts.graphs.get("train", 0) <= 2 and not counts.fallbacks and counts.host_reads == 0
+    assert {k: n for k, n in counts.waits.items() if n and k not in ("throttle", "capture")} == {"logs": waits}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+
+@on_cores
+@pytest.mark.parametrize("steps", [1, 2])
+def test_losses_by_name_equal_a_plain_loop(cores, steps):
+    def loss_of(net, x, kind, size):
+        out = net(x)
+        parts = F.cross_entropy(out["kind"], kind, CLASSES), F.l1_loss(out["size"], size)
+        return parts[0] + 0.3 * parts[1], *parts
+
+    model, net = tpufit.Model(made(ByName)), made(ByName)
+    model.compile(
+        sgd,
+        {"kind": nn.CrossEntropyLoss(CLASSES.clone()), "size": "mae"},
+        loss_weights={"kind": 1, "size": 0.3},
+        scale_lr=None,
+        jit_compile=True,
+        steps_per_execution=steps,
+    )
+    history, counts = fit(model, cores, X, {"kind": KIND, "size": SIZE}, epochs=3)
+    assert_replayed(model, counts, waits=3)
+    expected = plain(net, loss_of, X, KIND, SIZE, epochs=3)
+    assert_trained_alike(model, net, history, expected, ["loss", "kind_loss", "size_loss"])
+
+
+@on_cores
+def test_losses_by_place_equal_a_plain_loop(cores):
+    def loss_of(net, x, kind, size):
+        one, other = net(x)
+        parts = F.cross_entropy(one, kind), F.smooth_l1_loss(other, size)
+        return 2 * parts[0] + parts[1], *parts
+
+    model, net = tpufit.Model(made(ByPlace)), made(ByPlace)
+    losses = ["cross_entropy", lambda y_pred, y: F.smooth_l1_loss(y_pred, y)]
+    model.compile(sgd, losses, loss_weights=[2.0, 1.0], scale_lr=None, jit_compile=True)
+    history, counts = fit(model, cores, X, (KIND, SIZE))
+    assert_replayed(model, counts, waits=2)
+    expected = plain(net, loss_of, X, KIND, SIZE)
+    assert_trained_alike(model, net, history, expected, ["loss", "output_0_loss", "output_1_loss"])
+
+
+@on_cores
+def test_an_evaluation_tells_the_loss_of_each_output(cores):
+    model, net = tpufit.Model(made(ByName)), made(ByName)
+    model.compile(sgd, {"kind": "cross_entropy", "size": "mse"}, loss_weights={"kind": 1.0, "size": 3.0})
+    y = {"kind": KIND, "size": SIZE}
+    values = model.evaluate(X, y, batch_size=32 // cores, verbose=0, return_dict=True, cores=cores)
+    with torch.no_grad():
+        out = net(torch.from_numpy(X))
+        kind = F.cross_entropy(out["kind"], torch.from_numpy(KIND)).item()
+        size = F.mse_loss(out["size"], torch.from_numpy(SIZE)).item()
+    assert list(values) == ["loss", "kind_loss", "size_loss"]
+    assert list(values.values()) == pytest.approx([kind + 3 * size, kind, size], abs=1e-5)
+
+
+@on_cores
+@pytest.mark.parametrize("form", ["one for all", "by name", "for one alone"])
+def test_sample_weights_by_output(cores, form):
+    by_size = BY_ROW[::-1].copy()
+    weights = {"one for all": BY_ROW, "by name": {"kind": BY_ROW, "size": by_size}, "for one alone": {"kind": BY_ROW}}
+    of_size = {"one for all": BY_ROW, "by name": by_size, "for one alone": np.ones_like(BY_ROW)}[form]
+
+    def loss_of(net, x, kind, size, w_kind, w_size):
+        out = net(x)
+        of_kind = (F.cross_entropy(out["kind"], kind, reduction="none") * w_kind).mean()
+        of_size = (F.mse_loss(out["size"], size, reduction="none")[:, 0] * w_size).mean()
+        return of_kind + of_size, of_kind, of_size
+
+    model, net = tpufit.Model(made(ByName)), made(ByName)
+    model.compile(sgd, {"kind": "cross_entropy", "size": "mse"}, scale_lr=None, jit_compile=True)
+    y = {"kind": KIND, "size": SIZE}
+    history, counts = fit(model, cores, X, y, sample_weight=weights[form])
+    assert_replayed(model, counts, waits=2)
+    expected = plain(net, loss_of, X, KIND, SIZE, BY_ROW, of_size)
+    assert_trained_alike(model, net, history, expected, ["loss", "kind_loss", "size_loss"])
+
+
+@on_cores
+def test_weights_of_tokens_equal_a_plain_loop(cores):
+    def loss_of(net, x, tokens, weight):
+        return [(F.cross_entropy(net(x), tokens, reduction="none") * weight).sum() / weight.numel()]
+
+    model, net = tpufit.Model(made(Tagger)), made(Tagger)
+    model.compile(sgd, "cross_entropy", scale_lr=None, jit_compile=True)
+    history, counts = fit(model, cores, X, TOKENS, sample_weight=BY_TOKEN)
+    assert_replayed(model, counts, waits=2)
+    expected = plain(net, loss_of, X, TOKENS, BY_TOKEN)
+    assert_trained_alike(model, net, history, expected, ["loss"])
+
+
+@on_cores
+def test_auxiliary_losses_of_a_step_are_logged(cores):
+    class Regularised(tpufit.Model):
+        def train_step(self, batch):
+            x, y = batch
+            y_pred = self(x)
+            kl = 0.1 * sum(p.square().sum() for p in self.module.parameters())
+            loss = self.compute_loss(x, y, y_pred) + kl
+            self.apply_gradients(loss)
+            return {"loss": loss, "kl": kl}
+
+    def loss_of(net, x, kind, size):
+        out = net(x)
+        parts = F.cross_entropy(out["kind"], kind), F.mse_loss(out["size"], size)
+        kl = 0.1 * sum(p.square().sum() for p in net.parameters())
+        return sum(parts) + kl, kl, *parts
+
+    model, net = Regularised(made(ByName)), made(ByName)
+    model.compile(sgd, {"kind": "cross_entropy", "size": "mse"}, scale_lr=None, jit_compile=True)
+    history, counts = fit(model, cores, X, {"kind": KIND, "size": SIZE})
+    assert_replayed(model, counts, waits=2)
+    expected = plain(net, loss_of, X, KIND, SIZE)
+    assert_trained_alike(model, net, history, expected, ["loss", "kl", "kind_loss", "size_loss"])
+
+
+@on_cores
+def test_labels_are_checked_for_each_output(cores):
+    model = tpufit.Model(made(ByName))
+    model.compile(sgd, {"kind": "cross_entropy", "size": "mse"})
+    fit(model, cores, X, {"kind": KIND, "size": SIZE})
+    wrong = KIND.copy()
+    wrong[40] = 9
+    with pytest.raises(LabelError, match="output 'kind': label 9 is outside the module's 4 classes"):
+        fit(model, cores, X, {"kind": wrong, "size": SIZE})  # in a step that is replayed
+
+
+@on_cores
+@pytest.mark.parametrize(
+    ("kind", "loss", "y", "error", "message"),
+    [
+        (
+            ByName,
+            {"kind": "mse", "age": "mse"},
+            {"kind": KIND, "age": SIZE},
+            ArgumentError,
+            "got a dict of 'kind' and 'size'",
+        ),
+        (ByName, {"kind": "cross_entropy"}, {"kind": KIND}, ArgumentError, "'kind' and 'size'.*None"),
+        (ByName, ["mse", "mse"], (KIND, SIZE), ArgumentError, "tuple or list of 2, as loss is, got a dict"),
+        (ByPlace, ["mse"], (SIZE,), ArgumentError, "tuple or list of 1, as loss is, got a tuple of 2"),
+        (ByName, "mse", SIZE, ArgumentError, "returns a dict of 'kind' and 'size'. Give each output a loss"),
+        (
+            ByName,
+            {"kind": "mse", "size": "mse"},
+            {"kind": KIND},
+            DataError,
+            "the targets must be.*got a dict of 'kind'",
+        ),
+        (ByName, {"kind": "mse", "size": "mse"}, SIZE, DataError, "the targets must be.*got one tensor of shape"),
+    ],
+)
+def test_other_outputs_than_there_are(cores, kind, loss, y, error, message):
+    model = tpufit.Model(made(kind))
+    model.compile(sgd, loss)
+    before = runtime.counts()
+    with pytest.raises(error, match=message):
+        fit(model, cores, X, y)
+    assert not (runtime.counts() - before).graphs.get("train")  # nothing was compiled for it
+
+
+@on_cores
+def test_an_output_without_a_loss(cores):
+    model, net = tpufit.Model(made(ByName)), made(ByName)
+    model.compile(sgd, {"kind": None, "size": "mse"}, scale_lr=None)
+    history, _ = fit(model, cores, X, {"size": SIZE})
+    expected = plain(net, lambda net, x, size: [F.mse_loss(net(x)["size"], size)], X, SIZE)
+    assert_trained_alike(model, net, history, expected, ["loss"])
+
+
+def test_mistakes_that_compile_finds():
+    model = tpufit.Model(made(ByName))
+    both = {"kind": "cross_entropy", "size": "mse"}
+    for loss, weights, message in [
+        (both, {"kind": 1.0}, "loss_weights must be a dict of 'kind' and 'size', as loss is, got a dict of 'kind'"),
+        (both, {"kind": 1.0, "size": 1.0, "age": 1.0}, "got a dict of 'kind', 'size' and 'age'"),
+        (both, [1.0, 2.0], "got a list of 2"),
+        (["mse", "mse"], [1.0], "a tuple or list of 2, as loss is, got a list of 1"),
+        (["mse", "mse"], [1.0, "2"], "must be numbers, got '2'"),
+        ("mse", 0.5, "loss_weights go with a loss for each output"),
+        ({0: "mse"}, None, "the names of the outputs"),
+        ({"kind": None}, None, "at least one output needs a loss"),
+        ([nn.MSELoss], None, "an instance, not the class"),
+    ]:
+        with pytest.raises(ArgumentError, match=re.escape(message)):
+            model.compile(sgd, loss, loss_weights=weights)
+    with pytest.raises(UnknownNameError, match="did you mean 'cross_entropy'"):
+        model.compile(sgd, {"kind": "crossentropy"})
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 5)])
+def test_weights_of_one_change_nothing(reduction, shape):
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 4, 5), torch.randint(0, 4, (3, 5))
+    labels[0, 2:] = -100  # padding, which doesn't count among the elements either
+    module = nn.CrossEntropyLoss(reduction=reduction, ignore_index=-100 if reduction != "none" else -1)
+    labels = labels.clamp(min=0) if reduction == "none" else labels
+    loss = Loss(module)
+    torch.testing.assert_close(loss(logits, labels, torch.ones(shape)), loss(logits, labels))
+
+
+def test_weights_of_tokens_and_of_rows():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 4, 5), torch.randint(0, 4, (3, 5))
+    each, weight = F.cross_entropy(logits, labels, reduction="none"), torch.rand(3, 5)
+    torch.testing.assert_close(Loss("cross_entropy")(logits, labels, weight), (each * weight).mean())
+    torch.testing.assert_close(
+        Loss("cross_entropy")(logits, labels, weight[:, 0]), (each.mean(1) * weight[:, 0]).mean()
+    )
+    for wrong in (torch.ones(3, 4), torch.ones(4), torch.ones(3, 5, 2)):
+        with pytest.raises(ArgumentError, match=r"doesn't fit losses of shape \(3, 5\)"):
+            Loss("cross_entropy")(logits, labels, wrong)
+    with pytest.raises(ArgumentError, match="one tensor for one output, got a dict of 'a'"):
+        Loss("cross_entropy")(logits, labels, {"a": weight})
+
+
+def test_weights_for_outputs_that_there_are_not():
+    loss = build({"a": "mse", "b": "mse"})
+    ones = {"a": torch.ones(2), "b": torch.ones(2)}
+    with pytest.raises(ArgumentError, match="sample_weight must be a dict of 'a' and 'b'.*got a dict of 'c'"):
+        loss.parts(ones, ones, {"c": torch.ones(2)})
+
+
+def test_a_single_loss_in_a_dict_has_no_log_of_its_own():
+    loss = LossByOutput({"a": "mse"})
+    assert loss.logs(loss.parts({"a": torch.ones(2)}, {"a": torch.zeros(2)})) == {}
+    assert build(None) is None and type(build("mse")) is Loss
