@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# So deep in lists, dicts and objects is looked, and at so many items of each: of more only the number counts.
+# So deep in lists, dicts and objects is looked, and at so many items of each: of more only the number counts. Nor is a
+# nest of lists looked through that holds a whole data set.
 _DEPTH = 4
 _ITEMS = 100
+_FACTS = 10_000
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _OTHER = object()
@@ -56,7 +58,7 @@ def facts(objects: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for name, value in objects.items():
-        found.update(_of_value(name, value, _DEPTH, seen))
+        found.update(itertools.islice(_of_value(name, value, _DEPTH, seen), _FACTS))
     return found
 
 
