@@ -32,7 +32,7 @@ _OTHER = object()
 
 # What every module has; of it only the mode is a matter of the user's.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
-_LIBRARIES = ("torch", "torchmetrics", "torch_xla", "tpufit", "numpy", "builtins")
+_LIBRARIES = ("torch", "tpufit", "numpy", "builtins")  # torchmetrics and its like too
 
 _Facts = Iterator[tuple[str, Any]]
 
@@ -189,4 +189,4 @@ def _plain(value: Any) -> Any:
 
 
 def _is_a_librarys(thing: type | types.FunctionType) -> bool:
-    return (thing.__module__ or "").partition(".")[0] in _LIBRARIES
+    return (thing.__module__ or "").startswith(_LIBRARIES)
