@@ -258,6 +258,10 @@ def test_facts_differ_where_values_do(one, other):
     hash(tuple(facts(one).items()))
 
 
+def test_facts_of_a_whole_data_set_are_few():
+    assert len(facts([[[i] * 99 for i in range(99)] for _ in range(99)])) == 10_000
+
+
 def test_facts_of_functions_and_classes_are_the_globals_that_they_name(monkeypatch):
     name = f"{__name__}.LEVEL"
     users = type("Users", (), {"method": a_function})

@@ -21,16 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# So deep in lists, dicts and objects is looked, and at so many items of each: of more only the number counts.
+# So deep in lists, dicts and objects is looked, and at so many items of each: of more only the number counts. Nor is a
+# nest of lists looked through that holds a whole data set.
 _DEPTH = 4
 _ITEMS = 100
+_FACTS = 10_000
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _OTHER = object()
 
 # What every module has; of it only the mode is a matter of the user's.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
-_LIBRARIES = ("torch", "torchmetrics", "torch_xla", "tpufit", "numpy", "builtins")
+_LIBRARIES = ("torch", "tpufit", "numpy", "builtins")  # torchmetrics and its like too
 
 _Facts = Iterator[tuple[str, Any]]
 
@@ -56,7 +58,7 @@ def facts(objects: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for name, value in objects.items():
-        found.update(_of_value(name, value, _DEPTH, seen))
+        found.update(itertools.islice(_of_value(name, value, _DEPTH, seen), _FACTS))
     return found
 
 
@@ -187,4 +189,4 @@ def _plain(value: Any) -> Any:
 
 
 def _is_a_librarys(thing: type | types.FunctionType) -> bool:
-    return (thing.__module__ or "").partition(".")[0] in _LIBRARIES
+    return (thing.__module__ or "").startswith(_LIBRARIES)
