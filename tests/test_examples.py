@@ -33,6 +33,30 @@ def test_custom_callback(run_python):
     assert re.search(r"reached 9\d\.\d% after \d+ epochs", output) and "slowest epoch" in output
 
 
+@pytest.mark.slow
+def test_one_cycle_beats_one_rate(run_python):
+    output = run(run_python, "examples/one_cycle.py")
+    assert 1e-3 < float(re.search(r"suggested learning rate: ([\d.e-]+)", output)[1]) < 1
+    one_rate, one_cycle = (float(share) for share in re.findall(r"^held-out digits .*: ([\d.]+)%", output, re.M))
+    assert one_cycle >= 95 and one_cycle > one_rate
+
+
+@pytest.mark.slow
+def test_char_gpt_learns_to_spell(run_python):
+    output = run(run_python, "examples/char_gpt.py")
+    losses = [float(loss) for loss in re.findall(r"- loss: ([\d.]+)", output)]
+    assert losses[-1] < losses[0] < float(re.search(r"blindly guessed: loss ([\d.]+)", output)[1])
+    written = output[output.index("\nThe ") :]
+    assert len(written) > 400 and " the " in written
+
+
+@pytest.mark.slow
+def test_the_gans_digits_come_near_the_real_ones(run_python):
+    output = run(run_python, "examples/gan.py")
+    before, after = re.findall(r"^(?:before|after) training: means differ by ([\d.]+), .* by ([\d.]+)$", output, re.M)
+    assert all(float(late) < float(early) / 2 for early, late in zip(before, after, strict=True))
+
+
 def test_the_programs_of_the_readme(run_python):
     text = (ROOT / "README.md").read_text()
     programs = re.findall(r"```python\n(.*?)```\n(?:\n[^\n]*prints[^\n]*\n\n```text\n(.*?)```)?", text, re.S)

@@ -33,6 +33,7 @@ FLOORS = {
     "checkpoint": 2,
     "callbacks": 3,
     "loop": 4,
+    "lr_find": 4,
     "model": 4,
     "__init__": 5,
     "__main__": 5,

@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 
 from .runtime import count_capture
 
+# What a group keeps of its rate, which is an input of a graph, and of where that came from.
+_OF_RATES = ("lr", "initial_lr", "lr_ratio", "lr_factor", "scaled_lr")
+
 # So often a role's graph may be made anew for one reason until it is said: by then it is a habit.
 _OFTEN = 4
 
@@ -84,7 +87,7 @@ def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
         for optimizer in optimizers
         for group in optimizer.param_groups
         for key, value in group.items()
-        if key not in ("lr", "initial_lr", "lr_ratio")
+        if key not in _OF_RATES
     )
 
 

@@ -489,6 +489,12 @@ class Running:
         """The means and metrics over all rows so far. This waits for the device, once."""
         return self._snapshot()(reason)
 
+    def take(self) -> tuple[dict[str, Tensor], int]:
+        """The sums behind the means so far, by name and on the device, with the number of rows; a new pass begins."""
+        taken = {name: self.tensors[self._places[name, "total"]] for name in self._means}, self._rows
+        self.reset()
+        return taken
+
     def lazy(self) -> LazyLogs:
         """The same, fetched only if one is read."""
         snapshot = self._snapshot()

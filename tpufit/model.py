@@ -26,6 +26,7 @@ from .data.batches import as_tensors
 from .errors import ArgumentError, NotCompiledError, WeightsError
 from .gradients import Gradients
 from .losses import LossArgument, LossByOutput, LossWeightsArgument
+from .lr_find import LRCurve, Sweep, find
 from .metrics import MetricsArgument
 from .optimizers import OptimizerArgument
 from .runtime import (
@@ -393,6 +394,78 @@ class Model(loop.Trainee):
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
         outputs = loop.predict(self, data, self._callbacks(_as_list(callbacks), params))
         return loop.concatenate(outputs)
+
+    def lr_find(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        sample_weight: Any = None,
+        start_lr: float = 1e-7,
+        end_lr: float = 10.0,
+        steps: int = 100,
+        stop_factor: float = 4.0,
+        smoothing: float = 0.9,
+        *,
+        cores: CoresArgument = None,
+    ) -> LRCurve:
+        """Find a learning rate: train for some steps while the rate grows from tiny to too large, and undo it all.
+
+        Each step has a rate of its own and a whole global batch of the shuffled data, which begin anew when they end; a
+        short last batch is left out. The rates are inputs of the step's graph, which `fit` then finds compiled, and the
+        losses are read ten steps at a time. Afterwards weights, buffers, optimizer, rates, modes and random numbers are
+        to the bit what they were, also after an error or Ctrl-C. Only data that keep their own place, such as an
+        iterator, have moved on, and so have lists and objects that a step's Python changes.
+
+        Args:
+            x: As in `fit`.
+            y: Targets, with arrays.
+            batch_size: Rows per core (default 32).
+            sample_weight: One weight a row, with arrays.
+            start_lr: The first rate (default 1e-7). It and `end_lr` are actual rates, which the cores don't scale; with
+                several groups the first gets them, and the others theirs in proportion.
+            end_lr: The last rate (default 10).
+            steps: How many rates are tried (default 100), evenly on a logarithmic scale.
+            stop_factor: It ends early when the smoothed loss is so many times the lowest (default 4); also when a loss
+                is infinite or not a number.
+            smoothing: How much of the average of the losses before is kept at each step (default 0.9).
+            cores: As in `fit`.
+
+        Returns:
+            The `LRCurve`: `lrs`, `losses`, `smoothed`, `suggestion` and `plot()`. The suggestion is an actual rate, as
+            `OneCycle(max_lr=...)` and `model.learning_rate` take it, or None, with a warning, if the loss never fell.
+
+        Raises:
+            NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
+
+        Example:
+            >>> import torch, tpufit
+            >>> tpufit.set_random_seed(0)
+            >>> x = torch.randn(64, 4)
+            >>> model = tpufit.Model(nn.Linear(4, 1))
+            >>> model.compile(optimizer="sgd", loss="mse")
+            >>> curve = model.lr_find(x, x.sum(1, keepdim=True), batch_size=16)
+            >>> 1e-3 < curve.suggestion < 1
+            True
+
+        Source: Smith, "Cyclical learning rates for training neural networks", 2017.
+        """
+        self._require_compiled("lr_find")
+        sweep = Sweep(start_lr, end_lr, steps, stop_factor, smoothing)
+        settled_cores = start(cores, f"lr_find(cores={cores!r})")
+        place, seed = self._place_on(settled_cores), torch.initial_seed()
+        data = stream(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            cores=settled_cores.count,
+            shuffle=True,
+            seed=seed,
+            places=place.places,
+        )
+        self._move_to(place)
+        return find(self, data, sweep, seed)
 
     def train_on_batch(
         self,

@@ -584,6 +584,10 @@ class StepRunner:
         """The logs of the whole pass, as numbers. This is the pass's one wait for the device."""
         return self._running.results("logs")
 
+    def take_sums(self) -> tuple[dict[str, Tensor], int]:
+        """The sums of what the steps returned since the last call, on the device, and of how many rows they are."""
+        return self._running.take()
+
     def _check_guard(self) -> None:
         """Take a new snapshot of what graphs depend on wherever user code may have changed it since the last.
 
