@@ -244,8 +244,8 @@ class _Before:
         self._model = model
         self._draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
         optimizers = model._optimizers()
-        loss = model._loss.module if model._loss else None
-        modules = [*model.module.modules(), *(loss.modules() if loss else ())]
+        losses = model._loss.modules if model._loss else ()
+        modules = [part for module in (model.module, *losses) for part in module.modules()]
         # Of modules not only the modes: a flag may say whether a layer has seen its first batch, and a buffer may be
         # replaced by another tensor. Of the model the count of its steps, the seed, and what its own steps keep.
         self._dicts = [_kept(vars(owner)) for owner in (model, *modules)]
