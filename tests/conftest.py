@@ -53,8 +53,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker:
         if "cores" not in metafunc.fixturenames:  # the test doesn't ask for the number
             metafunc.fixturenames.append("cores")
-        ids = [f"cores{count}" for count in marker.args]
-        metafunc.parametrize("cores", marker.args, ids=ids, indirect=True, scope="module")
+        # The quick half runs on one core, but for the files that ask for both.
+        slow = () if marker.kwargs.get("quick") else [count for count in marker.args if count > 1]
+        counts = [
+            pytest.param(count, id=f"cores{count}", marks=[pytest.mark.slow] if count in slow else [])
+            for count in marker.args
+        ]
+        metafunc.parametrize("cores", counts, indirect=True, scope="module")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -18,7 +18,7 @@ from tpufit import runtime
 from tpufit.callbacks import Callback
 from tpufit.errors import CallbackError, DataError, LabelError, NotCompiledError, PlacementError
 
-pytestmark = pytest.mark.cores(1, 8, timeout=600)
+pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=True)
 
 IMAGES, LABELS = load_digits(return_X_y=True)  # 1,797 rows: no batch size of use divides them
 IMAGES = (IMAGES / 16).astype("float32")

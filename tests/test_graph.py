@@ -193,6 +193,14 @@ def test_hooks_of_batches_come_once_for_k_steps(cores):
     assert seen == [("begin", 0), ("end", 1), ("begin", 2), ("end", 3), ("begin", 4), ("end", 4)]
 
 
+def test_a_constant_that_is_not_a_number_is_one_constant(cores):
+    def with_nan(net, h):
+        return torch.where(torch.isnan(h), torch.tensor([float("nan"), 1.0], device=h.device)[0], h)
+
+    replayed = train(cores, extra=with_nan, epochs=2, jit_compile=True)
+    assert_equal(replayed, train(cores, extra=with_nan, epochs=2, jit_compile=False))
+
+
 def test_modules_that_build_a_cache_in_their_first_forward(cores):
     def cached(net, h):
         if not hasattr(net, "scale"):
@@ -347,6 +355,7 @@ def average(model):
     model.module.norm.momentum = 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [freeze, momentum, halve, average])
 def test_changes_by_a_callback_take_effect(cores, what):
     replayed = train(cores, callbacks=[Change(what)], jit_compile=True)
@@ -517,6 +526,7 @@ def test_run_eagerly_runs_python_on_the_host(cores):
             torch.testing.assert_close(eager[2][name].to(value.dtype), value, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_custom_steps_are_replayed(cores):
     class Twice(tpufit.Model):
         def train_step(self, batch):

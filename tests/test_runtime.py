@@ -7,7 +7,7 @@ from tpufit import runtime
 from tpufit.metrics import Running
 from tpufit.runtime import Layout, Placement, Program, State, report
 
-pytestmark = pytest.mark.cores(1, 8)
+pytestmark = pytest.mark.cores(1, 8, quick=True)
 
 
 @pytest.fixture

@@ -514,11 +514,16 @@ def _difference(earlier: _Graph, later: _Graph) -> str:
     if any(getattr(earlier, part) != getattr(later, part) for part in parts):
         return "two traces of it used different tensors"
     for one, other in zip(earlier.constants, later.constants, strict=True):
-        if not torch.equal(_peek(one), _peek(other)):
+        if not torch.equal(_bits(one), _bits(other)):
             return (
                 f"a number that its Python computes changed between two traces (from {_shown(one)} to {_shown(other)})"
             )
     return ""
+
+
+def _bits(constant: Tensor) -> Tensor:
+    """A constant's memory: NaN is equal to itself here."""
+    return _peek(constant).reshape(-1).view(torch.uint8)
 
 
 def _shown(constant: Tensor) -> str:
