@@ -25,6 +25,8 @@ from cache_sources import FILES_OF_16, DieAt, FailAt, FillDiskAt, Rows, Unreadab
 from tpufit.data.cache import CachedDataset
 from tpufit.errors import (
     ArgumentError,
+
+pytestmark = pytest.mark.slow  # each kills or starves processes
     CacheBusyError,
     CacheDamagedError,
     CacheDiskFullError,
@@ -151,12 +153,10 @@ def kill_and_resume(folder, pids, times, count, seed):
     assert {path.name for path in cache.iterdir()} - finished(cache).keys() == {"meta.json", ".lock"}
 
 
-@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path, pids):
     kill_and_resume(tmp_path, pids, times=3, count=480, seed=0)
 
 
-@pytest.mark.slow
 def test_killed_at_twenty_moments(tmp_path, pids):
     kill_and_resume(tmp_path, pids, times=20, count=2400, seed=1)
 

@@ -28,6 +28,7 @@ def test_digits_reach_97_percent(run_python, tmp_path, flags):
     assert {folder.name for folder in (tmp_path / "runs/digits/logs").iterdir()} == {"train", "validation"}
 
 
+@pytest.mark.slow
 def test_custom_callback(run_python):
     output = run(run_python, "examples/custom_callback.py")
     assert re.search(r"reached 9\d\.\d% after \d+ epochs", output) and "slowest epoch" in output
@@ -65,11 +66,13 @@ def test_the_programs_of_the_readme(run_python):
         process = run_python(program, timeout=300)
         assert process.returncode == 0, process.stderr
         blank = re.compile(r"\d+(\.\d+)?(e-\d+)?")  # times and the last digits differ from machine to machine
-        shown = [blank.sub("N", line).strip() for line in process.stdout.strip().splitlines()]
+        waited = re.compile(r" - waited for data: \d+%$")  # as it may on a busy machine
+        shown = [blank.sub("N", waited.sub("", line)).strip() for line in process.stdout.strip().splitlines()]
         for line in printed.strip().splitlines():
             assert blank.sub("N", line).strip() in shown
 
 
+@pytest.mark.slow
 def test_cached_images(run_python, tmp_path):
     output = run(run_python, "examples/cached_images.py", "--count", "96", "--epochs", "2")
     rates = re.search(r"^without the cache: ([\d,]+) samples/s\nwith the cache: ([\d,]+) samples/s", output, re.M)
