@@ -25,8 +25,6 @@ from cache_sources import FILES_OF_16, DieAt, FailAt, FillDiskAt, Rows, Unreadab
 from tpufit.data.cache import CachedDataset
 from tpufit.errors import (
     ArgumentError,
-
-pytestmark = pytest.mark.slow  # each kills or starves processes
     CacheBusyError,
     CacheDamagedError,
     CacheDiskFullError,
@@ -34,6 +32,8 @@ pytestmark = pytest.mark.slow  # each kills or starves processes
     CacheMismatchError,
     DataError,
 )
+
+pytestmark = pytest.mark.slow  # each of them kills or starves processes
 
 TESTS = Path(__file__).parent
 IMPORTS = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
