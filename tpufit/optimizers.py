@@ -139,11 +139,11 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
 
     Example:
         >>> a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-        >>> optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.01}], lr=0.1)
+        >>> optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.05}], lr=0.1)
         >>> set_rate(optimizer, 0.0)
         >>> set_rate(optimizer, 1.0)
         >>> rates(optimizer)
-        [1.0, 0.1]
+        [1.0, 0.5]
     """
     first, *others = optimizer.param_groups
     before = float(first["lr"])
