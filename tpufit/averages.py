@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import optimizers
 from .errors import ArgumentError
 from .runtime import exchange
 
@@ -47,7 +48,7 @@ class Averages:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        learning = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        learning = [p for p in optimizers.parameters(optimizer) if p.requires_grad]
         self._averages = {p: p.detach().clone() for p in learning}
         self._begun = torch.zeros(1, device=learning[0].device if learning else None)
         self.swapped = False

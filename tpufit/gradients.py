@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import optimizers
 from .errors import ArgumentError
 
 
@@ -84,9 +85,9 @@ class Accumulator:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._sums = {p: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in parameters}
-        self._rows = torch.zeros(1, device=parameters[0].device if parameters else None)
+        learning = [p for p in optimizers.parameters(optimizer) if p.requires_grad]
+        self._sums = {p: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in learning}
+        self._rows = torch.zeros(1, device=learning[0].device if learning else None)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -174,8 +174,7 @@ def _closing(callbacks: CallbackList, model: Trainee) -> Iterator[None]:
             callbacks.close_after_error(error)
             raise
         finally:
-            if not model._state.lost:
-                model.write_back()
+            model._expose()
 
 
 @contextmanager

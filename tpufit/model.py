@@ -277,18 +277,7 @@ class Model(loop.Trainee):
         self._seed = torch.initial_seed()
         self._class_weight = weigher
         place = self._place_on(settled_cores)
-        train = stream(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            cores=settled_cores.count,
-            shuffle=shuffle,
-            seed=self._seed,
-            steps=steps_per_epoch,
-            places=place.places,
-            name="x",
-        )
+        train = self._training_stream((x, y, sample_weight), batch_size, settled_cores, shuffle, steps_per_epoch)
         validation = None
         if validation_data is not None:
             size = validation_batch_size if validation_batch_size is not None else batch_size
@@ -453,19 +442,9 @@ class Model(loop.Trainee):
         self._require_compiled("lr_find")
         sweep = Sweep(start_lr, end_lr, steps, stop_factor, smoothing)
         settled_cores = start(cores, f"lr_find(cores={cores!r})")
-        place, seed = self._place_on(settled_cores), torch.initial_seed()
-        data = stream(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            cores=settled_cores.count,
-            shuffle=True,
-            seed=seed,
-            places=place.places,
-        )
-        self._move_to(place)
-        return find(self, data, sweep, seed)
+        data = self._training_stream((x, y, sample_weight), batch_size, settled_cores)
+        self._move_to(self._place_on(settled_cores))
+        return find(self, data, sweep, torch.initial_seed())
 
     def train_on_batch(
         self,
@@ -571,18 +550,8 @@ class Model(loop.Trainee):
             >>> sorted(logs)
             ['loss']
         """
-        place = self._place_on(start(cores, f"batches(cores={cores!r})"))
-        data = stream(
-            x,
-            y,
-            sample_weight,
-            batch_size=batch_size,
-            cores=place.count,
-            shuffle=shuffle,
-            seed=torch.initial_seed(),
-            places=place.places,
-        )
-        return data.epoch(epoch)
+        settled_cores = start(cores, f"batches(cores={cores!r})")
+        return self._training_stream((x, y, sample_weight), batch_size, settled_cores, shuffle).epoch(epoch)
 
     def reset_metrics(self) -> None:
         """Begin the running means of `train_on_batch` and `test_on_batch` anew.
@@ -763,6 +732,24 @@ class Model(loop.Trainee):
         """Whether plain PyTorch on the host gives what the device would."""
         return self._place.on_host and self._precision == "fp32" and platform() == "CPU"
 
+    def _training_stream(
+        self,
+        data: tuple[Any, Any, Any],
+        batch_size: int | None,
+        cores: Cores,
+        shuffle: bool = True,
+        steps: int | None = None,
+    ) -> Stream:
+        return stream(
+            *data,
+            batch_size=batch_size,
+            cores=cores.count,
+            shuffle=shuffle,
+            seed=torch.initial_seed(),
+            steps=steps,
+            places=self._place_on(cores).places,
+        )
+
     def _evaluation_stream(
         self, data: Any, batch_size: int | None, cores: Cores, steps: int | None, name: str = "validation_data"
     ) -> Stream:
@@ -780,11 +767,6 @@ class Model(loop.Trainee):
     def _callbacks(self, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:
         progress = [ProgbarLogger()] if params["verbose"] else []  # a silent one would be called for nothing
         return CallbackList([*callbacks, *progress], self, params, self._expose)
-
-    def _expose(self) -> None:
-        """Let user code see the weights; after a fault of the device there are none to be seen."""
-        if not self._state.lost:
-            self.write_back()
 
     def _place_on(self, cores: Cores) -> Placement:
         if self._run_eagerly:

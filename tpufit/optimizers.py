@@ -75,7 +75,7 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
         kind: Any = type(optimizer)
         optimizer.__class__ = _with_learning_rate(kind)
     own = {id(p) for p in module.parameters()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    foreign = [p for p in parameters(optimizer) if id(p) not in own]
     if foreign:
         raise ArgumentError(
             f"the optimizer holds {len(foreign)} parameter(s) that are not the module's, e.g. one of shape "
@@ -125,6 +125,11 @@ def device_state(optimizer: Optimizer) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor) and (value.dim() or counts_there)]
 
 
+def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of the optimizer's groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def rates(optimizer: Optimizer) -> list[float]:
     """The learning rates of the optimizer's groups."""
     return [float(group["lr"]) for group in optimizer.param_groups]
@@ -157,7 +162,7 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
 @functools.cache
 def _with_learning_rate(kind: Any) -> Any:
     """The optimizer's class with Keras's name for the rate of its objects."""
-    rate = property(lambda self: float(self.param_groups[0]["lr"]), set_rate, doc="The actual learning rate.")
+    rate = property(lambda self: rates(self)[0], set_rate, doc="The actual learning rate.")
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), same | {"learning_rate": rate})
 

@@ -188,7 +188,7 @@ class Steps:
         optimizer = optimizer or self.optimizer
         if optimizer is None:
             raise NotCompiledError("apply_gradients needs an optimizer: call model.compile(optimizer='adamw', ...)")
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = optimizers.parameters(optimizer)
         optimizer.zero_grad()
         loss.backward()
         stepping = nullcontext() if self._place.on_host else self._attach(optimizer).stepping()
@@ -230,6 +230,11 @@ class Steps:
         """
         self._state.write_back()
         self._counters.catch_up()
+
+    def _expose(self) -> None:
+        """Let user code see the weights; after a fault of the device there are none to be seen."""
+        if not self._state.lost:
+            self.write_back()
 
     def swap_ema_weights(self, to: bool | None = None) -> None:
         """Let the weights and their moving averages (`compile(use_ema=True)`) change places. Nothing is copied.
@@ -405,6 +410,11 @@ _WORTH_STARTING = 0.005
 _MOST_JOINED = 16
 
 
+def _flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
+    """A batch's leaves, and how they make it."""
+    return (list(batch), _plain_spec(type(batch) is list, len(batch))) if is_plain(batch) else tree_flatten(batch)
+
+
 @cache
 def _plain_spec(as_list: bool, length: int) -> TreeSpec:
     """How so many tensors make a tuple or list; always the same object, which compares faster."""
@@ -460,9 +470,7 @@ class StepRunner:
         Args:
             batch: A nest of host tensors, with the rows of all cores.
         """
-        leaves, spec = (
-            (list(batch), _plain_spec(type(batch) is list, len(batch))) if is_plain(batch) else tree_flatten(batch)
-        )
+        leaves, spec = _flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         structure = (spec, [(t.shape, t.dtype) for t in tensors])
         try:
@@ -519,17 +527,16 @@ class StepRunner:
         model._running = self._running
         try:
             key = (self._guard_number, self._transform_number, *(fed.signature for fed in group), *self._updates)
-            if self._program.replays(key):
+            if self._program.knows(key):
                 outputs = self._program(key, inputs, seeds, pause)
-                model._counters.replayed((self._role, key))
+                if self._program.replays(key):
+                    model._counters.replayed((self._role, key))
             else:
-                known = self._program.knows(key)
                 with model._counters.traced((self._role, key), model._optimizers()):
                     outputs = self._program(key, inputs, seeds, pause)
-                if not known:
-                    model._take_in_new_state()
-                if self._role == "train" and model._formats is None:
-                    model._note_formats(self._program.products)
+                model._take_in_new_state()
+            if self._role == "train" and model._formats is None:
+                model._note_formats(self._program.products)
         except RuntimeError as error:
             if model._state.lost and not isinstance(error, StateLostError):
                 raise StateLostError(self._lost(error)) from error

@@ -107,7 +107,7 @@ def exchange(tensor: Tensor, value: Tensor, requires_grad: bool | None = None) -
 
     Args:
         tensor: The object. Its class, attributes and gradient hooks stay.
-        value: The value, of the same shape and dtype. It must not be used afterwards.
+        value: The value, of the same shape. It must not be used afterwards.
         requires_grad: Whether it then requires a gradient (default: as before).
 
     Returns:
