@@ -1,5 +1,6 @@
 """Callbacks: Keras's, working on any number of cores at no cost per step."""
 
+from .backup_and_restore import BackupAndRestore
 from .base import Callback
 from .dispatch import CallbackList
 from .early_stopping import EarlyStopping
@@ -14,6 +15,7 @@ from .tensorboard import TensorBoard
 from .torch_scheduler import TorchScheduler
 
 __all__ = [
+    "BackupAndRestore",
     "Callback",
     "CallbackList",
     "EarlyStopping",

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from ..checkpoint import Metric
+    from ..writer import Writer
+
 # Logs by name. Those of a batch are lazy: reading a value waits for the device, once for all of them.
 Logs = Mapping[str, Any]
 
@@ -19,12 +22,14 @@ class TrainedModel(Protocol):
 
     Attributes:
         stop_training: Set it to True to end training after the current batch.
+        out_of_time: Whether the last `fit` has ended because its `max_time` was over.
         optimizer: The optimizer.
         learning_rate: The actual learning rate, to be read and set; that of the first group, if there are several.
         input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
     """
 
     stop_training: bool
+    out_of_time: bool
     optimizer: torch.optim.Optimizer | None
     learning_rate: float
     input_bound: float | None
@@ -39,8 +44,11 @@ class TrainedModel(Protocol):
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
         """Put weights into the module, wherever it is."""
 
-    def save_weights(self, filepath: str | os.PathLike[str], /) -> None:
-        """Write the weights to a `.safetensors` file, whole or not at all."""
+    def save_weights(self, filepath: str | os.PathLike[str], /, *, finite_only: bool = False) -> None:
+        """Write the weights to a `.safetensors` file, whole or not at all; only if they are finite, if asked to."""
+
+    def save_checkpoint(self, writer: Writer, metric: Metric | None = None, /) -> None:
+        """Have the whole state of training written, once all callbacks have had their turn."""
 
     def swap_ema_weights(self, to: bool | None = None, /) -> None:
         """Let the weights and their moving averages change places."""
@@ -226,4 +234,35 @@ class Callback:
         Args:
             batch: Its number, from 0.
             logs: `"outputs"`: what the module returned, still on the device.
+        """
+
+    def on_save(self, step: int, logs: Logs | None = None) -> None:
+        """A checkpoint of the whole training has been written; training may be some steps further by now.
+
+        Args:
+            step: How many steps of training it has.
+            logs: `"path"`: its folder.
+        """
+
+    def on_exception(self, exception: BaseException, logs: Logs | None = None) -> None:
+        """`fit`, `evaluate` or `predict` breaks off; its end hook follows.
+
+        Args:
+            exception: Why: an error, `KeyboardInterrupt`, or after SIGTERM `SystemExit`.
+            logs: Empty.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a `fit` that goes on from a checkpoint must know: counters, the best so far. By default nothing.
+
+        Returns:
+            Numbers, strings, tensors and arrays, in lists and dicts. It is asked for between two steps.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: called after `on_train_begin`, and in the middle of an epoch after `on_epoch_begin`.
+
+        Args:
+            state: What `state_dict` returned; tuples have become lists.
         """

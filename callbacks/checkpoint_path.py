@@ -35,10 +35,10 @@ class CheckpointPath:
 
     Example:
         >>> path = CheckpointPath("ckpt/{epoch:02d}-{val_loss:.2f}.safetensors", per_batch=False)
-        >>> path.at(step=230, epoch=10, batch=None, logs={"val_loss": 0.125}).as_posix()
+        >>> path.at(epoch=10, batch=None, logs={"val_loss": 0.125}).as_posix()
         'ckpt/10-0.12.safetensors'
-        >>> CheckpointPath("ckpt", per_batch=False).at(step=230, epoch=10, batch=None, logs={}).as_posix()
-        'ckpt/step-0000000230/model.safetensors'
+        >>> CheckpointPath("runs/a", per_batch=False).run.as_posix()
+        'runs/a'
     """
 
     def __init__(self, filepath: str | os.PathLike[str], per_batch: bool) -> None:
@@ -64,11 +64,10 @@ class CheckpointPath:
         if self._is_run and Path(path).is_file():
             raise ArgumentError(f"a path without a suffix is a run directory, and {path!r} is a file")
 
-    def at(self, step: int, epoch: int, batch: int | None, logs: Mapping[str, Any]) -> Path:
+    def at(self, epoch: int, batch: int | None, logs: Mapping[str, Any]) -> Path:
         """The file of one checkpoint.
 
         Args:
-            step: Training steps so far.
             epoch: The epoch, from 1.
             batch: The batch in the epoch, from 1; None between epochs.
             logs: The logs; only those named in the template are read.
@@ -76,8 +75,6 @@ class CheckpointPath:
         Raises:
             ArgumentError: A field that is neither of these, or a name that would leave the folder.
         """
-        if self._is_run:
-            return self._folder / self._name / f"step-{step:010d}" / f"model{_SUFFIX}"
         if not self.fields:
             return self._folder / self._name
         known: dict[str, int] = {"epoch": epoch} if batch is None else {"epoch": epoch, "batch": batch}
@@ -94,6 +91,11 @@ class CheckpointPath:
             if value is None:
                 raise ArgumentError(f"a file name holds single numbers only, and {name!r} is {logs[name]!r}")
         return self._folder / self._fill(values)
+
+    @property
+    def run(self) -> Path | None:
+        """The run directory, or None if this is a file or a template."""
+        return self._folder / self._name if self._is_run else None
 
     def _check_template(self, path: str, per_batch: bool) -> None:
         if not self._name.endswith(_SUFFIX):

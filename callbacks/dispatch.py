@@ -27,6 +27,8 @@ _HOOKS = {
     "on_predict_end": 0,
     "on_predict_batch_begin": 1,
     "on_predict_batch_end": 1,
+    "on_save": 1,
+    "on_exception": 1,
 }
 _ALIASES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
 _ENDS = {"on_train_begin": "on_train_end", "on_test_begin": "on_test_end", "on_predict_begin": "on_predict_end"}
@@ -132,26 +134,28 @@ class CallbackList:
                 except CallbackError:
                     if hook == self._open:
                         self._open = None
-                        self._end(hook, listeners[position + 1 :])
+                        self._end(hook, listeners[position + 1 :], {})
                     raise
         if hook == self._open:
             self._open = None
 
     def close_after_error(self, error: BaseException) -> None:
-        """End what had begun: `on_train_end` of all callbacks, with empty logs, but not of the one that raised.
+        """End what had begun: `on_exception` and `on_train_end` of all callbacks, but not of the one that raised.
 
-        Outside of `fit` it is `on_test_end` or `on_predict_end`. What these raise is a warning, so that it never hides
-        the first error. If nothing had begun, or all is ended, nothing happens.
+        Outside of `fit` it is `on_test_end` or `on_predict_end`; their logs are empty. What these raise is a warning,
+        so that it never hides the first error. If nothing had begun, or all is ended, nothing happens.
 
         Args:
             error: The error.
         """
         hook, self._open = self._open, None
-        if hook is not None:
-            if hook in self._readers:
+        if hook is None:
+            return
+        failed = self._failed if isinstance(error, CallbackError) else None
+        for name, args in (("on_exception", (error, {})), (hook, ({},))):
+            if name in self._readers:
                 self._expose()
-            failed = self._failed if isinstance(error, CallbackError) else None
-            self._end(hook, [pair for pair in self._listeners[hook] if pair[0] is not failed])
+            self._end(name, [pair for pair in self._listeners[name] if pair[0] is not failed], *args)
 
     def _run(self, callback: object, method: _Hook, hook: str, *args: Any) -> None:
         try:
@@ -160,10 +164,10 @@ class CallbackList:
             self._failed = callback
             raise CallbackError(_says(callback, hook, error)) from error
 
-    def _end(self, hook: str, listeners: list[tuple[object, _Hook]]) -> None:
+    def _end(self, hook: str, listeners: list[tuple[object, _Hook]], *args: Any) -> None:
         for callback, method in listeners:
             try:
-                method({})
+                method(*args)
             except Exception as error:
                 with contextlib.suppress(Warning):  # where warnings are errors, the first error still comes first
                     warnings.warn(f"while ending after an error, {_says(callback, hook, error)}", stacklevel=3)

@@ -1,39 +1,53 @@
-"""`ModelCheckpoint`: saves weights while training goes on."""
+"""`ModelCheckpoint`: saves the state of training, or weights alone, while training goes on."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from time import monotonic
+from typing import Any
 
-from ..errors import ArgumentError
+from ..checkpoint import Metric, RunFolder
+from ..errors import ArgumentError, CheckpointNotWrittenError
+from ..writer import Writer
 from .base import Callback, Logs
 from .checkpoint_path import CheckpointPath
-from .frequency import batches
+from .frequency import Every, batches
 from .monitor import Monitor
-from .scalars import as_text
+from .scalars import as_scalar, as_text
 from .terminal import say
 
 
 class ModelCheckpoint(Callback):
-    """Saves the weights after each epoch, after a number of batches, or whenever they are the best so far.
+    """Saves the state of training, or weights alone: after each epoch, or every so many batches or minutes.
 
-    This version saves weights; a run directory will hold the whole state of training in a later one.
+    Into a run directory it saves all that `fit(resume=True)` needs to go on bit for bit, in the background; also when
+    the process gets SIGTERM or Ctrl-C, or `max_time` is over. A file gets the weights.
 
     Args:
-        filepath: Where to. `"ckpt/best.safetensors"` is one file, replaced each time.
-            `"ckpt/{epoch:02d}-{val_loss:.2f}.safetensors"` is a template: its last component may have the fields
-            `{epoch}` and `{batch}`, both from 1, and any log. A path with neither suffix nor braces, as `"ckpt"`, is a
-            run directory: `ckpt/step-0000000010/model.safetensors`, by the training steps that this object has seen.
-        monitor: The log that says what is best (default `"val_loss"`). If it is missing, a warning lists the logs there
-            are, and nothing is saved.
+        filepath: Where to. `"ckpt"`, without suffix and braces, is a run directory: `ckpt/step-0000000010/`, by the
+            steps of training. `"ckpt/best.safetensors"` is one file of weights, replaced each time.
+            `"ckpt/{epoch:02d}-{val_loss:.2f}.safetensors"` is a template for such: its last component may have the
+            fields `{epoch}` and `{batch}`, both from 1, and any log.
+        monitor: The log that says what is best (default `"val_loss"`).
         verbose: 1 says what is saved; 0 (default) says nothing.
-        save_best_only: Whether to save only what is better than all before (default False). NaN never is.
-        save_weights_only: Weights are all that is saved, with either value (default False).
+        save_best_only: Whether to save only what is better than all before (default False). NaN never is. If the log is
+            missing, a warning lists those that there are, and nothing is saved.
+        save_weights_only: Whether weights are all that is saved (default False), as they are in a file in any case.
         mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name).
-        save_freq: `"epoch"` (default), or a number of batches.
+        save_freq: `"epoch"` (default), a number of batches, or a `timedelta`.
         initial_value_threshold: The value to beat at first (default: none). It goes on from one `fit` to the next.
+        keep_last: How many of the newest checkpoints a run directory keeps (default 3); None keeps all.
+        keep_best: How many of the best it keeps besides (default: 1 if the log is there). If a number is given and the
+            log is missing, that is an error.
+        on_exception: Whether to save also when `fit` breaks off with an error between two steps (default False).
+        max_save_failures: How many checkpoints in a row may fail, with a warning, before training ends (default 3).
 
     Attributes:
         best: The best value so far, or None.
+        writer: What writes into the run directory, or None for files.
 
     Raises:
         ArgumentError: A format other than safetensors, a template with anything but plain names, an unknown mode or
@@ -42,7 +56,7 @@ class ModelCheckpoint(Callback):
     Example:
         >>> from types import SimpleNamespace
         >>> checkpoint = ModelCheckpoint("{epoch:02d}-{loss:.1f}.safetensors", monitor="loss", save_best_only=True)
-        >>> saves = lambda path: print("saves", path)
+        >>> saves = lambda path, finite_only: print("saves", path)
         >>> checkpoint.set_model(SimpleNamespace(save_weights=saves, higher_is_better=lambda name: False))
         >>> checkpoint.on_train_begin()
         >>> for epoch, loss in enumerate([0.5, 0.7, 0.4]):
@@ -63,22 +77,41 @@ class ModelCheckpoint(Callback):
         save_best_only: bool = False,
         save_weights_only: bool = False,
         mode: str = "auto",
-        save_freq: str | int = "epoch",
+        save_freq: str | int | timedelta = "epoch",
         initial_value_threshold: float | None = None,
+        *,
+        keep_last: int | None = 3,
+        keep_best: int | None = None,
+        on_exception: bool = False,
+        max_save_failures: int = 3,
     ) -> None:
-        every = batches("save_freq", save_freq, {"epoch": 0})
-        if every and save_best_only and monitor.startswith("val_"):
+        self._seconds = save_freq.total_seconds() if isinstance(save_freq, timedelta) else 0.0
+        every = 0 if self._seconds else batches("save_freq", save_freq, {"epoch": 0})
+        self._between = bool(every or self._seconds)
+        if self._between and save_best_only and monitor.startswith("val_"):
             raise ArgumentError(
                 f"monitor={monitor!r} is not known between batches: use save_freq='epoch', or a training log such as "
                 "monitor='loss'"
             )
+        for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
+            if value is not None and value < least:
+                raise ArgumentError(f"{name} must be a whole number of at least {least}, or None, got {value!r}")
         self.filepath, self.monitor, self.verbose = os.fspath(filepath), monitor, verbose
         self.save_best_only, self.save_weights_only = save_best_only, save_weights_only
-        self.save_freq, self.mode = save_freq, mode
-        self._path = CheckpointPath(filepath, per_batch=bool(every))
-        self._every = every  # 0: epochs
+        self.save_freq, self.mode, self.keep_best, self.save_on_exception = save_freq, mode, keep_best, on_exception
+        self._path = CheckpointPath(filepath, per_batch=self._between)
         self._followed = Monitor(monitor, mode, best=initial_value_threshold)
-        self._epoch = self._steps = 0
+        self._every = Every(every)
+        self._epoch = 0
+        self._last_save = monotonic()
+        self.writer: Writer | None = None
+        if self._path.run is not None:
+            if save_weights_only:
+                raise ArgumentError(
+                    f"weights alone go into a file: filepath must end in '.safetensors', got {self.filepath!r}"
+                )
+            best = 1 if keep_best is None else keep_best
+            self.writer = Writer(RunFolder(self._path.run, keep_last, best), max_save_failures)
 
     @property
     def best(self) -> float | None:
@@ -86,23 +119,41 @@ class ModelCheckpoint(Callback):
         return self._followed.best
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Learn from the metric what is better."""
+        """Learn from the metric what is better, and make sure that the run directory can be written to."""
         self._followed.settle(self.model.higher_is_better(self.monitor))
+        self._every = Every(self._every.every)
+        self._last_save = monotonic()
+        if self.writer is not None:
+            self.writer.run.open()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note the epoch."""
         self._epoch = epoch
+        self._every.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Save, if it is time to."""
-        self._steps += 1
-        if self._every and self._steps % self._every == 0:
+        if self._every.reaches(batch) or (self._seconds and monotonic() - self._last_save >= self._seconds):
             self._save(self._epoch, batch, logs or {})
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Save, if it is time to."""
-        if not self._every:
+        if not self._between:
             self._save(epoch, None, logs or {})
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Let others write into the run directory."""
+        if self.writer is not None:
+            self.writer.run.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best so far, and how many batches have been counted."""
+        return {"followed": self._followed.state_dict(), "every": self._every.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._followed.load_state_dict(state["followed"])
+        self._every.load_state_dict(state["every"])
 
     def _save(self, epoch: int, batch: int | None, logs: Logs) -> None:
         reason = ""
@@ -117,7 +168,30 @@ class ModelCheckpoint(Callback):
                 if self.verbose:
                     say(f"Epoch {epoch + 1}: {reason}not saved")
                 return
-        path = self._path.at(self._steps, epoch + 1, None if batch is None else batch + 1, logs)
-        self.model.save_weights(path)
+        self._last_save = monotonic()
+        if self.writer is not None:
+            self.model.save_checkpoint(self.writer, self._metric(batch, logs))
+            where = self.filepath
+        else:
+            where = str(self._path.at(epoch + 1, None if batch is None else batch + 1, logs))
+            try:
+                self.model.save_weights(where, finite_only=True)
+            except CheckpointNotWrittenError as error:
+                warnings.warn(str(error), stacklevel=2)
+                return
         if self.verbose:
-            say(f"Epoch {epoch + 1}: {reason}saved {path}")
+            say(f"Epoch {epoch + 1}: {reason}saved {where}")
+
+    def _metric(self, batch: int | None, logs: Logs) -> Metric | None:
+        """How good the checkpoint is; between batches a log is read only if that was asked for."""
+        if batch is not None and not self.save_best_only:
+            return None
+        value = as_scalar(logs[self.monitor]) if self.monitor in logs else None
+        if value is None:
+            if self.keep_best:
+                raise ArgumentError(
+                    f"keep_best={self.keep_best} needs the log {self.monitor!r}, which isn't there. Available: "
+                    f"{', '.join(sorted(logs)) or 'none'}"
+                )
+            return None
+        return Metric(self.monitor, value, "max" if self._followed.rising else "min")

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tpufit.callbacks.base import TrainedModel
-from tpufit.checkpoint import write_weights
+from tpufit.checkpoint import Metric
+from tpufit.weights import write_weights
+from tpufit.writer import Writer
 
 
 class FakeModel:
@@ -19,8 +21,9 @@ class FakeModel:
         self.module: nn.Module = nn.Linear(1, 1, bias=False)
         self.optimizer: torch.optim.Optimizer | None = torch.optim.SGD(self.module.parameters(), lr=lr)
         self.input_bound: float | None = None
-        self.stop_training = False
+        self.stop_training = self.out_of_time = False
         self.saved: list[str] = []
+        self.wanted: list[tuple[Writer, Metric | None]] = []
         self._directions = directions or {}
 
     @property
@@ -47,9 +50,12 @@ class FakeModel:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.module.load_state_dict(dict(state))
 
-    def save_weights(self, filepath: str | os.PathLike[str]) -> None:
+    def save_weights(self, filepath: str | os.PathLike[str], *, finite_only: bool = False) -> None:
         write_weights(filepath, self.state_dict())
         self.saved.append(os.fspath(filepath))
+
+    def save_checkpoint(self, writer: Writer, metric: Metric | None = None) -> None:
+        self.wanted.append((writer, metric))
 
     def swap_ema_weights(self, to: bool | None = None) -> None:
         raise NotImplementedError

@@ -1,6 +1,7 @@
 """ModelCheckpoint: when it saves, and where to."""
 
 import math
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 from fake_model import FakeModel
 
 from tpufit.callbacks import ModelCheckpoint
-from tpufit.checkpoint import read_weights
 from tpufit.errors import ArgumentError
+from tpufit.weights import read_weights
 
 
 def epochs(checkpoint, logs, steps=0, model=None):
@@ -115,23 +116,66 @@ def test_logs_are_not_read_unless_they_decide(tmp_path, arguments):
     assert len(checkpoint.model.saved) == (2 if arguments["save_freq"] == 2 else 0)
 
 
+def run_of(checkpoint):
+    """The run directory that the checkpoint asked the model to write into, each time."""
+    epochs(checkpoint, losses(2, 1, 3), steps=2)
+    return [writer.run.path for writer, _ in checkpoint.model.wanted]
+
+
 @pytest.mark.parametrize("suffix", ["", "/"])
-def test_a_run_directory_counts_the_steps(tmp_path, suffix):
-    saved = epochs(ModelCheckpoint(f"{tmp_path}/run{suffix}"), losses(1, 2), steps=5)
-    expected = [tmp_path / "run" / f"step-{step:010d}" / "model.safetensors" for step in (5, 10)]
-    assert [Path(path) for path in saved] == expected
-    assert float(read_weights(expected[1])["weight"]) == 1
+def test_a_run_directory_gets_the_whole_state(tmp_path, suffix):
+    checkpoint = ModelCheckpoint(f"{tmp_path}/run{suffix}")
+    assert run_of(checkpoint) == [tmp_path / "run"] * 3
+    assert [metric.value for _, metric in checkpoint.model.wanted] == [2, 1, 3]
+    assert {(metric.name, metric.mode) for _, metric in checkpoint.model.wanted} == {("val_loss", "min")}
+
+
+def test_a_run_directory_gets_the_best_only(tmp_path):
+    assert len(run_of(ModelCheckpoint(tmp_path / "run", save_best_only=True))) == 2
+
+
+def test_a_run_directory_between_batches(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "run", save_freq=4)
+    assert len(run_of(checkpoint)) == 1
+    assert checkpoint.model.wanted[0][1] is None  # no log was read for it
+
+
+def test_every_so_many_minutes(tmp_path):
+    assert len(run_of(ModelCheckpoint(tmp_path / "run", save_freq=timedelta(minutes=10)))) == 0
+    assert len(run_of(ModelCheckpoint(tmp_path / "run", save_freq=timedelta(microseconds=1)))) == 6
+
+
+def test_weights_only_go_into_a_file(tmp_path):
+    with pytest.raises(ArgumentError, match=r"must end in '\.safetensors'"):
+        ModelCheckpoint(tmp_path / "run", save_weights_only=True)
+
+
+def test_the_best_are_kept_by_a_log_that_is_there(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "run", "val_f1", keep_best=2)
+    with pytest.raises(ArgumentError, match=r"keep_best=2 needs the log 'val_f1'.*Available: val_loss"):
+        run_of(checkpoint)
+
+
+def test_what_is_left_of_steps_joined_to_one_graph_is_counted(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "run", save_freq=4)
+    checkpoint.set_model(FakeModel())
+    checkpoint.on_train_begin({})
+    checkpoint.on_epoch_begin(0, {})
+    for last in (2, 5, 8):  # steps_per_execution=3: the hook comes once for three
+        checkpoint.on_train_batch_end(last, {})
+    assert len(checkpoint.model.wanted) == 2
+    checkpoint.on_train_end({})
 
 
 @pytest.mark.parametrize("name", ["run-0.1", ".hidden", "2024.11.21"])
 def test_what_only_looks_like_a_suffix_is_none(tmp_path, name):
-    assert Path(epochs(ModelCheckpoint(tmp_path / name), losses(1))[0]).parent.parent == tmp_path / name
+    assert run_of(ModelCheckpoint(tmp_path / name))[0] == tmp_path / name
 
 
 def test_a_directory_may_have_a_suffix_if_it_is_there_or_ends_with_a_slash(tmp_path):
     (tmp_path / "run.old").mkdir()
     for path in (f"{tmp_path}/run.old", f"{tmp_path}/run.new/"):
-        assert Path(epochs(ModelCheckpoint(path), losses(1))[0]).parent.parent == Path(path)
+        assert run_of(ModelCheckpoint(path))[0] == Path(path)
 
 
 def test_a_template_fills_its_last_component_only(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,14 @@ class Averages:
     def tensors(self) -> list[Tensor]:
         """Its tensors."""
         return [self._begun, *self._averages.values()]
+
+    def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
+        """Its tensors by name.
+
+        Args:
+            names: The parameters' names by their `id`.
+        """
+        return {".begun": self._begun} | {names[id(p)]: average for p, average in self._averages.items()}
 
     @torch.no_grad()
     def update(self, momentum: float, overwrite: bool) -> None:

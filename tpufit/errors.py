@@ -12,6 +12,12 @@ TpufitError
 |       |-- CacheDiskFullError          there is no room for the rest of it
 |       `-- CacheBusyError              another warm-up is at work on it
 |-- WeightsError (ValueError)           weights that don't fit the module, or a file that holds none
+|-- CheckpointError (RuntimeError)      a checkpoint can't be written, read, or gone on from
+|   |-- CheckpointMissingError          there is none where one was named
+|   |-- CheckpointDamagedError          a file of it is not what was written
+|   |-- CheckpointMismatchError         it is of another net, optimizer or data than are to be trained
+|   |-- CheckpointNotWrittenError       no room, no permission, or weights that aren't finite
+|   `-- CheckpointBusyError             another process trains into the same folder
 |-- StartError (RuntimeError)           the device runtime can't be started as asked
 |   |-- CoresError                      a number of cores that this host or process can't give
 |   `-- VersionError                    torch and torch_xla versions that don't belong together
@@ -113,6 +119,30 @@ class CacheBusyError(CacheError):
 
 class WeightsError(TpufitError, ValueError):
     """Weights don't fit the module, or the file is not one of weights."""
+
+
+class CheckpointError(TpufitError, RuntimeError):
+    """A checkpoint can't be written, read, or gone on from."""
+
+
+class CheckpointMissingError(CheckpointError):
+    """There is no checkpoint where one was named."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file of a checkpoint is not what was written: cut short, altered or missing."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint is of another net, optimizer or data than are to be trained."""
+
+
+class CheckpointNotWrittenError(CheckpointError):
+    """A checkpoint can't be written: there is no room, no permission, or its weights aren't finite."""
+
+
+class CheckpointBusyError(CheckpointError):
+    """Another process trains into the same folder."""
 
 
 class StartError(TpufitError, RuntimeError):

@@ -1,11 +1,25 @@
-"""Files that are whole or not there: written beside their target, and committed by a rename."""
+"""Files that are whole or not there, written beside their target and committed by a rename; and locks on folders."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-from collections.abc import Iterator
+import re
+import socket
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+# What a file system says that has no room for more, and one that has no locks.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextmanager
@@ -35,16 +49,31 @@ def replacing(target: Path) -> Iterator[Path]:
     draft = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
         yield draft
-        with open(draft, "rb") as file:
-            os.fsync(file.fileno())
+        flush(draft)
         os.replace(draft, target)
     finally:
         draft.unlink(missing_ok=True)
-    folder = os.open(target.parent, os.O_RDONLY)
+    flush(target.parent)  # else the rename itself may be lost with the power
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file.
+
+    Args:
+        path: The file.
+        tensors: Host tensors by name, no two of which share memory.
+        metadata: What the file says of itself.
+
+    Raises:
+        OSError: The file system refused. With an errno of `DISK_FULL` there is no room.
+    """
     try:
-        os.fsync(folder)  # else the rename itself may be lost with the power
-    finally:
-        os.close(folder)
+        safetensors.torch.save_file(dict(tensors), path, metadata=dict(metadata or {}))
+    except safetensors.SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))  # it says so in words only
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
 
 
 def drop_drafts(folder: Path) -> None:
@@ -55,3 +84,65 @@ def drop_drafts(folder: Path) -> None:
     """
     for draft in folder.glob(".*.tmp-*"):
         draft.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Have the disk hold what was written to a file, or the names in a folder, before anything that relies on it.
+
+    Args:
+        path: The file or folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class HeldError(Exception):
+    """Another process holds a lock; the message is what it wrote into it."""
+
+
+class Lock:
+    """A folder's lock against other processes. It ends with this process if not before, however that dies.
+
+    Processes that this one forks, such as a loader's workers, don't have it: they may live on when this one is killed.
+
+    Args:
+        folder: The folder, which exists.
+
+    Raises:
+        HeldError: Another process holds it.
+        OSError: The file system refused.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lock = Lock(Path(folder))
+        ...     lock.release()
+    """
+
+    def __init__(self, folder: Path) -> None:
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self._close = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = os.read(descriptor, 1000).decode(errors="replace")
+            self._close()
+            raise HeldError(holder) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                self._close()
+                raise
+            warnings.warn(
+                f"the file system of {folder} has no locks ({error.strerror}): make sure that no other process is at "
+                "work there",
+                stacklevel=3,
+            )
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+    def release(self) -> None:
+        """Let go of it."""
+        self._close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,6 +93,14 @@ class Accumulator:
     def tensors(self) -> list[Tensor]:
         """Its tensors."""
         return [self._rows, *self._sums.values()]
+
+    def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
+        """Its tensors by name.
+
+        Args:
+            names: The parameters' names by their `id`.
+        """
+        return {".rows": self._rows} | {names[id(p)]: total for p, total in self._sums.items()}
 
     def add(self, rows: int) -> None:
         """Take the gradients of a batch in, inside a step; the parameters have none afterwards.

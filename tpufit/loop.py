@@ -9,13 +9,20 @@ fit
             on_train_step_begin         for each of the steps that run as one
             step                        one graph, started and not waited for
             on_train_batch_end          its logs wait only if one is read
+            save what callbacks asked for, which waits for the device
             leave the epoch if a callback asked to stop
+            leave for good after SIGTERM or Ctrl-C, and save first
         read the epoch's logs           the epoch's one wait for the device
         if validation is due
             evaluate                    on_test_begin ... on_test_end, one wait
         on_epoch_end
+        save what callbacks asked for
         leave if a callback asked to stop
+    wait until everything is saved
     on_train_end                        of every callback, also after an error
+
+A `fit` that goes on from a checkpoint begins like any other. Once the callbacks have begun, and with them the epoch if
+the checkpoint is from the middle of one, everything is made what it was.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -32,11 +39,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .callbacks.dispatch import CallbackList
+from .checkpoint import Checkpoint
 from .data import Stream
 from .data.direct import Direct
 from .data.feed import Feed
 from .data.meter import advice
 from .runtime import agree
+from .saver import Progress, Saver, progress_of
+from .signals import Interruption
 from .step import Fed, StepRunner, Steps, fetch
 
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
@@ -47,6 +57,7 @@ class Trainee(Steps):
     """What the loop needs of a model: its steps, where a callback asks to stop, and the share of time without data."""
 
     input_bound: float | None
+    out_of_time: bool
     stop_training: bool
     stop_evaluating: bool
     stop_predicting: bool
@@ -74,8 +85,9 @@ def fit(
     train: Stream,
     validation: Validation | None,
     callbacks: CallbackList,
-    epochs: Iterable[int],
+    epochs: range,
     max_time: float | None = None,
+    resumed: Checkpoint | None = None,
 ) -> None:
     """Train for some epochs.
 
@@ -86,44 +98,124 @@ def fit(
         callbacks: Whom to tell.
         epochs: The epochs' numbers, from 0.
         max_time: After so many seconds it ends, with the batch under way.
+        resumed: What to go on from; the epochs before its own are left out.
     """
-    deadline = None if max_time is None else perf_counter() + max_time
-
-    def stops() -> bool:
-        if deadline is not None and perf_counter() > deadline:
-            model.stop_training = True
-        return bool(agree(model.stop_training))
-
-    model.stop_training = False
+    model.stop_training = model.out_of_time = False
     model.swap_ema_weights(to=False)
-    advised = False
-    logs: dict[str, Any] = {}
     model.module.eval()  # what it is left in, ready to be used
-    with _closing(callbacks, model):
+    with _closing(callbacks, model), Interruption() as interruption:
+        training = _Training(model, train, validation, callbacks, epochs.stop, max_time, interruption)
         callbacks.call("on_train_begin")
-        for epoch in epochs:
-            callbacks.call("on_epoch_begin", epoch)
-            run = StepRunner(model, "train", train.device_transform)
-            model.module.train()
-            began = perf_counter()
-            waited = _run_pass(model, run, train, epoch, callbacks, "train", stops)
-            logs = run.results()
-            elapsed = perf_counter() - began
-            model.input_bound = waited / elapsed
-            if not advised and (said := advice(waited, elapsed)):
-                advised = True
-                warnings.warn(said, stacklevel=3)
-            if validation is not None and validation.is_due(epoch):
-                logs |= {f"val_{name}": value for name, value in evaluate(model, validation.stream, callbacks).items()}
-            callbacks.call("on_epoch_end", epoch, logs)
-            if stops():
-                break
+        begun = Progress(epochs.start) if resumed is None else training.begin_from(resumed, epochs.start)
+        logs: dict[str, Any] = {}
+        with training.saver.rescuing():
+            for epoch in range(begun.epoch, epochs.stop):
+                logs = training.run_epoch(epoch)
+                if training.ends():
+                    break
+            training.saver.finish()
         model.finish_averages()
         callbacks.call("on_train_end", logs)
 
 
-def evaluate(model: Trainee, data: Stream, callbacks: CallbackList) -> dict[str, Any]:
+class _Training:
+    """One `fit`: what its epochs have in common."""
+
+    def __init__(
+        self,
+        model: Trainee,
+        train: Stream,
+        validation: Validation | None,
+        callbacks: CallbackList,
+        epochs: int,
+        max_time: float | None,
+        interruption: Interruption,
+    ) -> None:
+        self.model, self.train, self.validation, self.callbacks = model, train, validation, callbacks
+        self.epochs, self.interruption = epochs, interruption
+        self.saver = Saver(model, train, callbacks)
+        self._deadline = None if max_time is None else perf_counter() + max_time
+        self._resumed: Checkpoint | None = None  # what the epoch about to begin goes on from
+        self._advised = False
+
+    def begin_from(self, checkpoint: Checkpoint, first: int) -> Progress:
+        """Go on from a checkpoint, now or, if it is from the middle of an epoch, once that has begun."""
+        begun = progress_of(checkpoint, first)
+        if begun.stopped and self.epochs <= begun.epochs:  # it had come to its end
+            begun = replace(begun, epoch=self.epochs)
+        if begun.batches is None or begun.epoch >= self.epochs:
+            self.saver.go_on(checkpoint)
+        else:
+            self._resumed = checkpoint
+        return begun
+
+    def run_epoch(self, epoch: int) -> dict[str, Any]:
+        """Train for one epoch, and validate if it is time to. Returns the epoch's logs."""
+        callbacks, model = self.callbacks, self.model
+        callbacks.call("on_epoch_begin", epoch)
+        logs = self._train_on(epoch)
+        if self.validation is not None and self.validation.is_due(epoch):
+            self.saver.at(Progress(epoch, 0, logs, model.stop_training, self.epochs))
+            held_out = evaluate(model, self.validation.stream, callbacks, lambda: self.interruption.wanted)
+            self._leave_if_interrupted()
+            logs |= {f"val_{name}": value for name, value in held_out.items()}
+        callbacks.call("on_epoch_end", epoch, logs)
+        self.saver.at(Progress(epoch + 1, None, None, model.stop_training, self.epochs))
+        self._leave_if_interrupted()
+        return logs
+
+    def ends(self) -> bool:
+        """Whether training ends after this batch or epoch."""
+        model = self.model
+        model.out_of_time = self._deadline is not None and perf_counter() > self._deadline
+        return bool(agree(model.stop_training or model.out_of_time or self.interruption.wanted))
+
+    def _train_on(self, epoch: int) -> dict[str, Any]:
+        """The steps of an epoch, or what is left of them. Returns their logs."""
+        model, train, saver = self.model, self.train, self.saver
+        run = StepRunner(model, "train", train.device_transform)
+        before = 0
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            trained = progress_of(resumed).trained
+            before = saver.go_on(resumed, run if trained is None else None)
+            if trained is not None:
+                return dict(trained)
+
+        def ends(batches: int) -> bool:
+            saver.at(Progress(epoch, batches, None, model.stop_training, self.epochs), run)
+            return self.ends()
+
+        model.module.train()
+        began = perf_counter()
+        waited = _run_pass(model, run, train, epoch, self.callbacks, "train", ends, before=before)
+        self._leave_if_interrupted()
+        if model.out_of_time:
+            saver.save_now()  # here, and not at the epoch's end, because the rest of it is still to be trained on
+        logs = run.results()
+        elapsed = perf_counter() - began
+        model.input_bound = waited / elapsed
+        if not self._advised and (said := advice(waited, elapsed)):
+            self._advised = True
+            warnings.warn(said, stacklevel=5)
+        return logs
+
+    def _leave_if_interrupted(self) -> None:
+        if agree(self.interruption.wanted):
+            self.saver.save_now()
+            self.interruption.leave()
+
+
+def evaluate(
+    model: Trainee, data: Stream, callbacks: CallbackList, broken_off: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
     """Evaluate once over the data.
+
+    Args:
+        model: What to evaluate.
+        data: The data.
+        callbacks: Whom to tell.
+        broken_off: Whether to stop after the batch under way.
 
     Returns:
         The loss and the metrics over exactly the rows of the data.
@@ -133,7 +225,7 @@ def evaluate(model: Trainee, data: Stream, callbacks: CallbackList) -> dict[str,
         callbacks.call("on_test_begin")
         run = StepRunner(model, "eval", data.device_transform)
         model.module.eval()
-        _run_pass(model, run, data, 0, callbacks, "test", lambda: agree(model.stop_evaluating))
+        _run_pass(model, run, data, 0, callbacks, "test", lambda _: agree(model.stop_evaluating or broken_off()))
         logs = run.results()
         callbacks.call("on_test_end", logs)
     return logs
@@ -158,7 +250,7 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
             while len(flying) > _OUTPUTS_IN_FLIGHT:
                 landed.append(fetch(flying.popleft(), "outputs"))
 
-        _run_pass(model, run, data, 0, callbacks, "predict", lambda: agree(model.stop_predicting), collect)
+        _run_pass(model, run, data, 0, callbacks, "predict", lambda _: agree(model.stop_predicting), collect)
         landed.extend(fetch(outputs, "outputs") for outputs in flying)
         callbacks.call("on_predict_end")
     return landed
@@ -195,13 +287,14 @@ def _run_pass(
     epoch: int,
     callbacks: CallbackList,
     name: str,
-    stop: Callable[[], bool],
+    stop: Callable[[int], bool],
     collect: Callable[[list[Any]], None] | None = None,
+    before: int = 0,
 ) -> float:
-    """Run the steps of one pass. Returns for how many seconds it waited for data."""
+    """Run the steps of one pass, of which so many were run before. Returns for how many seconds it waited for data."""
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
     tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
-    index = started = 0
+    index = started = before
 
     def begin_step() -> None:
         nonlocal started
@@ -225,7 +318,7 @@ def _run_pass(
                 run.hooked()
             if collect:
                 collect(outputs)
-            if stop():
+            if stop(index):
                 break
     data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)
     return feed.seconds_waited

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import warnings
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from itertools import count, islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +20,7 @@ from .errors import ArgumentError
 from .loop import Trainee
 from .optimizers import set_rate
 from .runtime import HOST, agree, overwrite
+from .seeds import Draws
 from .step import Fed, StepRunner, fetch
 
 # So many steps are started between two waits for their losses; a training that diverges takes that many for nothing.
@@ -152,18 +151,16 @@ class LRCurve:
         return ax
 
 
-def find(model: Trainee, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
+def find(model: Trainee, data: Stream, sweep: Sweep) -> LRCurve:
     """Train at the rates of a sweep, and put everything back as it was.
 
     Args:
         model: What to train; it is where it shall be trained.
         data: Batches; if they end too early they are begun anew.
         sweep: The rates.
-        seed: With the step's number, what its random numbers are a function of.
     """
     rates, before = sweep.rates, _Before(model)
     try:
-        model._seed = seed
         run = StepRunner(model, "train", data.device_transform)
         model.module.train()
         with Feed(islice(_whole_batches(data), len(rates)), run.prepare, _WINDOW) as feed:
@@ -242,7 +239,7 @@ class _Before:
     def __init__(self, model: Trainee) -> None:
         model.write_back()
         self._model = model
-        self._draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self._draws = Draws.now()
         optimizers = model._optimizers()
         losses = model._loss.modules if model._loss else ()
         modules = [part for module in (model.module, *losses) for part in module.modules()]
@@ -275,10 +272,7 @@ class _Before:
         for place in (HOST, model._place):
             own = [(t, v) for t, v in pairs if (t.device.type == "cpu") == place.on_host]
             overwrite([t for t, _ in own], [v for _, v in own], place)
-        python, numpy, pytorch = self._draws
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(pytorch)
+        self._draws.restore()
 
 
 def _kept(values: MutableMapping[Any, Any]) -> tuple[MutableMapping[Any, Any], dict[Any, Any]]:

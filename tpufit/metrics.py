@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.utilities.compute import normalize_logits_if_needed
 
 from . import python_state
-from .errors import ArgumentError, UnknownNameError
+from .errors import ArgumentError, DataError, UnknownNameError
 from .losses import spread, weight_of
 from .outputs import Output, check_form, described, output_name, part
 from .runtime import Layout, Placement, move, to_device, to_host
@@ -124,6 +124,7 @@ class Metric:
     ) -> None:
         self.output = output
         self._prefix = "" if output is None else f"{output_name(output)}_"
+        self._seen: tuple[Tensor, Tensor] | None = None  # the forms of what a name was resolved by
         self._object: torchmetrics.Metric | None = None  # computes, on the host; None until a name is resolved
         self._traced: torchmetrics.Metric | None = None  # its twin that updates, at the place of the steps
         self._traced_at: Placement | None = None
@@ -176,8 +177,7 @@ class Metric:
         y_pred = y_pred.float() if y_pred.dtype is torch.bfloat16 else y_pred
         y_pred = self._with_classes_first(y_pred, y)
         if self._object is None:
-            named = _by_shapes(self._resolved, y_pred, y)
-            self._adopt(WeightedMean(_VALUES[self._resolved]) if self._weight else named)
+            self._resolve(y_pred, y)
         arguments = [*_comparable(self._resolved, y_pred, y), *self._weights(sample_weight, y)]
         # Split over the cores, some metrics' graphs end the process in the partitioner; whole inputs never did.
         arguments = [place.gather(argument) for argument in arguments]
@@ -210,6 +210,23 @@ class Metric:
         if isinstance(value, Tensor):
             return float(value) if value.numel() == 1 else value.numpy()
         return value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its name, and what a named metric has been resolved by."""
+        form = self._seen and [(list(t.shape), str(t.dtype).removeprefix("torch.")) for t in self._seen]
+        return {"name": self.name, "seen": form}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Be resolved as before, so that sums mean something even if no batch comes any more."""
+        if self._object is None and state["seen"]:
+            y_pred, y = (torch.empty(s, dtype=getattr(torch, d), device="meta") for s, d in state["seen"])
+            self._resolve(y_pred, y)
+
+    def _resolve(self, y_pred: Tensor, y: Tensor) -> None:
+        """Find out what a name means, by an output and a target."""
+        named = _by_shapes(self._resolved, y_pred, y)
+        self._adopt(WeightedMean(_VALUES[self._resolved]) if self._weight else named)
+        self._seen = (torch.empty_like(y_pred, device="meta"), torch.empty_like(y, device="meta"))
 
     def _adopt(self, metric: torchmetrics.Metric) -> None:
         metric.reset()
@@ -488,6 +505,51 @@ class Running:
     def results(self, reason: str) -> dict[str, Any]:
         """The means and metrics over all rows so far. This waits for the device, once."""
         return self._snapshot()(reason)
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The sums so far, to go on with them in another process.
+
+        Returns:
+            Numbers and names, as JSON can hold them; and tensors, wherever they are, by names of our own.
+        """
+        tensors = {f"default/{i}": tensor for i, tensor in enumerate(self._defaults)}
+        tensors |= {f"sum/{i}": tensor for i, tensor in enumerate(self.tensors)}
+        for slot, batches in enumerate(self._batches):
+            tensors |= {f"batch/{slot}/{i}/{j}": t for i, batch in enumerate(batches) for j, t in enumerate(batch)}
+        state = {
+            "keys": [list(key) for key in self._places],
+            "means": self._means,
+            "updated": self._updated,
+            "rows": self._rows,
+            "batches": [[len(batch) for batch in batches] for batches in self._batches],
+            "metrics": [metric.state_dict() for metric in self._metrics],
+        }
+        return state, tensors
+
+    def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on with sums, before the first step of a pass.
+
+        Args:
+            state: What `state_dict` gave,
+            tensors: and its tensors, on the host.
+
+        Raises:
+            DataError: There are other metrics now.
+        """
+        names = [[metric.name for metric in self._metrics], [own["name"] for own in state["metrics"]]]
+        if names[0] != names[1]:
+            raise DataError(f"the metrics are others in the middle of an epoch: {names[1]} then, {names[0]} now")
+        for metric, own in zip(self._metrics, state["metrics"], strict=True):
+            metric.load_state_dict(own)
+        self._places = {(key[0], key[1]): i for i, key in enumerate(state["keys"])}
+        self._means, self._updated, self._rows = list(state["means"]), state["updated"], state["rows"]
+        self._defaults = [tensors[f"default/{i}"] for i in range(len(self._places))]
+        sums = [tensors[f"sum/{i}"] for i in range(len(self._places))]
+        self.tensors = to_device(sums, self.place, Layout.WHOLE)
+        self._batches = [
+            [tuple(tensors[f"batch/{slot}/{i}/{j}"] for j in range(size)) for i, size in enumerate(sizes)]
+            for slot, sizes in enumerate(state["batches"])
+        ]
 
     def take(self) -> tuple[dict[str, Tensor], int]:
         """The sums behind the means so far, by name and on the device, with the number of rows; a new pass begins."""

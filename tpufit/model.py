@@ -19,15 +19,17 @@ from .averages import Ema
 from .callbacks import Callback, History
 from .callbacks.dispatch import CallbackList
 from .callbacks.progress import ProgbarLogger, resolve_verbose
-from .checkpoint import match_weights, named_tensors, read_weights, write_weights
+from .checkpoint import Metric
+from .checkpoint import save as save_checkpoint
 from .class_weight import ClassWeight
 from .data import Stream, hold_out, stream
 from .data.batches import as_tensors
-from .errors import ArgumentError, NotCompiledError, WeightsError
+from .errors import ArgumentError, CheckpointNotWrittenError, NotCompiledError, WeightsError
 from .gradients import Gradients
 from .losses import LossArgument, LossByOutput, LossWeightsArgument
 from .lr_find import LRCurve, Sweep, find
 from .metrics import MetricsArgument
+from .nests import is_plain
 from .optimizers import OptimizerArgument
 from .runtime import (
     HOST,
@@ -41,8 +43,12 @@ from .runtime import (
     settled,
     start,
 )
+from .saver import find_checkpoint, outside_of_fit
+from .snapshot import take
 from .step import StepRunner, fetch
 from .summary import table
+from .weights import first_broken, match_weights, named_tensors, read_weights, write_weights
+from .writer import Writer
 
 Callbacks = Callback | Sequence[Callback] | None
 _SCALINGS: dict[str | None, Callable[[int], float]] = {
@@ -66,6 +72,7 @@ class Model(loop.Trainee):
         history: The `History` of the last `fit`.
         input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
         stop_training: Set it to True in a callback to end training after the current batch.
+        out_of_time: Whether the last `fit` has ended because its `max_time` was over.
 
     Example:
         >>> import torch, tpufit
@@ -89,7 +96,7 @@ class Model(loop.Trainee):
         super().__init__(module)
         self.history: History | None = None
         self.input_bound: float | None = None
-        self.stop_training = self.stop_evaluating = self.stop_predicting = False
+        self.stop_training = self.stop_evaluating = self.stop_predicting = self.out_of_time = False
         self._batch_runs: dict[str, StepRunner] = {}
         self._scale_lr: str | None = "linear"
         self._matmul_precision = "default"
@@ -165,6 +172,7 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.compile`.
         """
+        given = {name: value for name, value in locals().items() if name not in ("self", "optimizer")}
         if scale_lr not in _SCALINGS:
             raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {scale_lr!r}")
         if jit_compile not in ("auto", True, False):
@@ -197,6 +205,9 @@ class Model(loop.Trainee):
         self._chosen_steps.clear()
         self._batch_runs.clear()
         self._formats = None
+        # What a checkpoint can hold of these arguments, for `tpufit.load`.
+        rebuilt = type(self.optimizer).__name__.lower() in optimizers.NAMES and is_plain(given)
+        self._recipe = given if rebuilt else None
         self._compiled = True
 
     def fit(
@@ -220,6 +231,7 @@ class Model(loop.Trainee):
         *,
         limit: int | float | None = None,
         max_time: float | timedelta | None = None,
+        resume: bool | str | os.PathLike[str] = False,
         cores: CoresArgument = None,
     ) -> History:
         """Train for a number of epochs.
@@ -248,6 +260,10 @@ class Model(loop.Trainee):
             validation_freq: Validate every so many epochs, or after the epochs (from 1) in a container.
             limit: Train and validate on so many batches an epoch only, or as a float on such a share of them.
             max_time: Stop after the batch that is under way when so much time has passed: seconds, or a `timedelta`.
+            resume: True: go on from the newest checkpoint of the `ModelCheckpoint(folder)` or `BackupAndRestore` among
+                the callbacks, or begin if there is none. `"best"`: from the best one. `"next_epoch"`: from the newest,
+                but leave out the rest of its epoch. A path: a run's folder, or one checkpoint, which must be whole.
+                On the same number of cores it goes on bit for bit; `initial_epoch` has no effect then.
             cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
                 in a process settles it, see `tpufit.init`.
 
@@ -259,6 +275,9 @@ class Model(loop.Trainee):
             ArgumentError, DataError, CoresError: See their messages; raised before anything is compiled.
             LabelError: A class label outside the module's classes.
             CallbackError: A callback raised; the others' `on_train_end` has run.
+            CheckpointError: A checkpoint to go on from is missing, damaged, or of something else; or too many could not
+                be written.
+            KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM, once the step is over and saved.
 
         Source: `keras.Model.fit`.
         """
@@ -271,10 +290,12 @@ class Model(loop.Trainee):
             raise ArgumentError(
                 "class_weight goes with one output only, and the loss has several: pass sample_weight in the form of y"
             )
+        given = _as_list(callbacks)
+        resumed = find_checkpoint(resume, given)
         settled_cores = start(cores, f"fit(cores={cores!r})")
         if validation_split and validation_data is None:
             x, y, sample_weight, validation_data = hold_out(x, y, sample_weight, validation_split)
-        self._seed = torch.initial_seed()
+        self._seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
         self._class_weight = weigher
         place = self._place_on(settled_cores)
         train = self._training_stream((x, y, sample_weight), batch_size, settled_cores, shuffle, steps_per_epoch)
@@ -288,14 +309,18 @@ class Model(loop.Trainee):
                 part.limit(limit)
         before = optimizers.rates(self._require_optimizer())
         optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](settled_cores.count))
+        if resumed is not None:
+            self._state.lost = False  # all of it gets its values anew
         self._move_to(place)
         if verbosity:
             print(self._headline(settled_cores, train.batch_size, before), flush=True)
+            if resumed is not None:
+                print(f"going on from step {resumed.step}", flush=True)
         history = History()
         params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
-        everyone = self._callbacks([*_as_list(callbacks), history], params)
+        everyone = self._callbacks([*given, history], params)
         self.history = history
-        loop.fit(self, train, validation, everyone, range(initial_epoch, epochs), seconds)
+        loop.fit(self, train, validation, everyone, range(initial_epoch, epochs), seconds, resumed)
         return history
 
     def evaluate(
@@ -442,9 +467,10 @@ class Model(loop.Trainee):
         self._require_compiled("lr_find")
         sweep = Sweep(start_lr, end_lr, steps, stop_factor, smoothing)
         settled_cores = start(cores, f"lr_find(cores={cores!r})")
+        self._seed = torch.initial_seed()
         data = self._training_stream((x, y, sample_weight), batch_size, settled_cores)
         self._move_to(self._place_on(settled_cores))
-        return find(self, data, sweep, torch.initial_seed())
+        return find(self, data, sweep)
 
     def train_on_batch(
         self,
@@ -551,6 +577,7 @@ class Model(loop.Trainee):
             ['loss']
         """
         settled_cores = start(cores, f"batches(cores={cores!r})")
+        self._seed = torch.initial_seed()
         return self._training_stream((x, y, sample_weight), batch_size, settled_cores, shuffle).epoch(epoch)
 
     def reset_metrics(self) -> None:
@@ -630,19 +657,53 @@ class Model(loop.Trainee):
             raise WeightsError(f"the module has {len(names)} tensors, got {len(weights)} weights: see get_weights")
         self.load_state_dict(dict(zip(names, map(torch.as_tensor, weights), strict=True)))
 
-    def save_weights(self, filepath: str | os.PathLike[str]) -> None:
+    def save(self, filepath: str | os.PathLike[str]) -> None:
+        """Save the weights, the optimizer and the arguments of `compile`, for `tpufit.load`.
+
+        No module is ever serialised; whoever loads it builds the net.
+
+        Args:
+            filepath: A folder, which is written as a whole or not at all; one that `save` has made is replaced.
+
+        Raises:
+            CheckpointNotWrittenError: Something else is there, the file system refused, or a weight isn't finite.
+            WeightsError: The module keeps something in its state that isn't a tensor.
+
+        Source: `keras.Model.save`.
+        """
+        state = outside_of_fit() | {"compile": self._recipe}
+        save_checkpoint(filepath, take(self, state))
+        self._last_saved = os.fspath(filepath)
+
+    def save_checkpoint(self, writer: Writer, metric: Metric | None = None) -> None:
+        """Have the whole state of training written, for callbacks: once all of them have had their turn, between steps.
+
+        Args:
+            writer: What writes it.
+            metric: How good it is, if that is known.
+        """
+        self._wanted_saves.append((writer, metric))
+
+    def save_weights(self, filepath: str | os.PathLike[str], *, finite_only: bool = False) -> None:
         """Save the weights as safetensors. The file is replaced in one instant, or not at all.
 
         Args:
             filepath: A path ending in `.safetensors`.
+            finite_only: Refuse to save weights that aren't finite (default False).
 
         Raises:
             ArgumentError: Another suffix.
+            CheckpointNotWrittenError: `finite_only`, and a weight holds NaN or infinities.
             OSError: The file system refused.
 
         Source: `keras.Model.save_weights`.
         """
-        write_weights(filepath, self.state_dict())
+        weights = self.state_dict()
+        learned = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        bad = first_broken(weights, learned) if finite_only else None
+        if bad is not None:
+            raise CheckpointNotWrittenError(f"{filepath} was not written: {bad} holds NaN or infinities")
+        write_weights(filepath, weights)
         self._last_saved = os.fspath(filepath)
 
     def load_weights(self, filepath: str | os.PathLike[str], skip_mismatch: bool = False) -> None:
@@ -745,7 +806,7 @@ class Model(loop.Trainee):
             batch_size=batch_size,
             cores=cores.count,
             shuffle=shuffle,
-            seed=torch.initial_seed(),
+            seed=self._seed,
             steps=steps,
             places=self._place_on(cores).places,
         )

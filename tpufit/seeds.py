@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Generator, Tensor
 
 from .errors import ArgumentError
 
@@ -60,3 +64,75 @@ def step_seed(seed: int, step: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return (z ^ (z >> 31)) >> 1
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where the host's random numbers are: Python's, NumPy's, PyTorch's, and those of generators of the user's own.
+
+    Example:
+        >>> before = Draws.now()
+        >>> first = random.random(), torch.rand(())
+        >>> before.restore()
+        >>> first == (random.random(), torch.rand(()))
+        True
+    """
+
+    python: Any
+    numpy: Any
+    pytorch: Tensor
+    own: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def now(cls, generators: Sequence[Generator] = ()) -> Draws:
+        """Where they are now.
+
+        Args:
+            generators: The user's own.
+        """
+        own = tuple(generator.get_state() for generator in generators)
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), own)
+
+    def restore(self, generators: Sequence[Generator] = ()) -> None:
+        """Let them be there again.
+
+        Args:
+            generators: As they were given to `now`.
+        """
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.pytorch)
+        for generator, state in zip(generators, self.own, strict=True):
+            generator.set_state(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same as plain values, which JSON can hold."""
+        version, words, gauss = self.python
+        kind, keys, *rest = self.numpy
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": [kind, keys.tolist(), *rest],
+            "torch": _hex(self.pytorch),
+            "own": [_hex(state) for state in self.own],
+        }
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Draws:
+        """What `state_dict` gave.
+
+        Args:
+            state: The plain values.
+        """
+        version, words, gauss = state["python"]
+        kind, keys, *rest = state["numpy"]
+        numpy = (kind, np.array(keys, dtype=np.uint32), *rest)
+        own = tuple(map(_of_hex, state["own"]))
+        return cls((version, tuple(words), gauss), numpy, _of_hex(state["torch"]), own)
+
+
+def _hex(state: Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _of_hex(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

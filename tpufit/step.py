@@ -7,7 +7,7 @@ the device can't be looked at inside.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from itertools import chain
@@ -87,6 +87,8 @@ class Steps:
         self._step = 0  # training steps taken since the model was made; the seed of each is a function of it
         self._seed = 0
         self._last_saved: str | None = None
+        self._recipe: dict[str, Any] | None = None  # the arguments of `compile`, as far as a checkpoint can hold them
+        self._wanted_saves: list[Any] = []  # what callbacks want written, and where, once the step is over
         self._own = {*vars(self), "_own"}
 
     def __call__(self, x: Any) -> Any:
@@ -431,12 +433,14 @@ class StepRunner:
 
     Attributes:
         steps: How many steps have been run.
+        inside: Whether a step has begun and not been started: after an error its work may be half done.
         before_step: Called before each step of training, and may set rates.
     """
 
     def __init__(self, model: Steps, role: str, transform: Callable[[Any], Any] | None = None) -> None:
         self._model, self._role, self._transform = model, role, transform
         self.steps = 0
+        self.inside = False
         self.before_step: Callable[[], None] | None = None
         self._transform_number = model._transform_number(transform)
         self._class_weight = model._class_weight if role == "train" else None
@@ -522,6 +526,7 @@ class StepRunner:
         seeds = [step_seed(model._seed, first + direction * i) for i in range(len(group))]
         if not self._program.traced_because and not model._place.on_host:
             self._check_guard()
+        self.inside = True
         self._group = group
         self._updates = model._next_updates(len(group), last) if self._role == "train" else []
         model._running = self._running
@@ -541,6 +546,7 @@ class StepRunner:
             if model._state.lost and not isinstance(error, StateLostError):
                 raise StateLostError(self._lost(error)) from error
             raise
+        self.inside = False
         self.steps += len(group)
         if self._role == "train":
             model._step += len(group)
@@ -590,6 +596,14 @@ class StepRunner:
     def results(self) -> dict[str, Any]:
         """The logs of the whole pass, as numbers. This is the pass's one wait for the device."""
         return self._running.results("logs")
+
+    def sums(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The sums of the pass so far, for a checkpoint: numbers, and tensors by name."""
+        return self._running.state_dict()
+
+    def load_sums(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on with the sums of a checkpoint, before the first step."""
+        self._running.load_state_dict(state, tensors)
 
     def take_sums(self) -> tuple[dict[str, Tensor], int]:
         """The sums of what the steps returned since the last call, on the device, and of how many rows they are."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -19,12 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import CacheDamagedError
-from ..files import replacing
+from ..files import replacing, write_tensors
 from .layout import Layout
 
 Columns = dict[str, NDArray[Any]]  # the bits of some rows by the fields' names, as in Field.bits
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NOTE = "tpufit"
 
 
@@ -38,7 +34,7 @@ def write(folder: Path, layout: Layout, number: int, columns: Mapping[str, Tenso
         columns: Its rows by the fields' names, each of shape `(rows, *shape)`.
 
     Raises:
-        OSError: The file system refused. With an errno of `DISK_FULL` there is no room.
+        OSError: The file system refused. With an errno of `files.DISK_FULL` there is no room.
     """
     checksums = {
         field.name: [zlib.crc32(rows.data) for rows in _blocks(field.bits(columns[field.name]), layout.rows_per_block)]
@@ -48,13 +44,7 @@ def write(folder: Path, layout: Layout, number: int, columns: Mapping[str, Tenso
     # One note only: safetensors writes several in an order that changes, and files are to be the same byte for byte.
     notes = {_NOTE: f"{zlib.crc32(note.encode())} {note}"}
     with replacing(folder / layout.name(number)) as draft:
-        try:
-            safetensors.torch.save_file(dict(columns), draft, metadata=notes)
-        except safetensors.SafetensorError as error:
-            found = re.search(r"os error (\d+)", str(error))  # it says so in words only
-            if found is None:
-                raise
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(draft)) from error
+        write_tensors(draft, columns, notes)
 
 
 class Shard:

@@ -31,23 +31,43 @@ class Source(ABC):
         batch_size: Rows per core, or None if the data make their own batches.
         device_transform: What the data want done to each batch on the device, or None.
         any_thread: Whether passes over the data may be made by different threads.
+        draws: Whether the user's code runs as they are read, which may draw random numbers.
+        generators: The user's own random generators that are drawn from.
     """
 
     batch_size: int | None = None
     device_transform: Transform | None = None
     any_thread: bool = True
+    draws: bool = False
+    generators: Sequence[torch.Generator] = ()
 
     @abstractmethod
-    def batches(self, index: int, start: int = 0) -> Iterator[tuple[int, Any]]:
+    def batches(
+        self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None
+    ) -> Iterator[tuple[int, Any]]:
         """One pass over the data.
 
         Args:
             index: The pass's number, from 0; with the seed it determines the order.
             start: The place to begin at: 0, or one that came with a batch of such a pass.
+            skipped: Called when what comes before `start` has been passed over, which may have drawn random numbers.
 
         Returns:
             Batches, each with the place right after it.
         """
+
+    @abstractmethod
+    def form(self) -> dict[str, Any]:
+        """What a place depends on, in numbers: it means nothing in data of another form."""
+
+    def batches_before(self, place: int) -> int:
+        """How many global batches of a pass come before a place."""
+        return -(-place // self.places_a_batch)
+
+    @property
+    @abstractmethod
+    def places_a_batch(self) -> int:
+        """How far a global batch moves the place."""
 
     def steps(self) -> int | None:
         """Batches a pass, or None if only reading them all can tell."""
@@ -112,7 +132,17 @@ class _Rows(Source):
     def steps(self) -> int:
         return -(-self.length // self.plan.rows)
 
-    def batches(self, index: int, start: int = 0) -> Iterator[tuple[int, Any]]:
+    def form(self) -> dict[str, Any]:
+        return {"rows": self.length, "batch_size": self.plan.batch_size, "shuffle": self.plan.shuffle}
+
+    @property
+    def places_a_batch(self) -> int:
+        return self.plan.rows
+
+    def batches(
+        self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None
+    ) -> Iterator[tuple[int, Any]]:
+        skipped()
         plan = self.plan
         shuffled = self.order(index) if plan.shuffle else None
         for first in range(start, self.length, plan.rows):
@@ -151,6 +181,8 @@ class Arrays(_Rows):
 
 class Samples(_Rows):
     """A map-style data set, read a sample at a time."""
+
+    draws = True
 
     def __init__(self, dataset: Dataset[Any], plan: Plan) -> None:
         super().__init__(len(dataset), plan)  # type: ignore[arg-type]
@@ -198,11 +230,14 @@ class Cached(_Rows):
 class Loader(Source):
     """A `DataLoader` with a sampler, `cores` of its batches joined to one. A place is a number of its own batches."""
 
+    draws = True
+
     def __init__(self, loader: DataLoader[Any], cores: int) -> None:
         self.loader, self.cores = loader, cores
         self.batch_size = loader.batch_size
         self.device_transform = _transform_of(loader.dataset)
         self.any_thread = _any_thread(loader)
+        self.generators = _generators(loader)
         # A loader of ours over the user's data set and sampler lets the workers make whole batches. On one core theirs
         # will do, which may have workers already.
         self._joining = _JoinedBatches(loader.batch_sampler, cores)
@@ -211,10 +246,19 @@ class Loader(Source):
     def steps(self) -> int | None:
         return _length(self._joined)
 
-    def batches(self, index: int, start: int = 0) -> Iterator[tuple[int, Any]]:
+    def form(self) -> dict[str, Any]:
+        return {"batches": _length(self.loader), "batch_size": self.batch_size}
+
+    @property
+    def places_a_batch(self) -> int:
+        return self.cores
+
+    def batches(
+        self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None
+    ) -> Iterator[tuple[int, Any]]:
         loader = self._joined
         if start:
-            loader = _over(self.loader, _JoinedBatches(self.loader.batch_sampler, self.cores, start))
+            loader = _over(self.loader, _JoinedBatches(self.loader.batch_sampler, self.cores, start, skipped))
         for place, batch in enumerate(read(loader), 1):
             yield start + place * self.cores, batch
 
@@ -222,10 +266,13 @@ class Loader(Source):
 class Iteration(Source):
     """Any iterable of batches, `cores` of them joined to one. A place is a number of its own batches."""
 
+    draws = True
+
     def __init__(self, batches: Iterable[Any], cores: int) -> None:
         self.iterable, self.cores = batches, cores
         self.device_transform = _transform_of(getattr(batches, "dataset", batches))
         self.any_thread = _any_thread(batches)
+        self.generators = _generators(batches) if isinstance(batches, DataLoader) else ()
         self._stateful: Any = (
             batches if hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict") else None
         )
@@ -235,10 +282,20 @@ class Iteration(Source):
         length = _length(self.iterable)
         return None if length is None else -(-length // self.cores)
 
-    def batches(self, index: int, start: int = 0) -> Iterator[tuple[int, Any]]:
+    def form(self) -> dict[str, Any]:
+        return {"batches": _length(self.iterable)}
+
+    @property
+    def places_a_batch(self) -> int:
+        return self.cores
+
+    def batches(
+        self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None
+    ) -> Iterator[tuple[int, Any]]:
         batches = read(self.iterable) if isinstance(self.iterable, DataLoader) else iter(self.iterable)
         if start and not self._placed:
-            next(islice(batches, start - 1, start), None)  # read, and dropped: there is no other way
+            _skip(batches, start)  # read, and dropped: there is no other way
+        skipped()
         self._placed, place = False, start
         while group := list(islice(batches, self.cores)):
             place += len(group)
@@ -257,14 +314,16 @@ class Iteration(Source):
 class _JoinedBatches:
     """A batch sampler that joins `cores` of another's batches, so that its own rules (drop_last, ...) stay in force."""
 
-    def __init__(self, batches: Any, cores: int, start: int = 0) -> None:
-        self.batch_sampler, self.cores, self.start = batches, cores, start
+    def __init__(self, batches: Any, cores: int, start: int = 0, skipped: Callable[[], object] = lambda: None) -> None:
+        self.batch_sampler, self.cores, self.start, self.skipped = batches, cores, start, skipped
 
     def __len__(self) -> int:
         return -(-(len(self.batch_sampler) - self.start) // self.cores)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        batches = islice(self.batch_sampler, self.start, None)
+        batches = iter(self.batch_sampler)
+        _skip(batches, self.start)
+        self.skipped()
         while group := list(islice(batches, self.cores)):
             yield [row for batch in group for row in batch]
 
@@ -304,6 +363,18 @@ def _over(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
         generator=loader.generator,
         **workers,
     )
+
+
+def _skip(batches: Iterator[Any], count: int) -> None:
+    """Take so many, and drop them."""
+    next(islice(batches, count, count), None)
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The random generators that a loader and its sampler were given."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    own = [getattr(part, "generator", None) for part in (loader, sampler)]
+    return [generator for i, generator in enumerate(own) if generator is not None and generator not in own[:i]]
 
 
 def _any_thread(batches: Any) -> bool:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ..errors import ArgumentError, DataError
+from ..seeds import Draws
 from .batches import as_tensors, count_rows, host_array
 from .cache import CachedDataset
 from .sources import Arrays, Cached, Iteration, Plan, Samples, Source, Transform, of_loader
@@ -33,7 +34,7 @@ _WAITS = 2e-3
 _ENOUGH = 8
 
 # How far behind the batches read one may ask for a place: more than are ever read ahead.
-_PLACES_KEPT = 4096
+_PLACES_KEPT = 1024
 
 
 def stream(
@@ -109,7 +110,7 @@ def stream(
         raise ArgumentError(f"{name} is a {type(x).__name__}, of which a process can't read its part: use a Dataset")
     else:
         source = _of_batches(x, batch_size, cores, name)
-    return Stream(source, steps, restart, name)
+    return Stream(source, steps, restart, name, cores)
 
 
 def hold_out(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any, Any, Any]:
@@ -154,12 +155,16 @@ class _Place(NamedTuple):
         number: The number of the pass over the data.
         place: The place in that pass, as the source counts.
         own: The data's own account of their place, if they keep one.
+        begun: Where random numbers were when the pass began,
+        draws: and where they were here, when nothing more had been read; both only where they are kept.
     """
 
     batches: int = 0
     number: int = 0
     place: int = 0
     own: dict[str, Any] | None = None
+    begun: Draws | None = None
+    draws: Draws | None = None
 
 
 class Stream:
@@ -170,18 +175,20 @@ class Stream:
         batch_size: Rows per core, or None if the data make their own batches.
         device_transform: What the data want done to each batch on the device, or None.
         quick: Whether the last pass showed that the data need no thread.
+        keeps_draws: Whether a place holds where the host's random numbers are, if reading the data may draw some.
     """
 
-    def __init__(self, source: Source, steps: int | None, restart: bool, name: str) -> None:
+    def __init__(self, source: Source, steps: int | None, restart: bool, name: str, cores: int = 1) -> None:
         self.batch_size = source.batch_size
         self.device_transform: Transform | None = source.device_transform
         self.steps = steps if steps is not None else source.steps()
-        self._source, self._limit, self._name = source, steps, name
-        self.quick = False
+        self._source, self._limit, self._name, self._cores = source, steps, name, cores
+        self.quick = self.keeps_draws = False
         self._tried = False
         self._goes_on = steps is not None and not restart
         self._running: Iterator[tuple[int, Any]] | None = None  # the pass that an epoch of `steps` left unfinished
         self._passes = 0
+        self._begun: Draws | None = None
         self._resumed: _Place | None = None
         self._places: deque[_Place] = deque([_Place()], maxlen=_PLACES_KEPT)  # of this epoch's batches
 
@@ -230,40 +237,80 @@ class Stream:
         self.quick = movable and batches >= _ENOUGH and computed < _QUICK * batches and busy < _WAITS * batches
         self._tried = self._tried or self.quick
 
-    def state_dict(self, batches: int) -> dict[str, Any]:
+    def state_dict(self, batches: int | None) -> dict[str, Any]:
         """The place after some batches of this epoch, which may be fewer than have been read ahead.
 
         Args:
-            batches: How many have been used, of those that `epoch` gave, with those before a resumption.
+            batches: How many have been used, of those that `epoch` gave, with those before a resumption. None: the
+                epoch is over, and the place is where the next one begins.
 
         Returns:
-            A small dict of numbers, and the data's own account of their place if they keep one.
+            Numbers and lists of them, and the data's own account of their place if they keep one.
 
         Raises:
             ArgumentError: So many have not been read.
         """
-        for place in self._places:
+        if batches is None:
+            last = self._places[-1]
+            own = self._source.state_dict()
+            between = last._replace(batches=0, own=own) if self._goes_on else None
+            return {"own": own} if between is None else self._plain(between)
+        for place in tuple(self._places):  # the feed's thread may be adding to them
             if place.batches == batches:
-                return place._asdict()
+                return self._plain(place)
         raise ArgumentError(f"{self._name} was not read as far as batch {batches} in this epoch")
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> int:
         """Begin the next epoch at a place.
 
         Rows of arrays and data sets are found in constant time; a loader's sampler is asked for the numbers that it
         would have given; batches of an iterable are read and dropped, unless it has `load_state_dict` itself.
 
         Args:
-            state: What `state_dict` gave, of a stream over the same data with the same seed.
+            state: What `state_dict` gave, of a stream over the same data with the same seed. The cores may be others.
+
+        Returns:
+            How many batches of the epoch came before, of those that there are on these cores.
+
+        Raises:
+            DataError: The place is one in other data.
         """
-        self._resumed = _Place(**state)
+        fields = {name: state[name] for name in _Place._fields if name in state}
+        for name in ("begun", "draws"):
+            if fields.get(name) is not None:
+                fields[name] = Draws.of(fields[name])
+        place = _Place(**fields)
+        if place.place:
+            self._check_form(state.get("form"))
+        if state.get("cores", self._cores) != self._cores and not self._goes_on:
+            place = place._replace(batches=self._source.batches_before(place.place))
+        if fields.keys() - {"own"}:
+            self._resumed = place
         self._running = None
-        if self._resumed.own is not None:
-            self._source.load_state_dict(self._resumed.own)
+        if place.own is not None:
+            self._source.load_state_dict(place.own)
+        return place.batches
+
+    def _plain(self, place: _Place) -> dict[str, Any]:
+        draws = {name: value and value.state_dict() for name, value in (("begun", place.begun), ("draws", place.draws))}
+        return place._asdict() | draws | {"form": self._source.form(), "cores": self._cores}
+
+    def _check_form(self, form: Mapping[str, Any] | None) -> None:
+        now = self._source.form()
+        others = [
+            f"{name} {then!r} then, {now.get(name)!r} now"
+            for name, then in (form or {}).items()
+            if then != now.get(name)
+        ]
+        if others:
+            raise DataError(
+                f"{self._name} can't be gone on with in the middle of an epoch, because it isn't what it was: "
+                f"{', '.join(others)}"
+            )
 
     def _one_pass(self, begin: _Place) -> Iterator[Any]:
         left = None if self._limit is None else self._limit - begin.batches
-        batches = islice(self._source.batches(begin.number, begin.place), left)
+        batches = islice(self._begin_pass(begin), left)
         yield from map(partial(self._note, begin.number), batches)
         if self._taken == 0 and not begin.place:
             again = " this time: an iterator can be read only once" if self._passes else ""
@@ -273,19 +320,19 @@ class Stream:
     def _next_batches(self, begin: _Place) -> Iterator[Any]:
         """Keras's rule for `steps_per_epoch`: take up where the last epoch left off, begin anew when the data end."""
         assert self._limit is not None
-        number, start = begin.number, begin.place
+        place = begin
         while self._taken < self._limit:
-            begins = self._running is None and not start
-            self._running = self._running or self._source.batches(number, start)
+            begins = self._running is None and not place.place
+            self._running = self._running or self._begin_pass(place)
             before = self._taken
-            yield from map(partial(self._note, number), islice(self._running, self._limit - before))
+            yield from map(partial(self._note, place.number), islice(self._running, self._limit - before))
             if self._taken < self._limit:
                 if begins and self._taken == before:
                     raise DataError(
                         f"{self._name} gave only {before} of the {self._limit} batches of this epoch and can't be read "
                         "again. Pass fewer steps, or data that can be iterated anew"
                     )
-                self._running, number, start = None, number + 1, 0
+                self._running, place = None, _Place(number=place.number + 1)
 
     @property
     def _taken(self) -> int:
@@ -295,8 +342,19 @@ class Stream:
     def _note(self, number: int, placed: tuple[int, Any]) -> Any:
         """Note a batch's place. Nothing here keeps the batch itself: a cache uses its memory again for the next one."""
         place, batch = placed
-        self._places.append(_Place(self._taken + 1, number, place, self._source.state_dict()))
+        draws = None if self._begun is None else Draws.now(self._source.generators)
+        self._places.append(_Place(self._taken + 1, number, place, self._source.state_dict(), self._begun, draws))
         return as_tensors(batch)
+
+    def _begin_pass(self, begin: _Place) -> Iterator[tuple[int, Any]]:
+        """A pass over the data from a place on, with the random numbers that it had there."""
+        generators = self._source.generators
+        if begin.begun is not None:
+            begin.begun.restore(generators)  # what is passed over is drawn again, as a loader's order is
+        keeps = self.keeps_draws and self._source.draws
+        self._begun = Draws.now(generators) if keeps else None
+        skipped = partial(begin.draws.restore, generators) if begin.draws is not None else lambda: None
+        return self._source.batches(begin.number, begin.place, skipped)
 
 
 def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Source:

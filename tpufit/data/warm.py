@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import linecache
 import multiprocessing
 import os
@@ -31,10 +30,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..errors import ArgumentError, CacheBusyError, CacheDiskFullError, CacheError, DataError
-from ..files import drop_drafts
+from ..files import DISK_FULL, HeldError, Lock, drop_drafts
 from .layout import Layout
 from .make import Maker, alone
-from .shards import DISK_FULL
 
 Workers = int | Literal["auto"]
 
@@ -54,7 +52,11 @@ def exclusive(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "ab")  # noqa: SIM115 - closed below
+        lock = Lock(folder)
+    except HeldError:
+        raise CacheBusyError(
+            f"another warm-up is at work in {folder}. Wait for its end; what it makes can then be read"
+        ) from None
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
@@ -62,24 +64,12 @@ def exclusive(folder: Path) -> Iterator[None]:
             f"{folder} can't be written to ({error.strerror}). Make the cache where that is possible, then read it "
             "from wherever it lies with CachedDataset.open"
         ) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CacheBusyError(
-                f"another warm-up is at work in {folder}. Wait for its end; what it makes can then be read"
-            ) from None
-        except OSError as error:
-            warnings.warn(
-                f"the file system of {folder} has no locks ({error.strerror}): make sure that no other warm-up is at "
-                "work there",
-                stacklevel=4,
-            )
+    drop_drafts(folder)
+    try:
+        yield
+    finally:
         drop_drafts(folder)
-        try:
-            yield
-        finally:
-            drop_drafts(folder)
+        lock.release()
 
 
 def build(maker: Maker, folder: Path, layout: Layout, workers: Workers, progress: bool) -> None:

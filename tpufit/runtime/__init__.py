@@ -10,7 +10,7 @@
 | `report` | counters of compilations, waits and fallbacks |
 """
 
-from .devices import Cores, CoresArgument, agree, init, platform, set_matmul_precision, settled, start
+from .devices import Cores, CoresArgument, agree, init, platform, set_matmul_precision, settled, start, versions
 from .graph import Program, State, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
@@ -43,4 +43,5 @@ __all__ = [
     "to_device",
     "to_host",
     "tracing",
+    "versions",
 ]

@@ -177,6 +177,11 @@ def check_versions(torch_version: str | None, xla_version: str | None) -> None:
         )
 
 
+def versions() -> dict[str, str]:
+    """The installed versions that the last digits of a training depend on."""
+    return {name: _version(name) or "none" for name in ("torch", "torch_xla")}
+
+
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

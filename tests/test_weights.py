@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import tpufit
-from tpufit.checkpoint import read_weights, write_weights
 from tpufit.errors import ArgumentError, WeightsError
+from tpufit.weights import read_weights, write_weights
 
 
 class Tied(nn.Module):
@@ -61,7 +61,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 def test_killed_while_writing_leaves_the_old_file(run_python, tmp_path):
     code = """
     import os, signal, safetensors.torch, torch
-    from tpufit.checkpoint import write_weights
+    from tpufit.weights import write_weights
     write_weights("w.safetensors", {"x": torch.ones(1000)})
     real = safetensors.torch.save_file
     def half(tensors, path, metadata):

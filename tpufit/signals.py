@@ -1,0 +1,70 @@
+"""`Interruption`: SIGTERM and Ctrl-C as a wish that is granted when a step is over, so that nothing is torn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+_NOTES = {
+    signal.SIGINT: b"\ninterrupted: finishing the step; once more leaves at once\n",
+    signal.SIGTERM: b"\nSIGTERM: finishing the step\n",
+}
+
+
+class Interruption:
+    """While it is entered, the first SIGTERM and the first SIGINT are only noted; a second one does what it always did.
+
+    It takes over where Python's own handlers are in force, and in the main thread, the only one that gets signals.
+    Handlers of the user's own stay.
+
+    Example:
+        >>> with Interruption() as interruption:
+        ...     os.kill(os.getpid(), signal.SIGTERM)
+        ...     print(interruption.wanted)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a signal has come."""
+        return self._signal is not None
+
+    def leave(self) -> NoReturn:
+        """Do what the signal asks for.
+
+        Raises:
+            KeyboardInterrupt: After SIGINT.
+            SystemExit: After SIGTERM, with exit status 143, as a shell shows it.
+        """
+        if self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + signal.SIGTERM)
+
+    def __enter__(self) -> Interruption:
+        usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in usual.items():
+                if signal.getsignal(number) == handler:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in list(self._before):
+            self._give_back(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        self._give_back(number)
+        with suppress(OSError):  # nobody may be listening any more
+            os.write(2, _NOTES[signal.Signals(number)])  # print is not to be used here: it may be at work right now
+
+    def _give_back(self, number: int) -> None:
+        signal.signal(number, self._before.pop(number))
