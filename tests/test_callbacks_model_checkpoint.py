@@ -1,5 +1,6 @@
 """ModelCheckpoint: when it saves, and where to."""
 
+import itertools
 import math
 from datetime import timedelta
 from pathlib import Path
@@ -140,9 +141,11 @@ def test_a_run_directory_between_batches(tmp_path):
     assert checkpoint.model.wanted[0][1] is None  # no log was read for it
 
 
-def test_every_so_many_minutes(tmp_path):
-    assert len(run_of(ModelCheckpoint(tmp_path / "run", save_freq=timedelta(minutes=10)))) == 0
-    assert len(run_of(ModelCheckpoint(tmp_path / "run", save_freq=timedelta(microseconds=1)))) == 6
+def test_every_so_many_minutes(tmp_path, monkeypatch):
+    clock = itertools.count(step=100)  # each look at it comes 100 s later
+    monkeypatch.setattr("tpufit.callbacks.model_checkpoint.monotonic", lambda: next(clock))
+    assert len(run_of(ModelCheckpoint(tmp_path / "run", save_freq=timedelta(minutes=10)))) == 1
+    assert len(run_of(ModelCheckpoint(tmp_path / "run", save_freq=timedelta(seconds=100)))) == 6
 
 
 def test_weights_only_go_into_a_file(tmp_path):
