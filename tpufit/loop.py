@@ -182,13 +182,15 @@ class _Training:
             if trained is not None:
                 return dict(trained)
 
-        def ends(batches: int) -> bool:
-            saver.at(Progress(epoch, batches, None, model.stop_training, self.epochs), run)
+        def ends() -> bool:
+            saver.at(Progress(epoch, run.batches, None, model.stop_training, self.epochs), run)
             return self.ends()
 
+        run.batches = before
+        saver.at(Progress(epoch, before, None, False, self.epochs), run)
         model.module.train()
         began = perf_counter()
-        waited = _run_pass(model, run, train, epoch, self.callbacks, "train", ends, before=before)
+        waited = _run_pass(model, run, train, epoch, self.callbacks, "train", ends)
         self._leave_if_interrupted()
         if model.out_of_time:
             saver.save_now()  # here, and not at the epoch's end, because the rest of it is still to be trained on
@@ -225,7 +227,7 @@ def evaluate(
         callbacks.call("on_test_begin")
         run = StepRunner(model, "eval", data.device_transform)
         model.module.eval()
-        _run_pass(model, run, data, 0, callbacks, "test", lambda _: agree(model.stop_evaluating or broken_off()))
+        _run_pass(model, run, data, 0, callbacks, "test", lambda: agree(model.stop_evaluating or broken_off()))
         logs = run.results()
         callbacks.call("on_test_end", logs)
     return logs
@@ -250,7 +252,7 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
             while len(flying) > _OUTPUTS_IN_FLIGHT:
                 landed.append(fetch(flying.popleft(), "outputs"))
 
-        _run_pass(model, run, data, 0, callbacks, "predict", lambda _: agree(model.stop_predicting), collect)
+        _run_pass(model, run, data, 0, callbacks, "predict", lambda: agree(model.stop_predicting), collect)
         landed.extend(fetch(outputs, "outputs") for outputs in flying)
         callbacks.call("on_predict_end")
     return landed
@@ -288,14 +290,13 @@ def _run_pass(
     epoch: int,
     callbacks: CallbackList,
     name: str,
-    stop: Callable[[int], bool],
+    stop: Callable[[], bool],
     collect: Callable[[list[Any]], None] | None = None,
-    before: int = 0,
 ) -> float:
-    """Run the steps of one pass, of which so many were run before. Returns for how many seconds it waited for data."""
+    """Run the steps of one pass, or what is left of it. Returns for how many seconds it waited for data."""
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
     tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
-    index = started = before
+    started = run.batches
 
     def begin_step() -> None:
         nonlocal started
@@ -310,16 +311,15 @@ def _run_pass(
         accumulates = name == "train" and model._gradients.accumulate_steps > 1
         for group, last in _knowing_the_last(_groups(feed, lambda: run.group_size), look=accumulates):
             if tell_begin:
-                callbacks.call(begin, index)
+                callbacks.call(begin, run.batches)
                 run.hooked()
             outputs = run(group, feed.paused, last)
-            index += len(group)
             if tell_end:
-                callbacks.call(end, index - 1, {"outputs": outputs[-1]} if collect else run.logs())
+                callbacks.call(end, run.batches - 1, {"outputs": outputs[-1]} if collect else run.logs())
                 run.hooked()
             if collect:
                 collect(outputs)
-            if stop(index):
+            if stop():
                 break
     data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)
     return feed.seconds_waited

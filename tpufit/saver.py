@@ -94,7 +94,9 @@ class Saver:
         try:
             yield
         except Exception:
-            if self._run is None or not self._run.inside:
+            if self._progress is not None and (self._run is None or not self._run.inside):
+                if self._run is not None:  # a callback may have raised after a step, before anybody noted it
+                    self._progress.batches = self._run.batches
                 wanting = (callback for callback in self._callbacks if getattr(callback, "save_on_exception", False))
                 self._save_for(writer for callback in wanting if (writer := writer_of(callback)) is not None)
             raise

@@ -499,13 +499,14 @@ class StepRunner:
 
     Attributes:
         steps: How many steps have been run.
+        batches: How many batches of the pass have been run on, with those before a resumption.
         inside: Whether a step has begun and not been started: after an error its work may be half done.
         before_step: Called before each step of training, and may set rates.
     """
 
     def __init__(self, model: Steps, role: str, transform: Callable[[Any], Any] | None = None) -> None:
         self._model, self._role, self._transform = model, role, transform
-        self.steps = 0
+        self.steps = self.batches = 0
         self.inside = False
         self.before_step: Callable[[], None] | None = None
         self._transform_number = model._transform_number(transform)
@@ -608,6 +609,7 @@ class StepRunner:
             model._note_formats(self._program.products)
         self.inside = False
         self.steps += len(group)
+        self.batches += len(group)
         if self._role == "train":
             model._step += len(group)
         if self._role == "predict":

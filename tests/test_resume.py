@@ -1,0 +1,363 @@
+"""Going on from a checkpoint: to the bit what a training gives that was never broken off."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import tpufit
+from tpufit.callbacks import BackupAndRestore, Callback, EarlyStopping, ModelCheckpoint
+from tpufit.errors import ArgumentError, CallbackError, CheckpointMismatchError, CheckpointMissingError
+
+pytestmark = pytest.mark.cores(1, 8, timeout=600)
+
+ROWS, BATCH, EPOCHS = 120, 32, 3  # four batches an epoch, the last one short
+X = torch.from_numpy(np.random.default_rng(0).normal(size=(ROWS, 8)).astype(np.float32))
+Y = (X.sum(1) > 0).long() + (X[:, 0] > 1).long()
+
+
+def net():
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+class StopAt(Callback):
+    """Sends this process a signal during a step, by its number in the run."""
+
+    def __init__(self, step, number=signal.SIGTERM):
+        self.left, self.number = step, number
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), self.number)
+
+
+class Noisy(Dataset):
+    """Rows with noise from NumPy's and PyTorch's global generators, as an augmentation draws it."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, i):
+        return X[i] + 0.1 * torch.randn(8) + float(np.random.random()), Y[i]
+
+
+class NoisyStream(IterableDataset):
+    def __iter__(self):
+        for i in np.random.permutation(ROWS):
+            yield X[i] + 0.1 * torch.randn(8), Y[i]
+
+
+class Warm(Callback):
+    """A callback with a state of its own: a rate that grows with the batches that it has seen."""
+
+    seen = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        self.model.learning_rate = 1e-3 * (1 + 0.1 * self.seen)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def arrays(cores):
+    return {"x": X, "y": Y, "batch_size": BATCH // cores}
+
+
+def loader(cores, data=None, **options):
+    options = {"shuffle": True} | options
+    return {"x": DataLoader(data or Noisy(), batch_size=BATCH // cores, **options)}
+
+
+DATA = {
+    "arrays": arrays,
+    "steps per epoch": lambda cores: arrays(cores) | {"steps_per_epoch": 3},
+    "samples": lambda cores: {"x": Noisy(), "batch_size": BATCH // cores},
+    "loader": loader,
+    "loader with a generator": lambda cores: loader(cores, generator=torch.Generator().manual_seed(5)),
+    "stream": lambda cores: loader(cores, NoisyStream(), shuffle=None),
+}
+COMPILE = {
+    "adamw": {"optimizer": "adamw"},
+    "all of it": {
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        "use_ema": True,
+        "ema_overwrite_frequency": 3,
+        "accumulate_steps": 2,
+        "global_clip_norm": 1.0,
+        "metrics": ["accuracy", "auroc"],
+    },
+    "counted on the host": {"optimizer": "adadelta", "metrics": {"top": "accuracy"}},
+    "traced": {"optimizer": "nadam", "jit_compile": False},
+    "joined": {"optimizer": "rmsprop", "steps_per_execution": 2},
+}
+
+
+def trained(cores, data, options, folder=None, stop=None, resume=False, epochs=EPOCHS, seed=11, extra=(), **fit):
+    """Train a new model. Returns what must be equal to the bit."""
+    tpufit.set_random_seed(seed)
+    model = tpufit.Model(net())
+    model.compile(loss="cross_entropy", scale_lr=None, **options)
+    callbacks = [Warm(), *extra]
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, save_freq=4))
+    if stop is not None:
+        callbacks.append(StopAt(stop))
+    history = model.fit(
+        **DATA[data](cores),
+        epochs=epochs,
+        validation_data=(X[:30], Y[:30]),
+        callbacks=callbacks,
+        cores=cores,
+        resume=resume,
+        verbose=0,
+        **fit,
+    )
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    for i, own in enumerate(model.optimizer.state.values()):
+        state |= {f"{key}{i}": torch.as_tensor(value).cpu().numpy() for key, value in own.items() if value is not None}
+    last = {name: values[-1] for name, values in history.history.items()}
+    return state, last, (model._step, model.learning_rate, float(np.random.random()), float(torch.rand(())))
+
+
+def assert_equal(one, other):
+    assert one[2] == other[2]
+    assert one[1] == other[1]
+    assert one[0].keys() == other[0].keys()
+    for name, value in one[0].items():
+        np.testing.assert_array_equal(value, other[0][name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "stop"),
+    [
+        ("arrays", "adamw", 7),
+        ("arrays", "adamw", 4),  # right at the end of an epoch
+        ("arrays", "all of it", 6),
+        ("arrays", "counted on the host", 5),
+        ("arrays", "traced", 7),
+        ("arrays", "joined", 4),
+        ("steps per epoch", "adamw", 5),
+        ("samples", "adamw", 6),
+        ("loader", "all of it", 7),
+        ("loader with a generator", "adamw", 6),
+        ("stream", "adamw", 6),
+    ],
+)
+def test_broken_off_and_gone_on_with(cores, tmp_path, data, options, stop):
+    expected = trained(cores, data, COMPILE[options])
+    with pytest.raises(SystemExit) as left:
+        trained(cores, data, COMPILE[options], tmp_path, stop=stop)
+    assert left.value.code == 143
+    # What the process has otherwise drawn, and what it was seeded with, doesn't matter any more.
+    assert_equal(trained(cores, data, COMPILE[options], tmp_path, resume=True, seed=99), expected)
+
+
+def test_saving_changes_nothing(cores, tmp_path):
+    expected = trained(cores, "samples", COMPILE["adamw"])
+    assert_equal(trained(cores, "samples", COMPILE["adamw"], tmp_path), expected)
+
+
+@pytest.mark.parametrize("where", ["validation", "epoch end"])
+def test_broken_off_between_two_epochs(cores, tmp_path, where):
+    class Stop(Callback):
+        def on_test_batch_begin(self, batch, logs=None):
+            if where == "validation" and not self.done:
+                self.stop()
+
+        def on_epoch_end(self, epoch, logs=None):
+            if where == "epoch end" and not self.done:
+                self.stop()
+
+        done = False
+
+        def stop(self):
+            self.done = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    expected = trained(cores, "samples", COMPILE["all of it"])
+    with pytest.raises(SystemExit):
+        trained(cores, "samples", COMPILE["all of it"], tmp_path, extra=[Stop()])
+    assert_equal(trained(cores, "samples", COMPILE["all of it"], tmp_path, resume=True), expected)
+
+
+def test_ctrl_c_finishes_the_step_and_the_same_model_goes_on(cores, tmp_path):
+    expected = trained(cores, "arrays", COMPILE["adamw"])
+    tpufit.set_random_seed(11)
+    model = tpufit.Model(net())
+    model.compile(loss="cross_entropy", scale_lr=None, **COMPILE["adamw"])
+    steps = []
+
+    class Count(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            steps.append(batch)
+
+    fit = {**arrays(cores), "epochs": EPOCHS, "validation_data": (X[:30], Y[:30]), "cores": cores, "verbose": 0}
+    checkpoint = ModelCheckpoint(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(**fit, callbacks=[Warm(), checkpoint, Count(), StopAt(6, signal.SIGINT)])
+    assert len(steps) == 6  # the step that was under way is the last one: the delay is one step
+    assert checkpoint.writer.run.steps() == [4, 6]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    model.fit(**fit, callbacks=[Warm(), checkpoint], resume=True)
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(value.numpy(), expected[0][name], err_msg=name)
+
+
+def test_max_time_goes_on_in_the_middle_of_the_epoch(cores, tmp_path):
+    class Late(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                time.sleep(0.3)
+
+    expected = trained(cores, "arrays", COMPILE["adamw"])
+    # The first step compiles, which takes longer than this: it is broken off after it.
+    trained(cores, "arrays", COMPILE["adamw"], tmp_path, extra=[Late()], max_time=0.001)
+    assert_equal(trained(cores, "arrays", COMPILE["adamw"], tmp_path, resume=True), expected)
+
+
+def test_early_stopping_stops_where_it_would_have(cores, tmp_path):
+    def run(**options):
+        stopping = EarlyStopping("loss", patience=2, min_delta=10.0, restore_best_weights=True)
+        result = trained(cores, "arrays", COMPILE["adamw"], epochs=9, extra=[stopping], **options)
+        return result, stopping.stopped_epoch
+
+    expected, epoch = run()
+    with pytest.raises(SystemExit):
+        run(folder=tmp_path, stop=6)
+    resumed, same = run(folder=tmp_path, resume=True)
+    assert epoch == same == 2
+    assert_equal(resumed, expected)
+    again, _ = run(folder=tmp_path, resume=True)  # it had come to its end
+    assert again[2][0] == expected[2][0]
+
+
+def test_backup_and_restore_goes_on_by_itself_and_is_gone_in_the_end(cores, tmp_path):
+    expected = trained(cores, "arrays", COMPILE["adamw"])
+    with pytest.raises(SystemExit):
+        trained(cores, "arrays", COMPILE["adamw"], extra=[BackupAndRestore(tmp_path)], stop=7)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000007"]
+    assert_equal(trained(cores, "arrays", COMPILE["adamw"], extra=[BackupAndRestore(tmp_path)]), expected)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_an_error_of_a_callback_keeps_what_was_done(cores, tmp_path):
+    class Faulty(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.armed and batch == 2:
+                raise ValueError("oh")
+
+        armed = True
+
+    faulty = Faulty()
+    with pytest.raises(CallbackError, match="oh"):
+        trained(cores, "arrays", COMPILE["adamw"], extra=[faulty, ModelCheckpoint(tmp_path, on_exception=True)])
+    faulty.armed = False
+    expected = trained(cores, "arrays", COMPILE["adamw"], extra=[faulty])
+    options = {"extra": [faulty, ModelCheckpoint(tmp_path, on_exception=True)], "resume": True}
+    assert_equal(trained(cores, "arrays", COMPILE["adamw"], **options), expected)
+
+
+def test_the_best_and_a_named_one(cores, tmp_path):
+    tpufit.set_random_seed(0)
+    model = tpufit.Model(net())
+    model.compile("adamw", "cross_entropy")
+    fit = {**arrays(cores), "cores": cores, "verbose": 0, "validation_data": (X[:30], Y[:30])}
+    weights = {}
+
+    class Keep(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            weights[epoch] = self.model.state_dict()
+
+    checkpoint = ModelCheckpoint(tmp_path, keep_last=None, keep_best=1)
+    history = model.fit(**fit, epochs=4, callbacks=[checkpoint, Keep()])
+    best = int(np.argmin(history.history["val_loss"]))
+    for resume, epoch in (("best", best), (tmp_path / "step-0000000008", 1), (tmp_path, 3)):
+        again = tpufit.Model(net())
+        again.compile("adamw", "cross_entropy")
+        again.fit(**fit, epochs=1, callbacks=[checkpoint], resume=resume)  # nothing is left to do
+        for name, value in again.state_dict().items():
+            np.testing.assert_array_equal(value.numpy(), weights[epoch][name].numpy(), err_msg=name)
+
+
+def test_what_does_not_fit_is_said_before_anything_is_compiled(cores, tmp_path):
+    fit = {**arrays(cores), "cores": cores, "verbose": 0}
+    with pytest.raises(SystemExit):
+        trained(cores, "arrays", COMPILE["adamw"], tmp_path, stop=6)
+
+    def resumed(module=None, optimizer="adamw", resume=True, **options):
+        model = tpufit.Model(module or net())
+        model.compile(optimizer, "cross_entropy", scale_lr=None)
+        return model.fit(**fit | options, epochs=3, callbacks=[ModelCheckpoint(tmp_path), Warm()], resume=resume)
+
+    wider = nn.Sequential(nn.Linear(8, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.3), nn.Linear(20, 3))
+    with pytest.raises(CheckpointMismatchError, match=r"0\.weight: \(16, 8\) in the weights, \(20, 8\) in the module"):
+        resumed(wider)
+    with pytest.raises(CheckpointMismatchError, match=r"missing in the weights: 5\.weight"):
+        resumed(nn.Sequential(*net(), nn.Linear(3, 3)))
+    with pytest.raises(CheckpointMismatchError, match=r"of AdamW, and optimizer is SGD"):
+        resumed(optimizer="sgd")
+    with pytest.raises(CheckpointMismatchError, match=r"parameter groups of optimizer \(AdamW\).*\[6\].*\[1, 5\]"):
+        resumed(optimizer=lambda p: torch.optim.AdamW([{"params": [q]} for q in [next(p)]] + [{"params": list(p)}]))
+    with pytest.raises(CheckpointMismatchError, match=r"rows 120 then, 100 now.*resume='next_epoch'"):
+        resumed(x=X[:100], y=Y[:100])
+    with pytest.raises(CheckpointMismatchError, match=r"batch_size \d+ then, \d+ now"):
+        resumed(batch_size=2 * BATCH // cores)
+    with pytest.raises(CheckpointMissingError, match="does not exist"):
+        resumed(resume=tmp_path / "elsewhere")
+    with pytest.raises(ArgumentError, match=r"resume=True looks for checkpoints where a callback keeps them"):
+        tpufit_model = tpufit.Model(net())
+        tpufit_model.compile("adamw", "cross_entropy")
+        tpufit_model.fit(**fit, resume=True)
+    history = resumed(x=X[:100], y=Y[:100], resume="next_epoch")
+    assert len(history.epoch) >= 1
+
+
+def test_another_number_of_cores_is_no_fault_but_is_said(cores, tmp_path):
+    with pytest.raises(SystemExit):
+        trained(cores, "arrays", COMPILE["adamw"], tmp_path, stop=6)
+    manifest = tmp_path / "step-0000000006" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f'"cores": {cores}', '"cores": 4'))
+    with pytest.warns(UserWarning, match=rf"going on from step 6 is not bit-exact: cores: 4 -> {cores}"):
+        trained(cores, "arrays", COMPILE["adamw"], tmp_path, resume=True)
+
+
+def test_a_model_that_was_saved_is_loaded_whole(cores, tmp_path):
+    tpufit.set_random_seed(0)
+    model = tpufit.Model(net())
+    model.compile("adamw", "cross_entropy", metrics=["accuracy"], scale_lr=None, use_ema=True)
+    fit = {**arrays(cores), "cores": cores, "verbose": 0}
+    model.fit(**fit, epochs=2)
+    model.save(tmp_path / "model")
+    again = tpufit.load(tmp_path / "model", net())
+    assert again.learning_rate == model.learning_rate
+    assert again.evaluate(X, Y, cores=cores, verbose=0) == model.evaluate(X, Y, cores=cores, verbose=0)
+    for one in (model, again):
+        one.fit(**fit, epochs=1)
+    for name, value in again.state_dict().items():
+        np.testing.assert_array_equal(value.numpy(), model.state_dict()[name].numpy(), err_msg=name)
+
+
+def test_a_model_with_objects_is_compiled_by_its_user(cores, tmp_path):
+    tpufit.set_random_seed(0)
+    options = {"optimizer": "adamw", "loss": nn.CrossEntropyLoss(label_smoothing=0.1), "scale_lr": None}
+    model = tpufit.Model(net())
+    model.compile(**options)
+    fit = {**arrays(cores), "cores": cores, "verbose": 0}
+    model.fit(**fit, epochs=2)
+    model.save(tmp_path / "model")
+    again = tpufit.load(tmp_path / "model", net())
+    again.compile(**options)
+    model.fit(**fit, epochs=1)
+    again.fit(**fit, epochs=1, resume=tmp_path / "model")
+    for name, value in again.state_dict().items():
+        np.testing.assert_array_equal(value.numpy(), model.state_dict()[name].numpy(), err_msg=name)
