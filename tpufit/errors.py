@@ -56,6 +56,26 @@ class UnknownNameError(ArgumentError):
         super().__init__(f"unknown {kind} {name!r}: {question}{hint + ' ' if hint else ''}Known: {', '.join(known)}")
 
 
+def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = "") -> None:
+    """Raise an `ArgumentError` for an argument that is no whole number, or too small a one.
+
+    Args:
+        name: The argument's name.
+        value: What came.
+        at_least: The smallest number that it may be (default 1).
+        otherwise: What else the argument may be, for the error; the caller has seen that it isn't.
+
+    Example:
+        >>> require_whole("steps", 5)
+        >>> require_whole("steps", True)
+        Traceback (most recent call last):
+        tpufit.errors.ArgumentError: steps must be a whole number of at least 1, got True
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        choice = f" or {otherwise}" if otherwise else ""
+        raise ArgumentError(f"{name} must be a whole number of at least {at_least}{choice}, got {value!r}")
+
+
 class NotCompiledError(TpufitError, RuntimeError):
     """A method needs something that `compile` has not given yet."""
 

@@ -23,7 +23,7 @@ from .checkpoint import match_weights, named_tensors, read_weights, write_weight
 from .class_weight import ClassWeight
 from .data import Stream, hold_out, stream
 from .data.batches import as_tensors
-from .errors import ArgumentError, NotCompiledError, WeightsError
+from .errors import ArgumentError, NotCompiledError, WeightsError, require_whole
 from .gradients import Gradients
 from .losses import LossArgument, LossByOutput, LossWeightsArgument
 from .lr_find import LRCurve, Sweep, find
@@ -169,11 +169,8 @@ class Model(loop.Trainee):
             raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {scale_lr!r}")
         if jit_compile not in ("auto", True, False):
             raise ArgumentError(f"jit_compile must be 'auto', True or False, got {jit_compile!r}")
-        whole = isinstance(steps_per_execution, int) and not isinstance(steps_per_execution, bool)
-        if steps_per_execution != "auto" and not (whole and int(steps_per_execution) >= 1):
-            raise ArgumentError(
-                f"steps_per_execution must be a whole number of at least 1 or 'auto', got {steps_per_execution!r}"
-            )
+        if steps_per_execution != "auto":
+            require_whole("steps_per_execution", steps_per_execution, otherwise="'auto'")
         precisions.check(precision)
         precisions.check_matmul(matmul_precision)
         gradients = Gradients(accumulate_steps, clip_norm, clip_value, global_clip_norm)
@@ -264,8 +261,8 @@ class Model(loop.Trainee):
         """
         self._require_compiled("fit")
         verbosity, seconds = resolve_verbose(verbose), _seconds(max_time)
-        if epochs < 1 or initial_epoch < 0:
-            raise ArgumentError(f"epochs must be at least 1 and initial_epoch 0, got {epochs!r} and {initial_epoch!r}")
+        require_whole("epochs", epochs)
+        require_whole("initial_epoch", initial_epoch, 0)
         weigher = None if class_weight is None else ClassWeight(class_weight)
         if weigher is not None and isinstance(self._loss, LossByOutput):
             raise ArgumentError(
