@@ -6,6 +6,7 @@ TpufitError
 |-- NotCompiledError (RuntimeError)     fit, evaluate or a step before compile gave what it needs
 |-- DataError (ValueError)              the data are empty, of unequal lengths or of an unusable form
 |   |-- LabelError                      a class label lies outside the module's classes
+|   |-- BatchError (RuntimeError)       the module or the loss fails on a batch; PyTorch's own error is chained to it
 |   `-- CacheError                      a cache of samples can't be made or read
 |       |-- CacheMismatchError          its source, transform or version are others than now
 |       |-- CacheDamagedError           a file of it is not what was written
@@ -86,6 +87,10 @@ class DataError(TpufitError, ValueError):
 
 class LabelError(DataError):
     """A class label lies outside the classes that the module tells apart."""
+
+
+class BatchError(DataError, RuntimeError):
+    """The module or the loss can't take a batch as it is. PyTorch's own error, if there is one, is its `__cause__`."""
 
 
 class CacheError(DataError):

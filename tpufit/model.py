@@ -128,7 +128,9 @@ class Model(loop.Trainee):
                 for an output that has no loss. It may be left out where `compute_loss` or `train_step` is overridden.
             metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict. For several outputs,
                 in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. A dict goes by the
-                outputs if `loss` is a dict or if one of its values is a list, else by the metrics' names.
+                outputs if `loss` is a dict or if one of its values is a list, else by the metrics' names. Labels that
+                the loss leaves out (`ignore_index`) are none to `"accuracy"` and `"auroc"`, and if it is not the
+                default of -100 to the other names either.
             loss_weights: What each output's loss is multiplied with in the total, in the form of `loss` (default: 1).
             weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
                 `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, and torchmetrics objects whose `update`
@@ -177,7 +179,8 @@ class Model(loop.Trainee):
         ema = Ema(ema_momentum, ema_overwrite_frequency) if use_ema else None
         built_loss = losses.build(loss, loss_weights)
         outputs = built_loss.outputs if isinstance(built_loss, LossByOutput) else None
-        built_metrics = metric_objects.build(metrics, weighted_metrics, outputs)
+        ignored = built_loss.ignored if built_loss is not None else None
+        built_metrics = metric_objects.build(metrics, weighted_metrics, outputs, ignored)
         self.optimizer = optimizers.build(optimizer, self.module)
         if precision == "bf16-true":
             self.write_back()
@@ -559,11 +562,12 @@ class Model(loop.Trainee):
 
     @property
     def metrics_names(self) -> list[str]:
-        """The names of the logs of a batch: `"loss"` and those of the metrics.
+        """The names of the logs of a batch: `"loss"`, of several outputs each one's `<output>_loss`, and the metrics'.
 
         Source: `keras.Model.metrics_names`.
         """
-        return ["loss", *(metric.name for metric in self.metrics)]
+        parts = self._loss.names if isinstance(self._loss, LossByOutput) else []
+        return ["loss", *parts, *(metric.name for metric in self.metrics)]
 
     def summary(self, print_fn: Callable[[str], object] | None = None) -> None:
         """Print the layers with their parameters, the totals, and after a first step in which formats it computed.
@@ -597,7 +601,7 @@ class Model(loop.Trainee):
             skip_mismatch: Load what fits and warn of the rest, instead of raising.
 
         Raises:
-            WeightsError: A name is missing or unknown, or a shape differs.
+            WeightsError: A name is missing or unknown, a shape differs, or the values of tied weights do.
         """
         self.write_back()
         own = named_tensors(self.module)
