@@ -9,11 +9,13 @@ fit
             on_train_step_begin         for each of the steps that run as one
             step                        one graph, started and not waited for
             on_train_batch_end          its logs wait only if one is read
+            if a validation inside the epoch is due
+                evaluate                on_test_begin ... on_test_end, one wait
             leave the epoch if a callback asked to stop
         read the epoch's logs           the epoch's one wait for the device
-        if validation is due
+        if validation is due            unless there has been one after the epoch's last step
             evaluate                    on_test_begin ... on_test_end, one wait
-        on_epoch_end
+        on_epoch_end                    with the logs of the epoch's last validation, if there was one
         leave if a callback asked to stop
     on_train_end                        of every callback, also after an error
 """
@@ -54,15 +56,17 @@ class Trainee(Steps):
 
 @dataclass(frozen=True)
 class Validation:
-    """What to validate on, and after which epochs.
+    """What to validate on, and when.
 
     Attributes:
         stream: The data.
         due: The epochs, counted from 1, that end with a validation; or every how many.
+        every: After how many steps of an epoch, again and again, there is one inside it (default: never).
     """
 
     stream: Stream
     due: int | Container[int]
+    every: int | None = None
 
     def is_due(self, epoch: int) -> bool:
         """Whether the epoch (from 0) ends with a validation."""
@@ -98,6 +102,7 @@ def fit(
     model.swap_ema_weights(to=False)
     advised = False
     logs: dict[str, Any] = {}
+    validations = None if validation is None else _Validations(model, validation, callbacks)
     model.module.eval()  # what it is left in, ready to be used
     with _closing(callbacks, model):
         callbacks.call("on_train_begin")
@@ -106,20 +111,60 @@ def fit(
             run = StepRunner(model, "train", train.device_transform)
             model.module.train()
             began = perf_counter()
-            waited = _run_pass(model, run, train, epoch, callbacks, "train", stops)
+            waited = _run_pass(model, run, train, epoch, callbacks, "train", stops, validations=validations)
             logs = run.results()
-            elapsed = perf_counter() - began
+            elapsed = perf_counter() - began - (validations.take_seconds() if validations is not None else 0.0)
             model.input_bound = waited / elapsed
             if not advised and (said := advice(waited, elapsed)):
                 advised = True
                 warnings.warn(said, stacklevel=3)
-            if validation is not None and validation.is_due(epoch):
-                logs |= {f"val_{name}": value for name, value in evaluate(model, validation.stream, callbacks).items()}
+            if validations is not None:
+                logs |= validations.close(epoch, run.steps)
             callbacks.call("on_epoch_end", epoch, logs)
             if stops():
                 break
         model.finish_averages()
         callbacks.call("on_train_end", logs)
+
+
+class _Validations:
+    """The validations of one epoch after another.
+
+    Args:
+        model: What is trained.
+        validation: On what, and when.
+        callbacks: Whom to tell.
+    """
+
+    def __init__(self, model: Trainee, validation: Validation, callbacks: CallbackList) -> None:
+        self._model, self._validation, self._callbacks = model, validation, callbacks
+        self._logs: dict[str, Any] = {}
+        self._at = 0  # after how many steps of the epoch the last one was
+        self._seconds = 0.0
+
+    def are_due(self, before: int, now: int) -> bool:
+        """Whether there is one inside the epoch, between two numbers of steps; they may be more than one apart."""
+        every = self._validation.every
+        return every is not None and before // every < now // every
+
+    def run(self, steps: int) -> None:
+        """Validate, after so many steps of the epoch."""
+        began = perf_counter()
+        self._logs = {f"val_{n}": v for n, v in evaluate(self._model, self._validation.stream, self._callbacks).items()}
+        self._at = steps
+        self._seconds += perf_counter() - began
+
+    def take_seconds(self) -> float:
+        """How long those inside the epoch have taken."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def close(self, epoch: int, steps: int) -> dict[str, Any]:
+        """The logs of the epoch's last validation, which is made now if it is due; empty if there was none."""
+        if self._validation.is_due(epoch) and self._at != steps:
+            self.run(steps)
+        logs, self._logs, self._at, self._seconds = self._logs, {}, 0, 0.0
+        return logs
 
 
 def evaluate(model: Trainee, data: Stream, callbacks: CallbackList) -> dict[str, Any]:
@@ -197,6 +242,7 @@ def _run_pass(
     name: str,
     stop: Callable[[], bool],
     collect: Callable[[list[Any]], None] | None = None,
+    validations: _Validations | None = None,
 ) -> float:
     """Run the steps of one pass. Returns for how many seconds it waited for data."""
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
@@ -225,6 +271,10 @@ def _run_pass(
                 run.hooked()
             if collect:
                 collect(outputs)
+            if validations is not None and validations.are_due(index - len(group), index):
+                with feed.paused():  # the evaluation's first steps are captured, and nothing else may be sent meanwhile
+                    validations.run(run.steps)
+                run.hooked()
             if stop():
                 break
     data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)

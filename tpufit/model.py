@@ -218,6 +218,7 @@ class Model(loop.Trainee):
         validation_batch_size: int | None = None,
         validation_freq: int | Container[int] = 1,
         *,
+        validation_step_freq: int | float | None = None,
         limit: int | float | None = None,
         max_time: float | timedelta | None = None,
         cores: CoresArgument = None,
@@ -245,7 +246,11 @@ class Model(loop.Trainee):
             steps_per_epoch: Global batches an epoch; needed for endless data.
             validation_steps: Batches a validation, each time from the start of its data.
             validation_batch_size: Rows per core when validating (default: `batch_size`).
-            validation_freq: Validate every so many epochs, or after the epochs (from 1) in a container.
+            validation_freq: Validate at the end of every so many epochs, or of the epochs (from 1) in a container.
+            validation_step_freq: Validate inside each epoch too, after every so many of its steps, or as a float after
+                every such share of them (`0.25`: four times an epoch). Each calls `on_test_begin` to `on_test_end`; the
+                epoch's logs have the `val_*` of its last validation. With `steps_per_execution=k` they come after the
+                step's group.
             limit: Train and validate on so many batches an epoch only, or as a float on such a share of them.
             max_time: Stop after the batch that is under way when so much time has passed: seconds, or a `timedelta`.
             cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
@@ -282,7 +287,10 @@ class Model(loop.Trainee):
         if validation_data is not None:
             size = validation_batch_size if validation_batch_size is not None else batch_size
             held_out = self._evaluation_stream(validation_data, size, settled_cores, validation_steps)
-            validation = loop.Validation(held_out, validation_freq)
+            every = None if validation_step_freq is None else _step_freq(validation_step_freq, train.steps)
+            validation = loop.Validation(held_out, validation_freq, every)
+        elif validation_step_freq is not None:
+            raise ArgumentError("validation_step_freq needs validation_data or validation_split to validate on")
         if limit is not None:
             for part in (train, validation.stream) if validation is not None else (train,):
                 part.limit(limit)
@@ -790,6 +798,28 @@ def _seconds(max_time: float | timedelta | None) -> float | None:
     if seconds is not None and not seconds > 0:
         raise ArgumentError(f"max_time must be a number of seconds above 0 or a timedelta, got {max_time!r}")
     return seconds
+
+
+def _step_freq(freq: int | float, steps: int | None) -> int:
+    """After how many steps of an epoch to validate.
+
+    Args:
+        freq: So many, or as a float such a share of an epoch.
+        steps: How many an epoch has, if that is known.
+    """
+    if isinstance(freq, float) and 0 < freq <= 1:
+        if steps is None:
+            raise ArgumentError(
+                f"validation_step_freq={freq}: the data don't say how many batches they have; give a number of steps"
+            )
+        return max(1, round(freq * steps))
+    require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
+    if steps is not None and freq > steps:
+        raise ArgumentError(
+            f"validation_step_freq={freq} is never reached: an epoch has {steps} steps. Use validation_freq to "
+            "validate at the end of every so many epochs"
+        )
+    return int(freq)
 
 
 def _returned(logs: Mapping[str, Any], return_dict: bool) -> Any:
