@@ -68,7 +68,7 @@ class OneCycle(Callback):
         if momentum_levels < 2:
             raise ArgumentError(f"momentum_levels must be at least 2, got {momentum_levels!r}")
         self.max_lr, self.total_steps, self.cycle_momentum = max_lr, total_steps, cycle_momentum
-        self._momenta = (base_momentum, max_momentum, momentum_levels)
+        self.momentum_levels = momentum_levels
         self._options: dict[str, Any] = {
             "pct_start": float(pct_start),
             "anneal_strategy": anneal_strategy,
@@ -126,8 +126,8 @@ class OneCycle(Callback):
         log_rate(self, logs)
 
     def _level(self, momentum: float) -> float:
-        low, high, levels = self._momenta
-        return low + round((momentum - low) / (high - low) * (levels - 1)) * (high - low) / (levels - 1)
+        low, high, steps = self._options["base_momentum"], self._options["max_momentum"], self.momentum_levels - 1
+        return float(low + round((momentum - low) / (high - low) * steps) * (high - low) / steps)
 
 
 def _set_momentum(group: dict[str, Any], momentum: float) -> None:

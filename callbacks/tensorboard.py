@@ -58,8 +58,9 @@ class TensorBoard(Callback):
         self._writers: dict[str, Any] = {}
         self._in_fit = False
         self._steps = 0
-        # The steps and the time when the epoch began, when its last step ended, and when a batch was last written.
-        self._epoch_began = self._epoch_ended = self._written = (0, 0.0)
+        # The steps and the time when the epoch began, and when a batch was last written; later by what was no training.
+        self._epoch_began = self._written = (0, 0.0)
+        self._test_began = 0.0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """From now on an evaluation is a validation."""
@@ -72,7 +73,7 @@ class TensorBoard(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the clock."""
-        self._epoch_began = self._written = self._epoch_ended = (self._steps, time.perf_counter())
+        self._epoch_began = self._written = (self._steps, time.perf_counter())
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Write the running means, if it is time to."""
@@ -86,17 +87,19 @@ class TensorBoard(Callback):
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Stop the clock: a validation is no training."""
-        self._stop_clock()
+        self._test_began = time.perf_counter()
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Write the evaluation by training steps."""
         self._write("validation", "evaluation_{}_vs_iterations", scalars(logs), self._steps)
+        took = time.perf_counter() - self._test_began
+        self._epoch_began, self._written = _later(self._epoch_began, took), _later(self._written, took)
         if not self._in_fit:
             self._close()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch."""
-        self._stop_clock()
+        now = (self._steps, time.perf_counter())
         values = scalars(logs)
         train = {name: value for name, value in values.items() if not name.startswith("val_")}
         validation = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
@@ -105,15 +108,11 @@ class TensorBoard(Callback):
         if self.model.input_bound is not None:
             train["input_bound"] = self.model.input_bound
         if self.write_steps_per_second:
-            train["steps_per_second"] = _speed(self._epoch_began, self._epoch_ended)
+            train["steps_per_second"] = _speed(self._epoch_began, now)
         self._write("train", "epoch_{}", train, epoch)
         self._write("validation", "epoch_{}", validation, epoch)
         for writer in self._writers.values():
             writer.flush()  # so that a TensorBoard that is open shows the epoch now
-
-    def _stop_clock(self) -> None:
-        if self._steps != self._epoch_ended[0]:
-            self._epoch_ended = (self._steps, time.perf_counter())
 
     def _write(self, run: str, tag: str, values: Mapping[str, float], step: int) -> None:
         if not values:
@@ -130,6 +129,10 @@ class TensorBoard(Callback):
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
+
+
+def _later(reading: tuple[int, float], seconds: float) -> tuple[int, float]:
+    return reading[0], reading[1] + seconds
 
 
 def _speed(start: tuple[int, float], end: tuple[int, float]) -> float:

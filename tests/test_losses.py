@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import tpufit
+from tpufit import runtime
 from tpufit.errors import ArgumentError, LabelError, NotCompiledError, UnknownNameError
 from tpufit.losses import NAMES, Loss, required
 
@@ -97,3 +99,71 @@ def test_what_is_no_loss(wrong):
 def test_a_missing_loss_says_how_to_give_one():
     with pytest.raises(NotCompiledError, match="fit needs a loss"):
         required(None, "fit")
+
+
+PREDICTIONS = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+TARGETS = {
+    "cross_entropy": torch.arange(24) % 3,
+    "nll_loss": torch.arange(24) % 3,
+    "hinge_embedding_loss": torch.arange(72).reshape(24, 3) % 2 * 2.0 - 1,
+    "soft_margin_loss": torch.arange(72).reshape(24, 3) % 2 * 2.0 - 1,
+}
+SHARES = torch.rand(24, 3, generator=torch.Generator().manual_seed(1))
+
+
+class Bias(nn.Module):
+    """Adds to what it is given, and makes it what the loss takes."""
+
+    def __init__(self, last=None):
+        super().__init__()
+        self.bias, self.last = nn.Parameter(torch.zeros(3)), last or nn.Identity()
+
+    def forward(self, x):
+        return self.last(x + self.bias)
+
+
+def model_for(loss):
+    last = {"binary_cross_entropy": nn.Sigmoid(), "nll_loss": nn.LogSoftmax(1)}
+    return Bias(last.get(loss) if isinstance(loss, str) else None)
+
+
+@pytest.mark.cores(1, 8, timeout=300)
+@pytest.mark.parametrize("loss", [*NAMES, nn.HuberLoss(delta=0.3)], ids=str)
+def test_every_loss_is_pytorchs_on_the_device_and_never_falls_back_to_the_host(cores, loss):
+    """torch_xla would compute Huber's loss on the host, with a wait in each step."""
+    y = TARGETS.get(loss, SHARES) if isinstance(loss, str) else SHARES
+    model = tpufit.Model(model_for(loss))
+    model.compile(lambda p: torch.optim.SGD(p, 0.1), loss, scale_lr=None, jit_compile=True)
+    before = runtime.counts()
+    losses = model.fit(PREDICTIONS, y, 24 // cores, 3, verbose=0, shuffle=False, cores=cores).history["loss"]
+    counts = runtime.counts() - before
+    assert not counts.fallbacks and counts.host_reads == 0
+
+    plain = model_for(loss)
+    optimizer, function = torch.optim.SGD(plain.parameters(), 0.1), NAMES[loss] if isinstance(loss, str) else loss
+    expected = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = function(plain(PREDICTIONS), y)
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    assert losses == pytest.approx(expected, abs=1e-6)
+    torch.testing.assert_close(model.state_dict()["bias"], plain.bias.detach(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.cores(1)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("delta", [1.0, 0.25, 4.0])
+def test_hubers_loss_is_pytorchs(reduction, delta):
+    tpufit.init(cores=1)
+    x, results = PREDICTIONS * 3, []
+    for device in ("cpu", "xla"):
+        prediction, target = x.to(device).requires_grad_(), SHARES.to(device)
+        value = F.huber_loss(prediction, target, reduction=reduction, delta=delta)
+        (gradient,) = torch.autograd.grad(value.sum(), prediction)
+        results.append((value.detach().cpu(), gradient.cpu()))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+    with pytest.raises(RuntimeError, match="non-positive values for delta"):
+        F.huber_loss(prediction, target, delta=0)

@@ -304,6 +304,46 @@ def test_tokens_with_their_classes_last(cores):
 
 
 @on_cores
+@pytest.mark.parametrize(("loss", "ignored"), [("cross_entropy", -100), (nn.CrossEntropyLoss(ignore_index=9), 9)])
+def test_labels_that_the_loss_leaves_out_are_none_to_a_metric(cores, loss, ignored):
+    tokens = np.random.default_rng(1).integers(0, 4, (77, 5))
+    tokens[np.random.default_rng(2).random((77, 5)) < 0.4] = ignored
+    tokens[40:50] = ignored
+
+    class Last(Tagger):
+        def forward(self, x):
+            return super().forward(x).movedim(2, 1)
+
+    with torch.no_grad():
+        y_pred, y = made(Last)(torch.from_numpy(X)).movedim(1, 2).flatten(0, 1), torch.from_numpy(tokens).flatten()
+    counts = y != ignored
+    correct, weight = y_pred[counts].argmax(1) == y[counts], torch.from_numpy(WEIGHT)[:, None].expand(77, 5).flatten()
+    expected = {
+        "accuracy": correct.float().mean().item(),
+        "weighted_accuracy": ((correct * weight[counts]).sum() / weight[counts].sum()).item(),
+        "auroc": classification.multiclass_auroc(y_pred, y, 4, ignore_index=ignored).item(),
+    }
+    named = ["accuracy", "auroc"]
+    if ignored != -100:
+        expected["recall"] = expected["accuracy"]  # of all classes together, as torchmetrics' default is
+        named.append("recall")
+    logs = evaluated(cores, Last, tokens, loss, WEIGHT, metrics=named, weighted_metrics=["accuracy"])
+    assert {name: logs[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+@on_cores
+def test_each_output_has_a_loss_with_labels_of_its_own_to_leave_out(cores):
+    kind = np.where(KIND == 0, 9, KIND)
+    losses = {"kind": nn.CrossEntropyLoss(ignore_index=9), "size": "mse"}
+    metrics = {"kind": ["accuracy"], "size": ["mae"]}
+    model = tpufit.Model(made(ByName))
+    model.compile("sgd", losses, metrics)
+    logs = model.evaluate(X, {"kind": kind, "size": SIZE}, 32 // cores, verbose=0, return_dict=True, cores=cores)
+    assert logs["kind_accuracy"] == pytest.approx(right()[torch.from_numpy(KIND) != 0].float().mean().item())
+    assert list(logs) == model.metrics_names == ["loss", "kind_loss", "size_loss", "kind_accuracy", "size_mae"]
+
+
+@on_cores
 def test_what_cannot_be_traced_trains_without_a_wait_more(cores):
     model = tpufit.Model(made(Kind))
     model.compile("sgd", "cross_entropy", [Reading(), "auroc"], jit_compile=True)

@@ -71,7 +71,8 @@ def test_arguments_are_checked_before_a_device_is_started():
     x = torch.ones(4, 2)
     for arguments, message in [
         ({"epochs": 0}, "epochs must be"),
-        ({"initial_epoch": -1}, "epochs must be"),
+        ({"initial_epoch": -1}, "initial_epoch must be a whole number of at least 0, got -1"),
+        ({"epochs": 1.5}, "epochs must be a whole number of at least 1, got 1.5"),
         ({"verbose": "loud"}, "verbose"),
         ({"cores": "many"}, "cores must be"),
     ]:

@@ -121,6 +121,43 @@ def test_what_does_not_fit_is_named(tmp_path):
     assert torch.equal(model.state_dict()["weight"], before["weight"])
 
 
+class TiedHead(nn.Module):
+    """As a GPT whose last layer is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.body(self.embedding(x)))
+
+
+def test_a_tie_that_cannot_be_kept(tmp_path):
+    model, path = tpufit.Model(TiedHead()), tmp_path / "parted.safetensors"
+    before = model.state_dict()
+    parted = before | {"head.weight": before["head.weight"] + 1, "body.bias": torch.ones(3)}
+    safetensors.torch.save_file({name: value.clone() for name, value in parted.items()}, path)
+    says = "tied in the module, but with different values in the weights: embedding.weight and head.weight"
+    for load in (lambda: model.load_weights(path), lambda: model.load_state_dict(parted)):
+        with pytest.raises(WeightsError, match=says):
+            load()
+    with pytest.raises(WeightsError, match=says):
+        model.set_weights([value.numpy() for value in parted.values()])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.warns(UserWarning, match=says):
+        model.load_weights(path, skip_mismatch=True)
+    after = model.state_dict()
+    assert torch.equal(after["embedding.weight"], before["embedding.weight"])
+    assert torch.equal(after["body.bias"], torch.ones(3))
+
+    equal = {name: value.clone() for name, value in before.items()}  # two copies of one value keep the tie
+    equal["embedding.weight"] = equal["head.weight"] = torch.full((5, 3), 2.0)
+    model.load_state_dict({name: value.clone() for name, value in equal.items()})
+    assert model.module.head.weight is model.module.embedding.weight
+    assert torch.equal(model.state_dict()["head.weight"], torch.full((5, 3), 2.0))
+
+
 def test_a_module_that_keeps_more_than_tensors():
     class Odd(nn.Linear):
         def get_extra_state(self):

@@ -6,6 +6,7 @@ TpufitError
 |-- NotCompiledError (RuntimeError)     fit, evaluate or a step before compile gave what it needs
 |-- DataError (ValueError)              the data are empty, of unequal lengths or of an unusable form
 |   |-- LabelError                      a class label lies outside the module's classes
+|   |-- BatchError (RuntimeError)       the module or the loss fails on a batch; PyTorch's own error is chained to it
 |   `-- CacheError                      a cache of samples can't be made or read
 |       |-- CacheMismatchError          its source, transform or version are others than now
 |       |-- CacheDamagedError           a file of it is not what was written
@@ -62,6 +63,26 @@ class UnknownNameError(ArgumentError):
         super().__init__(f"unknown {kind} {name!r}: {question}{hint + ' ' if hint else ''}Known: {', '.join(known)}")
 
 
+def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = "") -> None:
+    """Raise an `ArgumentError` for an argument that is no whole number, or too small a one.
+
+    Args:
+        name: The argument's name.
+        value: What came.
+        at_least: The smallest number that it may be (default 1).
+        otherwise: What else the argument may be, for the error; the caller has seen that it isn't.
+
+    Example:
+        >>> require_whole("steps", 5)
+        >>> require_whole("steps", True)
+        Traceback (most recent call last):
+        tpufit.errors.ArgumentError: steps must be a whole number of at least 1, got True
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        choice = f" or {otherwise}" if otherwise else ""
+        raise ArgumentError(f"{name} must be a whole number of at least {at_least}{choice}, got {value!r}")
+
+
 class NotCompiledError(TpufitError, RuntimeError):
     """A method needs something that `compile` has not given yet."""
 
@@ -72,6 +93,10 @@ class DataError(TpufitError, ValueError):
 
 class LabelError(DataError):
     """A class label lies outside the classes that the module tells apart."""
+
+
+class BatchError(DataError, RuntimeError):
+    """The module or the loss can't take a batch as it is. PyTorch's own error, if there is one, is its `__cause__`."""
 
 
 class CacheError(DataError):

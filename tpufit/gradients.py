@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import optimizers
-from .errors import ArgumentError
+from .errors import ArgumentError, require_whole
 
 
 class Update(NamedTuple):
@@ -46,9 +46,7 @@ class Gradients:
     global_clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        steps = self.accumulate_steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ArgumentError(f"accumulate_steps must be a whole number of at least 1, got {steps!r}")
+        require_whole("accumulate_steps", self.accumulate_steps)
         limits = {name: getattr(self, name) for name in ("clip_norm", "clip_value", "global_clip_norm")}
         given = {name: limit for name, limit in limits.items() if limit is not None}
         if len(given) > 1:

@@ -9,13 +9,15 @@ fit
             on_train_step_begin         for each of the steps that run as one
             step                        one graph, started and not waited for
             on_train_batch_end          its logs wait only if one is read
+            if a validation inside the epoch is due
+                evaluate                on_test_begin ... on_test_end, one wait
             save what callbacks asked for, which waits for the device
             leave the epoch if a callback asked to stop
             leave for good after SIGTERM or Ctrl-C, and save first
         read the epoch's logs           the epoch's one wait for the device
-        if validation is due
+        if validation is due            unless there has been one after the epoch's last step
             evaluate                    on_test_begin ... on_test_end, one wait
-        on_epoch_end
+        on_epoch_end                    with the logs of the epoch's last validation, if there was one
         save what callbacks asked for
         leave if a callback asked to stop
     wait until everything is saved
@@ -30,7 +32,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -53,6 +55,10 @@ from .step import Fed, StepRunner, Steps, fetch
 _OUTPUTS_IN_FLIGHT = 2
 
 
+# A context in which nothing is sent to the device but by whoever entered it.
+_Pause = Callable[[], AbstractContextManager[object]]
+
+
 class Trainee(Steps):
     """What the loop needs of a model: its steps, where a callback asks to stop, and the share of time without data."""
 
@@ -65,15 +71,17 @@ class Trainee(Steps):
 
 @dataclass(frozen=True)
 class Validation:
-    """What to validate on, and after which epochs.
+    """What to validate on, and when.
 
     Attributes:
         stream: The data.
         due: The epochs, counted from 1, that end with a validation; or every how many.
+        every: After how many steps of an epoch, again and again, there is one inside it (default: never).
     """
 
     stream: Stream
     due: int | Container[int]
+    every: int | None = None
 
     def is_due(self, epoch: int) -> bool:
         """Whether the epoch (from 0) ends with a validation."""
@@ -131,8 +139,9 @@ class _Training:
         max_time: float | None,
         interruption: Interruption,
     ) -> None:
-        self.model, self.train, self.validation, self.callbacks = model, train, validation, callbacks
+        self.model, self.train, self.callbacks = model, train, callbacks
         self.epochs, self.interruption = epochs, interruption
+        self.validations = None if validation is None else _Validations(model, validation, callbacks, interruption)
         self.saver = Saver(model, train, callbacks)
         self._deadline = None if max_time is None else perf_counter() + max_time
         self._resumed: Checkpoint | None = None  # what the epoch about to begin goes on from
@@ -151,16 +160,17 @@ class _Training:
 
     def run_epoch(self, epoch: int) -> dict[str, Any]:
         """Train for one epoch, and validate if it is time to. Returns the epoch's logs."""
-        callbacks, model = self.callbacks, self.model
-        callbacks.call("on_epoch_begin", epoch)
-        logs = self._train_on(epoch)
-        if self.validation is not None and self.validation.is_due(epoch):
-            self.saver.at(Progress(epoch, 0, logs, model.stop_training, self.epochs))
-            held_out = evaluate(model, self.validation.stream, callbacks, lambda: self.interruption.wanted)
+        self.callbacks.call("on_epoch_begin", epoch)
+        run = StepRunner(self.model, "train", self.train.device_transform)
+        logs = self._go_on(epoch, run)
+        if logs is None:
+            logs = self._train_on(epoch, run)
+        if self.validations is not None:
+            self._note(epoch, run.batches, trained=logs)
+            logs |= self.validations.close(epoch, run.batches)
             self._leave_if_interrupted()
-            logs |= {f"val_{name}": value for name, value in held_out.items()}
-        callbacks.call("on_epoch_end", epoch, logs)
-        self.saver.at(Progress(epoch + 1, None, None, model.stop_training, self.epochs))
+        self.callbacks.call("on_epoch_end", epoch, logs)
+        self._note(epoch + 1)
         self._leave_if_interrupted()
         return logs
 
@@ -170,42 +180,108 @@ class _Training:
         model.out_of_time = self._deadline is not None and perf_counter() > self._deadline
         return bool(agree(model.stop_training or model.out_of_time or self.interruption.wanted))
 
-    def _train_on(self, epoch: int) -> dict[str, Any]:
-        """The steps of an epoch, or what is left of them. Returns their logs."""
-        model, train, saver = self.model, self.train, self.saver
-        run = StepRunner(model, "train", train.device_transform)
-        before = 0
+    def _go_on(self, epoch: int, run: StepRunner) -> dict[str, Any] | None:
+        """If a checkpoint is from this epoch, go on from it. Returns the epoch's logs if only its validation is due."""
         resumed, self._resumed = self._resumed, None
-        if resumed is not None:
-            trained = progress_of(resumed).trained
-            before = saver.go_on(resumed, run if trained is None else None)
-            if trained is not None:
-                return dict(trained)
+        if resumed is None:
+            return None
+        progress = progress_of(resumed)
+        run.batches = self.saver.go_on(resumed, run if progress.trained is None else None)
+        if self.validations is not None and progress.validated is not None:
+            self.validations.last = progress.validated
+        if progress.trained is None:
+            return None
+        run.batches = progress.batches or 0
+        return dict(progress.trained)
 
-        def ends() -> bool:
-            saver.at(Progress(epoch, run.batches, None, model.stop_training, self.epochs), run)
+    def _train_on(self, epoch: int, run: StepRunner) -> dict[str, Any]:
+        """The steps of an epoch, or what is left of them. Returns their logs."""
+        model, validations = self.model, self.validations
+
+        def ends(pause: _Pause = nullcontext) -> bool:
+            if validations is not None and validations.is_due_inside(run.batches):
+                with pause():  # the evaluation's first steps are captured, and nothing else may be sent meanwhile
+                    validations.run(run.batches)
+                run.hooked()
+            self._note(epoch, run.batches, run)
             return self.ends()
 
-        run.batches = before
-        saver.at(Progress(epoch, before, None, False, self.epochs), run)
         model.module.train()
-        began = perf_counter()
-        waited = _run_pass(model, run, train, epoch, self.callbacks, "train", ends)
+        began, waited = perf_counter(), 0.0
+        if not ends():  # what it goes on from may be a step after which a validation was broken off
+            waited = _run_pass(model, run, self.train, epoch, self.callbacks, "train", ends)
         self._leave_if_interrupted()
         if model.out_of_time:
-            saver.save_now()  # here, and not at the epoch's end, because the rest of it is still to be trained on
+            self.saver.save_now()  # here, and not at the epoch's end: the rest of the epoch is still to be trained on
         logs = run.results()
-        elapsed = perf_counter() - began
+        elapsed = perf_counter() - began - (validations.take_seconds() if validations is not None else 0.0)
         model.input_bound = waited / elapsed
         if not self._advised and (said := advice(waited, elapsed)):
             self._advised = True
             warnings.warn(said, stacklevel=5)
         return logs
 
+    def _note(self, epoch: int, batches: int | None = None, run: StepRunner | None = None, trained: Any = None) -> None:
+        """Let the saver know how far training is, and save if that was asked for."""
+        validated = None if self.validations is None or batches is None else self.validations.last
+        stopped = self.model.stop_training
+        self.saver.at(Progress(epoch, batches, trained, validated, stopped, self.epochs), run)
+
     def _leave_if_interrupted(self) -> None:
         if agree(self.interruption.wanted):
             self.saver.save_now()
             self.interruption.leave()
+
+
+class _Validations:
+    """The validations of one epoch after another.
+
+    Args:
+        model: What is trained.
+        validation: On what, and when.
+        callbacks: Whom to tell.
+        interruption: What breaks one off; it is then as if it had never begun.
+
+    Attributes:
+        last: The epoch's last one: after how many of its batches it was, and its logs.
+    """
+
+    def __init__(
+        self, model: Trainee, validation: Validation, callbacks: CallbackList, interruption: Interruption
+    ) -> None:
+        self._model, self._validation, self._callbacks = model, validation, callbacks
+        self._interruption = interruption
+        self.last: dict[str, Any] = _NOT_YET
+        self._seconds = 0.0
+
+    def is_due_inside(self, batches: int) -> bool:
+        """Whether there is one inside the epoch, after so many batches, of which several may have come at once."""
+        every = self._validation.every
+        return every is not None and self.last["batches"] // every < batches // every
+
+    def run(self, batches: int) -> None:
+        """Validate, after so many batches of the epoch."""
+        began = perf_counter()
+        logs = evaluate(self._model, self._validation.stream, self._callbacks, lambda: self._interruption.wanted)
+        if not self._interruption.wanted:
+            self.last = {"batches": batches, "logs": {f"val_{name}": value for name, value in logs.items()}}
+        self._seconds += perf_counter() - began
+
+    def take_seconds(self) -> float:
+        """How long those inside the epoch have taken."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def close(self, epoch: int, batches: int) -> dict[str, Any]:
+        """The logs of the epoch's last validation, which is made now if it is due; empty if there was none."""
+        if self._validation.is_due(epoch) and self.last["batches"] != batches:
+            self.run(batches)
+        logs, self.last = self.last["logs"], _NOT_YET
+        self._seconds = 0.0
+        return dict(logs)
+
+
+_NOT_YET: dict[str, Any] = {"batches": 0, "logs": {}}
 
 
 def evaluate(
@@ -227,7 +303,7 @@ def evaluate(
         callbacks.call("on_test_begin")
         run = StepRunner(model, "eval", data.device_transform)
         model.module.eval()
-        _run_pass(model, run, data, 0, callbacks, "test", lambda: agree(model.stop_evaluating or broken_off()))
+        _run_pass(model, run, data, 0, callbacks, "test", lambda _: agree(model.stop_evaluating or broken_off()))
         logs = run.results()
         callbacks.call("on_test_end", logs)
     return logs
@@ -252,7 +328,7 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
             while len(flying) > _OUTPUTS_IN_FLIGHT:
                 landed.append(fetch(flying.popleft(), "outputs"))
 
-        _run_pass(model, run, data, 0, callbacks, "predict", lambda: agree(model.stop_predicting), collect)
+        _run_pass(model, run, data, 0, callbacks, "predict", lambda _: agree(model.stop_predicting), collect)
         landed.extend(fetch(outputs, "outputs") for outputs in flying)
         callbacks.call("on_predict_end")
     return landed
@@ -290,7 +366,7 @@ def _run_pass(
     epoch: int,
     callbacks: CallbackList,
     name: str,
-    stop: Callable[[], bool],
+    stop: Callable[[_Pause], bool],
     collect: Callable[[list[Any]], None] | None = None,
 ) -> float:
     """Run the steps of one pass, or what is left of it. Returns for how many seconds it waited for data."""
@@ -319,7 +395,7 @@ def _run_pass(
                 run.hooked()
             if collect:
                 collect(outputs)
-            if stop():
+            if stop(feed.paused):
                 break
     data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)
     return feed.seconds_waited

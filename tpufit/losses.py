@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from .errors import ArgumentError, DataError, LabelError, NotCompiledError, UnknownNameError
+from .data.shapes import listed
+from .errors import ArgumentError, BatchError, DataError, LabelError, NotCompiledError, UnknownNameError
 from .outputs import Output, check_form, described, output_name, part
 
 OneLoss = str | nn.Module | Callable[[Any, Any], Tensor]
@@ -52,6 +54,9 @@ KERAS = {  # Keras's names mean losses of probabilities by default; PyTorch's ta
 }
 
 _CLASS_LOSSES = (F.cross_entropy, F.nll_loss)
+
+IGNORED = -100
+"""The label that PyTorch's losses of classes leave out if they aren't told of another."""
 
 
 class Loss:
@@ -98,7 +103,7 @@ class Loss:
         self._checks_labels = (named and self.function in _CLASS_LOSSES) or isinstance(
             self.module, (nn.CrossEntropyLoss, nn.NLLLoss)
         )
-        self.ignore_index = int(getattr(self.module, "ignore_index", -100))
+        self.ignore_index = int(getattr(self.module, "ignore_index", IGNORED))
         self._output: tuple[int, ...] = ()  # the shape of the output that labels were last compared with
 
     def __call__(self, y_pred: Any, y: Any, sample_weight: Tensor | None = None) -> Tensor:
@@ -110,6 +115,9 @@ class Loss:
             sample_weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape
                 `(batch, time)`. As in Keras, the weighted losses are summed and divided by the number of elements, not
                 by the sum of the weights. (Elements whose label is `ignore_index` are none.)
+
+        Raises:
+            BatchError: Output and targets are of shapes that don't go together.
         """
         y_pred = tree_map(_to_float32, y_pred)
         if self._name and not isinstance(y_pred, Tensor):
@@ -117,8 +125,9 @@ class Loss:
                 f"{self._of}loss={self._name!r} compares one tensor with one target, but the module returns "
                 f"{described(y_pred)}. Give each output a loss: loss={{'a': ..., 'b': ...}} or loss=[..., ...]"
             )
+        self._check_target(y_pred, y)
         if sample_weight is None:
-            value = self.function(y_pred, y)
+            value = self._of_pair(self.function, y_pred, y)
         else:
             each = self._each(y_pred, y)
             value = (each * spread(sample_weight, each)).sum()
@@ -137,7 +146,7 @@ class Loss:
     def _each(self, y_pred: Any, y: Any) -> Tensor:
         """The loss of each row, before any reduction."""
         if not self._reducible:
-            value: Tensor = self.function(y_pred, y)
+            value: Tensor = self._of_pair(self.function, y_pred, y)
             if value.dim() == 0:
                 raise ArgumentError(
                     "sample_weight needs the loss of each row, but this loss function returns one number. Let it "
@@ -145,11 +154,47 @@ class Loss:
                 )
             return value
         if self.module is None:
-            each: Tensor = self.function(y_pred, y, reduction="none")
+            each: Tensor = self._of_pair(partial(self.function, reduction="none"), y_pred, y)
             return each
         module: Any = copy.copy(self.module)
         module.reduction = "none"
-        return module(y_pred, y)  # type: ignore[no-any-return]
+        return self._of_pair(module, y_pred, y)  # type: ignore[no-any-return]
+
+    def _of_pair(self, function: Callable[..., Any], y_pred: Any, y: Any) -> Any:
+        """What a function makes of output and target. What PyTorch says of their shapes names neither."""
+        try:
+            return function(y_pred, y)
+        except (RuntimeError, ValueError) as error:
+            if type(error) not in (RuntimeError, ValueError):  # what has a class of its own is no matter of shapes
+                raise
+            raise self._misfit(y_pred, y, f"PyTorch says: {error}") from error
+
+    def _check_target(self, y_pred: Any, y: Any) -> None:
+        """Of classes XLA takes some targets that PyTorch refuses, and computes NaN."""
+        if not self._checks_labels or not isinstance(y_pred, Tensor) or not isinstance(y, Tensor):
+            return
+        classes = (*y_pred.shape[:1], *y_pred.shape[2:]) if y_pred.dim() > 1 else ()
+        takes_shares = self.function is F.cross_entropy or isinstance(self.module, nn.CrossEntropyLoss)
+        if takes_shares and y.is_floating_point() and y.shape == y_pred.shape:
+            return
+        if y.is_floating_point() or tuple(y.shape) != classes:
+            other = ", or probabilities of the output's shape" if takes_shares else ""
+            raise self._misfit(y_pred, y, f"Expected classes as the targets: whole numbers of shape {classes}{other}")
+
+    def _misfit(self, y_pred: Any, y: Any, said: str) -> BatchError:
+        name = self._name or getattr(self.function, "__name__", type(self.function).__name__)
+        return BatchError(
+            f"{self._of}the loss {name} fails on what the module returns and the targets, which are "
+            f"{listed({'output': y_pred, 'target': y})}. {said}"
+        )
+
+    def ignored(self, output: Output | None = None) -> int | None:
+        """The label that this loss leaves out, if it has classes.
+
+        Args:
+            output: For an output's metric; a single loss has none.
+        """
+        return self.ignore_index if self._checks_labels and output is None else None
 
     def label_range(self, y: Any) -> tuple[int, int] | None:
         """The smallest and largest class of a batch of host labels, if this loss has classes.
@@ -260,7 +305,16 @@ class LossByOutput:
 
     def logs(self, parts: Mapping[Output, Tensor]) -> dict[str, Tensor]:
         """The parts, before they are weighed, by the names of their logs; as in Keras a single one is not told."""
-        return {f"{output_name(key)}_loss": value for key, value in parts.items()} if len(parts) > 1 else {}
+        return dict(zip(self.names, parts.values(), strict=True)) if self.names else {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parts' logs; none for a single one."""
+        return [f"{output_name(key)}_loss" for key in self._losses] if len(self._losses) > 1 else []
+
+    def ignored(self, output: Output | None = None) -> int | None:
+        """The label that an output's loss leaves out, if it has classes."""
+        return self._losses[output].ignored() if output in self._losses else None
 
     def label_range(self, y: Any) -> dict[Output, tuple[int, int]] | None:
         """What `Loss.label_range` says of each output's host labels, where there is something to check."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from .data import Stream
 from .data.batches import count_rows
 from .data.feed import Feed
-from .errors import ArgumentError
+from .errors import ArgumentError, require_whole
 from .loop import Trainee
 from .optimizers import set_rate
 from .runtime import HOST, agree, overwrite
@@ -57,8 +57,7 @@ class Sweep:
             raise ArgumentError(
                 f"start_lr must be above 0 and below end_lr, got start_lr={self.start_lr!r}, end_lr={self.end_lr!r}"
             )
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 2:
-            raise ArgumentError(f"steps must be a whole number of at least 2, got {self.steps!r}")
+        require_whole("steps", self.steps, 2)
         if not self.stop_factor > 1:
             raise ArgumentError(f"stop_factor must be above 1, got {self.stop_factor!r}")
         if not 0 <= self.smoothing < 1:

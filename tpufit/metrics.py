@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from torchmetrics.utilities.compute import normalize_logits_if_needed
 
 from . import python_state
 from .errors import ArgumentError, DataError, UnknownNameError
-from .losses import spread, weight_of
+from .losses import IGNORED, spread, weight_of
 from .outputs import Output, check_form, described, output_name, part
 from .runtime import Layout, Placement, move, to_device, to_host
 
@@ -113,6 +113,7 @@ class Metric:
         name: What to call it (default: its own name).
         output: Which of the module's outputs it is for (default: the only one).
         weighted: Whether it takes `sample_weight` into account.
+        ignored: The label that its output's loss leaves out, if that has classes. A metric by name leaves it out too.
 
     Raises:
         UnknownNameError: Nothing goes by that name.
@@ -120,16 +121,23 @@ class Metric:
     """
 
     def __init__(
-        self, metric: MetricArgument, name: str | None = None, output: Output | None = None, weighted: bool = False
+        self,
+        metric: MetricArgument,
+        name: str | None = None,
+        output: Output | None = None,
+        weighted: bool = False,
+        ignored: int | None = None,
     ) -> None:
-        self.output = output
+        self.output, self._ignored = output, ignored
         self._prefix = "" if output is None else f"{output_name(output)}_"
         self._seen: tuple[Tensor, Tensor] | None = None  # the forms of what a name was resolved by
         self._object: torchmetrics.Metric | None = None  # computes, on the host; None until a name is resolved
         self._traced: torchmetrics.Metric | None = None  # its twin that updates, at the place of the steps
         self._traced_at: Placement | None = None
         self._classes_at: int | None = None  # the dimension of an output's classes, once it is known
+        self._weighted = weighted
         self._weight = ""  # what its `update` calls the weights, if it takes them
+        self._masks = False  # whether labels are left out by weights of 0
         if isinstance(metric, str):
             resolved = _ALIASES.get(metric, metric)
             if resolved not in _BY_TASK and resolved not in _PLAIN:
@@ -224,8 +232,7 @@ class Metric:
 
     def _resolve(self, y_pred: Tensor, y: Tensor) -> None:
         """Find out what a name means, by an output and a target."""
-        named = _by_shapes(self._resolved, y_pred, y)
-        self._adopt(WeightedMean(_VALUES[self._resolved]) if self._weight else named)
+        self._adopt(self._named(y_pred, y))
         self._seen = (torch.empty_like(y_pred, device="meta"), torch.empty_like(y, device="meta"))
 
     def _adopt(self, metric: torchmetrics.Metric) -> None:
@@ -241,7 +248,8 @@ class Metric:
         """The twin that updates at this place; its buffers (thresholds and the like) live there."""
         if self._traced is None or self._traced_at != place:
             assert self._object is not None
-            if not (self._resolved or self._keeps_batches or place.on_host):
+            known = self._resolved and getattr(self._object, "ignore_index", None) is None
+            if not (known or self._keeps_batches or place.on_host):
                 self._keeps_batches = not self._can_be_traced(arguments)
             self._traced, self._traced_at = self._object.clone(), place
             move(self._traced.buffers(), place)
@@ -282,11 +290,27 @@ class Metric:
             )
         return one, other
 
+    def _named(self, y_pred: Tensor, y: Tensor) -> torchmetrics.Metric:
+        """The object that the name means, for an output and a target of these shapes."""
+        name, ignored = self._resolved, self._ignored
+        # torchmetrics picks the labels that count, which the device can't: all but the accuracy, whose labels can be
+        # weighed instead, are then computed on the host. "auroc" is anyway; the others only where it was asked for.
+        named = _by_shapes(name, y_pred, y, ignored if name == "auroc" or ignored != IGNORED else None)
+        if name == "accuracy" and ignored is not None and _is_multiclass(y_pred, y):
+            self._masks, self._weight = True, "weight"
+            return WeightedMean(_is_correct, torch.float32 if self._weighted else torch.int64)
+        return WeightedMean(_VALUES[name]) if self._weighted else named
+
     def _weights(self, sample_weight: Any, y: Tensor) -> list[Tensor]:
+        """The weights that its `update` takes, if it does; labels that are left out weigh nothing."""
         if not self._weight:
             return []
         weight = sample_weight if self.output is None else weight_of(sample_weight, self.output)
-        return [torch.ones(len(y), device=y.device) if weight is None else weight.float()]
+        counts: Tensor | None = torch.ne(y, self._ignored) if self._masks and self._ignored is not None else None
+        if counts is not None and not self._weighted:
+            return [counts]
+        weight = torch.ones(len(y), device=y.device) if weight is None else weight.float()
+        return [weight if counts is None else spread(weight, counts.float()) * counts]
 
     def _with_classes_first(self, y_pred: Tensor, y: Tensor) -> Tensor:
         """The output with its classes in dimension 1, as PyTorch has them; where they are last they are moved there.
@@ -330,6 +354,7 @@ class WeightedMean(torchmetrics.Metric):
 
     Args:
         value: `value(y_pred, y)`: the value of each element, shape `(batch, ...)`.
+        dtype: Of the sums (default: float32); whole numbers are exact where values and weights are 0 or 1.
 
     Example:
         >>> metric = WeightedMean(torch.sub)
@@ -342,11 +367,11 @@ class WeightedMean(torchmetrics.Metric):
     total: Tensor
     weight: Tensor
 
-    def __init__(self, value: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, value: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self._value = value
-        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
-        self.add_state("weight", torch.zeros(()), dist_reduce_fx="sum")
+        self._value, self._sum_dtype = value, dtype
+        self.add_state("total", torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
+        self.add_state("weight", torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
 
     def update(self, y_pred: Tensor, y: Tensor, weight: Tensor) -> None:
         """Add a batch.
@@ -361,7 +386,7 @@ class WeightedMean(torchmetrics.Metric):
                 "a weighted metric compares an output and a target of one shape, got "
                 f"{tuple(y_pred.shape)} and {tuple(y.shape)}"
             )
-        values = self._value(y_pred, y)
+        values = self._value(y_pred, y).to(self._sum_dtype)
         weight = spread(weight, values)
         self.total = self.total + (values * weight).sum()
         self.weight = self.weight + weight.expand_as(values).sum()
@@ -584,7 +609,10 @@ class Running:
 
 
 def build(
-    metrics: MetricsArgument, weighted: MetricsArgument = None, outputs: Sequence[Output] | None = None
+    metrics: MetricsArgument,
+    weighted: MetricsArgument = None,
+    outputs: Sequence[Output] | None = None,
+    ignored: Callable[[Output | None], int | None] | None = None,
 ) -> list[Metric]:
     """The metrics of a model.
 
@@ -593,6 +621,7 @@ def build(
             several outputs, such metrics for each in a dict or list, one of whose values at least is a list or dict.
         weighted: Metrics that take weights, in the same forms.
         outputs: The outputs of the loss, if it has several: then metrics are by output in any case.
+        ignored: `Loss.ignored`: the label that an output's loss leaves out, or None.
 
     Example:
         >>> [m.name for m in build(["accuracy", torchmetrics.MeanSquaredError()], ["accuracy"])]
@@ -600,9 +629,10 @@ def build(
         >>> [m.name for m in build({"a": ["accuracy"], "b": "mae"})], [m.name for m in build({"top": "accuracy"})]
         (['a_accuracy', 'b_mae'], ['top'])
     """
-    built = _built(metrics, outputs, "metrics")
+    ignored = ignored or (lambda output: None)
+    built = _built(metrics, outputs, "metrics", ignored)
     taken = {metric.name for metric in built}
-    for metric in _built(weighted, outputs, "weighted_metrics"):
+    for metric in _built(weighted, outputs, "weighted_metrics", ignored):
         if metric.name in taken:
             metric.mark_weighted()
         built.append(metric)
@@ -616,16 +646,21 @@ def build(
     return built
 
 
-def _built(metrics: Any, outputs: Sequence[Output] | None, argument: str) -> list[Metric]:
+def _built(
+    metrics: Any, outputs: Sequence[Output] | None, argument: str, ignored: Callable[[Output | None], int | None]
+) -> list[Metric]:
     """The metrics of one argument of `compile`."""
     weighted = argument == "weighted_metrics"
     built = []
     for output, own in _by_output(metrics, outputs, argument):
+        named: Iterable[tuple[str | None, Any]]
         if isinstance(own, (Mapping, torchmetrics.MetricCollection)):
-            built += [Metric(metric, name, output, weighted) for name, metric in own.items()]
+            named = own.items()
         else:
-            several = own if isinstance(own, (list, tuple)) else [own]
-            built += [Metric(metric, None, output, weighted) for metric in several if metric is not None]
+            named = (
+                (None, metric) for metric in (own if isinstance(own, (list, tuple)) else [own]) if metric is not None
+            )
+        built += [Metric(metric, name, output, weighted, ignored(output)) for name, metric in named]
     return built
 
 
@@ -648,13 +683,13 @@ def _weight_argument(metric: torchmetrics.Metric) -> str:
     return next((name for name in _WEIGHTS if name in parameters and len(parameters) > 2), "")
 
 
-def _by_shapes(name: str, y_pred: Tensor, y: Tensor) -> torchmetrics.Metric:
-    """The torchmetrics object that a name means for an output and a target of these shapes."""
+def _by_shapes(name: str, y_pred: Tensor, y: Tensor, ignored: int | None = None) -> torchmetrics.Metric:
+    """The torchmetrics object that a name means for an output and a target of these shapes, less a label."""
     if name in _PLAIN:
         return _PLAIN[name]()
     make = _BY_TASK[name]
     if _is_multiclass(y_pred, y):
-        return make(task="multiclass", num_classes=y_pred.shape[1])
+        return make(task="multiclass", num_classes=y_pred.shape[1], ignore_index=ignored)
     if y_pred.dim() == y.dim() and y.is_floating_point() and y.shape[1:] == y_pred.shape[1:] and y.dim() == 2:
         if y.shape[1] > 1:
             return make(task="multilabel", num_labels=y.shape[1])

@@ -25,7 +25,7 @@ from .checkpoint import save as save_checkpoint
 from .class_weight import ClassWeight
 from .data import Stream, hold_out, stream
 from .data.batches import as_tensors
-from .errors import ArgumentError, CheckpointNotWrittenError, NotCompiledError, WeightsError
+from .errors import ArgumentError, CheckpointNotWrittenError, NotCompiledError, WeightsError, require_whole
 from .gradients import Gradients
 from .losses import LossArgument, LossByOutput, LossWeightsArgument
 from .lr_find import LRCurve, Sweep, find
@@ -136,7 +136,9 @@ class Model(loop.Trainee):
                 for an output that has no loss. It may be left out where `compute_loss` or `train_step` is overridden.
             metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict. For several outputs,
                 in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. A dict goes by the
-                outputs if `loss` is a dict or if one of its values is a list, else by the metrics' names.
+                outputs if `loss` is a dict or if one of its values is a list, else by the metrics' names. Labels that
+                the loss leaves out (`ignore_index`) are none to `"accuracy"` and `"auroc"`, and if it is not the
+                default of -100 to the other names either.
             loss_weights: What each output's loss is multiplied with in the total, in the form of `loss` (default: 1).
             weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
                 `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, and torchmetrics objects whose `update`
@@ -178,18 +180,16 @@ class Model(loop.Trainee):
             raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {scale_lr!r}")
         if jit_compile not in ("auto", True, False):
             raise ArgumentError(f"jit_compile must be 'auto', True or False, got {jit_compile!r}")
-        whole = isinstance(steps_per_execution, int) and not isinstance(steps_per_execution, bool)
-        if steps_per_execution != "auto" and not (whole and int(steps_per_execution) >= 1):
-            raise ArgumentError(
-                f"steps_per_execution must be a whole number of at least 1 or 'auto', got {steps_per_execution!r}"
-            )
+        if steps_per_execution != "auto":
+            require_whole("steps_per_execution", steps_per_execution, otherwise="'auto'")
         precisions.check(precision)
         precisions.check_matmul(matmul_precision)
         gradients = Gradients(accumulate_steps, clip_norm, clip_value, global_clip_norm)
         ema = Ema(ema_momentum, ema_overwrite_frequency) if use_ema else None
         built_loss = losses.build(loss, loss_weights)
         outputs = built_loss.outputs if isinstance(built_loss, LossByOutput) else None
-        built_metrics = metric_objects.build(metrics, weighted_metrics, outputs)
+        ignored = built_loss.ignored if built_loss is not None else None
+        built_metrics = metric_objects.build(metrics, weighted_metrics, outputs, ignored)
         self.optimizer = optimizers.build(optimizer, self.module)
         if precision == "bf16-true":
             self.write_back()
@@ -230,6 +230,7 @@ class Model(loop.Trainee):
         validation_batch_size: int | None = None,
         validation_freq: int | Container[int] = 1,
         *,
+        validation_step_freq: int | float | None = None,
         limit: int | float | None = None,
         max_time: float | timedelta | None = None,
         resume: bool | str | os.PathLike[str] = False,
@@ -258,7 +259,11 @@ class Model(loop.Trainee):
             steps_per_epoch: Global batches an epoch; needed for endless data.
             validation_steps: Batches a validation, each time from the start of its data.
             validation_batch_size: Rows per core when validating (default: `batch_size`).
-            validation_freq: Validate every so many epochs, or after the epochs (from 1) in a container.
+            validation_freq: Validate at the end of every so many epochs, or of the epochs (from 1) in a container.
+            validation_step_freq: Validate inside each epoch too, after every so many of its steps, or as a float after
+                every such share of them (`0.25`: four times an epoch). Each calls `on_test_begin` to `on_test_end`; the
+                epoch's logs have the `val_*` of its last validation. With `steps_per_execution=k` they come after the
+                step's group.
             limit: Train and validate on so many batches an epoch only, or as a float on such a share of them.
             max_time: Stop after the batch that is under way when so much time has passed: seconds, or a `timedelta`.
             resume: True: go on from the newest checkpoint of the `ModelCheckpoint(folder)` or `BackupAndRestore` among
@@ -284,8 +289,8 @@ class Model(loop.Trainee):
         """
         self._require_compiled("fit")
         verbosity, seconds = resolve_verbose(verbose), _seconds(max_time)
-        if epochs < 1 or initial_epoch < 0:
-            raise ArgumentError(f"epochs must be at least 1 and initial_epoch 0, got {epochs!r} and {initial_epoch!r}")
+        require_whole("epochs", epochs)
+        require_whole("initial_epoch", initial_epoch, 0)
         weigher = None if class_weight is None else ClassWeight(class_weight)
         if weigher is not None and isinstance(self._loss, LossByOutput):
             raise ArgumentError(
@@ -304,7 +309,10 @@ class Model(loop.Trainee):
         if validation_data is not None:
             size = validation_batch_size if validation_batch_size is not None else batch_size
             held_out = self._evaluation_stream(validation_data, size, settled_cores, validation_steps)
-            validation = loop.Validation(held_out, validation_freq)
+            every = None if validation_step_freq is None else _step_freq(validation_step_freq, train.steps)
+            validation = loop.Validation(held_out, validation_freq, every)
+        elif validation_step_freq is not None:
+            raise ArgumentError("validation_step_freq needs validation_data or validation_split to validate on")
         if limit is not None:
             for part in (train, validation.stream) if validation is not None else (train,):
                 part.limit(limit)
@@ -590,11 +598,12 @@ class Model(loop.Trainee):
 
     @property
     def metrics_names(self) -> list[str]:
-        """The names of the logs of a batch: `"loss"` and those of the metrics.
+        """The names of the logs of a batch: `"loss"`, of several outputs each one's `<output>_loss`, and the metrics'.
 
         Source: `keras.Model.metrics_names`.
         """
-        return ["loss", *(metric.name for metric in self.metrics)]
+        parts = self._loss.names if isinstance(self._loss, LossByOutput) else []
+        return ["loss", *parts, *(metric.name for metric in self.metrics)]
 
     def summary(self, print_fn: Callable[[str], object] | None = None) -> None:
         """Print the layers with their parameters, the totals, and after a first step in which formats it computed.
@@ -634,7 +643,7 @@ class Model(loop.Trainee):
             skip_mismatch: Load what fits and warn of the rest, instead of raising.
 
         Raises:
-            WeightsError: A name is missing or unknown, or a shape differs.
+            WeightsError: A name is missing or unknown, a shape differs, or the values of tied weights do.
             StateLostError: A tensor that was lost is not among them.
         """
         own = named_tensors(self.module)
@@ -863,6 +872,28 @@ def _seconds(max_time: float | timedelta | None) -> float | None:
     if seconds is not None and not seconds > 0:
         raise ArgumentError(f"max_time must be a number of seconds above 0 or a timedelta, got {max_time!r}")
     return seconds
+
+
+def _step_freq(freq: int | float, steps: int | None) -> int:
+    """After how many steps of an epoch to validate.
+
+    Args:
+        freq: So many, or as a float such a share of an epoch.
+        steps: How many an epoch has, if that is known.
+    """
+    if isinstance(freq, float) and 0 < freq <= 1:
+        if steps is None:
+            raise ArgumentError(
+                f"validation_step_freq={freq}: the data don't say how many batches they have; give a number of steps"
+            )
+        return max(1, round(freq * steps))
+    require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
+    if steps is not None and freq > steps:
+        raise ArgumentError(
+            f"validation_step_freq={freq} is never reached: an epoch has {steps} steps. Use validation_freq to "
+            "validate at the end of every so many epochs"
+        )
+    return int(freq)
 
 
 def _returned(logs: Mapping[str, Any], return_dict: bool) -> Any:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Progress:
         epoch: The number of the epoch, from 0.
         batches: How many of its batches have been trained on; None: it has not begun yet.
         trained: The epoch's logs, if all batches have been trained on and its validation is due.
+        validated: After how many batches of the epoch the last validation was, and its logs.
         stopped: Whether a callback has ended training,
         epochs: which was to have so many epochs.
     """
@@ -39,8 +40,12 @@ class Progress:
     epoch: int
     batches: int | None = None
     trained: Mapping[str, Any] | None = None
+    validated: dict[str, Any] | None = None
     stopped: bool = False
     epochs: int = 0
+
+
+_FIELDS = [field.name for field in fields(Progress)]
 
 
 class Saver:
@@ -153,7 +158,7 @@ class Saver:
         assert progress is not None
         extra: dict[str, Tensor] = {}
         state = outside_of_fit() | {
-            "progress": asdict(progress) | {"trained": encode(progress.trained, "trained", extra)},
+            "progress": {name: encode(getattr(progress, name), name, extra) for name in _FIELDS},
             "data": self._train.state_dict(progress.batches if run is not None else None),
             "callbacks": self._callback_states(extra),
             "compile": self._model._recipe,
@@ -266,8 +271,7 @@ def progress_of(checkpoint: Checkpoint, first: int = 0) -> Progress:
     own = checkpoint.state["progress"]
     if own is None:  # it was saved outside of fit
         return Progress(first)
-    trained = decode(own["trained"], checkpoint.training)
-    return Progress(own["epoch"], own["batches"], trained, own["stopped"], own["epochs"])
+    return Progress(**{name: decode(own[name], checkpoint.training) for name in _FIELDS})
 
 
 def _warn_of_differences(checkpoint: Checkpoint, model: Steps) -> None:

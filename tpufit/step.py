@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ from .averages import Averages, Ema
 from .class_weight import ClassWeight
 from .data import unpack
 from .data.batches import as_tensors, count_rows, is_plain
-from .data.shapes import ShapeWatch
-from .errors import ArgumentError, DataError, NotCompiledError, StateLostError
+from .data.shapes import ShapeWatch, fields, listed
+from .errors import ArgumentError, BatchError, DataError, NotCompiledError, StateLostError
 from .gradients import Accumulator, Gradients, Update
 from .guard import Guard, Guards, options
 from .metrics import LazyLogs, Metric, Running
@@ -100,6 +101,9 @@ class Steps:
 
         Returns:
             What the module returns. For host data after `fit` this waits for the device, and no gradient flows.
+
+        Raises:
+            BatchError: A layer of the module fails, as it does for rows of another shape than it was made for.
         """
         if not tracing():
             self.write_back()
@@ -111,13 +115,18 @@ class Steps:
                 leaves[i] = tensor
         x = tree_unflatten(leaves, spec)
         x = precision.inputs(self._precision, x)
-        with precision.autocast(self._precision, self._place.device):
-            if isinstance(x, dict):
-                y_pred = self.module(**x)
-            elif isinstance(x, (tuple, list)):
-                y_pred = self.module(*x)
-            else:
-                y_pred = self.module(x)
+        try:
+            with precision.autocast(self._precision, self._place.device):
+                if isinstance(x, dict):
+                    y_pred = self.module(**x)
+                elif isinstance(x, (tuple, list)):
+                    y_pred = self.module(*x)
+                else:
+                    y_pred = self.module(x)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # what has a class of its own is no matter of shapes
+                raise
+            raise BatchError(_failure(self.module, x, error)) from error
         return fetch(y_pred, "outputs") if from_host and not tracing() else y_pred
 
     def train_step(self, batch: Any) -> dict[str, Tensor]:
@@ -540,6 +549,9 @@ class StepRunner:
 
         Args:
             batch: A nest of host tensors, with the rows of all cores.
+
+        Raises:
+            BatchError: It has no rows.
         """
         leaves, spec = _flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -550,11 +562,17 @@ class StepRunner:
             signature = len(self._signatures)
             self._signatures.append(structure)
         self._shapes.note(signature, batch)
+        rows = count_rows(tensors)
+        if not rows:
+            raise BatchError(
+                f"a batch must have rows, but the data gave {listed(fields(batch))}: the mean over it is no number. "
+                "Leave empty batches out"
+            )
         return Fed(
             to_device(tensors, self._model._place, Layout.ROWS),
             [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             spec,
-            count_rows(tensors),
+            rows,
             sum(t.nbytes for t in tensors),
             self._labels(batch),
             signature,
@@ -751,6 +769,19 @@ def _may_be_of_device(error: BaseException | None) -> bool:
     while error is not None and type(error) is not RuntimeError:
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def _failure(module: nn.Module, x: Any, error: RuntimeError) -> str:
+    """Which layer has failed: the innermost one on the way to the error."""
+    names = {id(layer): name for name, layer in module.named_modules()}
+    running = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    layer = next((layer for layer in reversed(running) if id(layer) in names), module)
+    kind = type(layer).__name__ if any(layer.children()) else repr(layer)
+    which = f"the module's layer {names[id(layer)]!r}, {kind}," if layer is not module else f"the module, {kind},"
+    return (
+        f"{which} fails on a batch of {listed({'x': x})}. Compare the shapes of the rows with those that it was made "
+        f"for. PyTorch says: {error}"
+    )
 
 
 def steps_worth_joining(seconds: float) -> int:

@@ -76,17 +76,19 @@ def match_weights(
         The given tensors that fit, in the module's dtypes.
 
     Raises:
-        WeightsError: A name is missing or unknown, or a shape differs.
+        WeightsError: A name is missing or unknown, a shape differs, or two names of one tensor have different values.
     """
     shapes = [
         f"{name}: {tuple(given[name].shape)} in the weights, {tuple(tensor.shape)} in the module"
         for name, tensor in own.items()
         if name in given and given[name].shape != tensor.shape
     ]
+    parted = _parted(own, given)
     problems = {
         "missing in the weights": [name for name in own if name not in given],
         "unknown to the module": [name for name in given if name not in own],
         "of another shape": shapes,
+        "tied in the module, but with different values in the weights": [f"{a} and {b}" for a, b in parted],
     }
     found = [f"{what}: {', '.join(names[:8])}{' ...' * (len(names) > 8)}" for what, names in problems.items() if names]
     if found:
@@ -94,11 +96,24 @@ def match_weights(
         if not skip_mismatch:
             raise WeightsError(f"{message}. skip_mismatch=True loads the rest")
         warnings.warn(message, stacklevel=3)
+    doubtful = {name for pair in parted for name in pair}
     return {
         name: given[name].to(tensor.dtype)
         for name, tensor in own.items()
-        if name in given and given[name].shape == tensor.shape
+        if name in given and given[name].shape == tensor.shape and name not in doubtful
     }
+
+
+def _parted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Names of one and the same tensor whose given values differ: whichever were loaded last would silently win."""
+    first: dict[int, str] = {}
+    found = []
+    for name, tensor in own.items():
+        if name in given and given[name].shape == tensor.shape:
+            owner = first.setdefault(id(tensor), name)
+            if owner != name and not torch.equal(given[owner].to(tensor.dtype), given[name].to(tensor.dtype)):
+                found.append((owner, name))
+    return found
 
 
 def first_broken(weights: Mapping[str, Tensor], learned: Iterable[str]) -> str | None:

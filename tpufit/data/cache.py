@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from ..errors import ArgumentError, CacheDamagedError, CacheError, CacheMismatchError, DataError, UnknownNameError
+from ..errors import (
+    ArgumentError,
+    CacheDamagedError,
+    CacheError,
+    CacheMismatchError,
+    DataError,
+    UnknownNameError,
+    require_whole,
+)
 from . import layout as layouts
 from .fingerprint import describe
 from .gather import Blocks, InMemory, Mapped, Reader, window_order
@@ -148,8 +156,8 @@ class CachedDataset(Dataset[Any]):
                     f"source must be a map-style dataset, with a length and items; {type(source)} has no {name}"
                 )
         for name, number, least in (("copies", copies, 1), ("workers", workers, 0), ("seed", seed, 0)):
-            if (name, number) != ("workers", "auto") and (type(number) is not int or number < least):
-                raise ArgumentError(f"{name} must be a whole number of at least {least}, got {number!r}")
+            if (name, number) != ("workers", "auto"):
+                require_whole(name, number, least)
         if not shard_mb > 0:
             raise ArgumentError(f"shard_mb must be a positive number of MiB, got {shard_mb!r}")
         if not len(source):

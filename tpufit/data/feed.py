@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter, thread_time
 from typing import Any, Generic, TypeVar
 
-from ..errors import ArgumentError
+from ..errors import require_whole
 
 T = TypeVar("T")
 
@@ -55,8 +55,7 @@ class Feed(Generic[T]):
     """
 
     def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], T], depth: int = 2) -> None:
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-            raise ArgumentError(f"depth must be a whole number of at least 1, got {depth!r}")
+        require_whole("depth", depth)
         self.seconds_waited = 0.0
         self.given = 0
         self._paused = False

@@ -1,8 +1,9 @@
-"""`ShapeWatch`: notices that batches keep changing their shape, each of which costs a graph."""
+"""The shapes of batches: told in errors, and watched, because each that is new costs a graph."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -49,14 +50,42 @@ class ShapeWatch:
         )
 
 
-def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of a batch's tensors by their fields: x, y and sample_weight if it is a tuple of these."""
+def fields(batch: Any) -> dict[str, Any]:
+    """The parts of a batch by their names: x, y and sample_weight if it is a tuple of these.
+
+    Args:
+        batch: A nest of tensors.
+    """
     parts = ("x", "y", "sample_weight")
     usual = type(batch) in (tuple, list) and 1 <= len(batch) <= len(parts)
-    named = zip(parts, batch, strict=False) if usual else [("batch", batch)]
+    return dict(zip(parts, batch, strict=False)) if usual else {"batch": batch}
+
+
+def listed(parts: Mapping[str, Any]) -> str:
+    """The tensors of named parts with their dtypes and shapes, for errors.
+
+    Args:
+        parts: Nests of tensors by name.
+
+    Example:
+        >>> import torch
+        >>> listed({"x": (torch.ones(4, 3), torch.ones(4)), "y": torch.tensor([1, 0])})
+        'x[0]: float32 (4, 3), x[1]: float32 (4,), y: int64 (2,)'
+    """
+    return ", ".join(
+        f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        for name, tensor in _tensors(parts).items()
+    )
+
+
+def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in _tensors(fields(batch)).items()}
+
+
+def _tensors(parts: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
-        name + keystr(path): tuple(leaf.shape)
-        for name, part in named
+        name + keystr(path): leaf
+        for name, part in parts.items()
         for path, leaf in tree_flatten_with_path(part)[0]
         if isinstance(leaf, Tensor)
     }

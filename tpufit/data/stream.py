@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ..errors import ArgumentError, DataError
+from ..errors import ArgumentError, DataError, require_whole
 from ..seeds import Draws
 from .batches import as_tensors, count_rows, host_array
 from .cache import CachedDataset
@@ -83,8 +83,8 @@ def stream(
         (3, [4, 4, 2])
     """
     for argument, value in (("batch_size", batch_size), ("steps", steps)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ArgumentError(f"{argument} must be a whole number of at least 1, got {value!r}")
+        if value is not None:
+            require_whole(argument, value)
     plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, places)
     source: Source
     if isinstance(x, TensorDataset) and y is None:  # collating its rows one by one would give the same, slower

@@ -6,6 +6,7 @@
 | `mesh` | where rows and parameters live |
 | `graph` | trace a step once, then replay its graph |
 | `transfer` | host to device and back; the one function that waits |
+| `lowered` | operations that torch_xla lacks, made of those that it has |
 | `norms` | normalisation layers that don't gather the batch |
 | `report` | counters of compilations, waits and fallbacks |
 """

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ArgumentError, CoresError, StartError, VersionError
+from .lowered import lower_missing
 
 CoresArgument = int | str | list[int] | None
 """What `cores=` takes: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
@@ -130,6 +131,7 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
                 f"kernel) and call tpufit.init(cores={count}) first"
             )
         runtime.runtime.use_spmd()
+    lower_missing()
     _settled = Cores(count, index, platform, f"{asked_by} {_caller()}")
     return _settled
 

@@ -1,0 +1,127 @@
+"""A batch that the module or the loss can't take is one clear error, and training goes on with the right data."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import tpufit
+from tpufit.errors import BatchError, DataError
+
+pytestmark = pytest.mark.cores(1, 8, timeout=300)
+
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(48, 4)).astype("float32")
+Y = GENERATOR.integers(0, 3, 48)
+WIDE = GENERATOR.normal(size=(48, 5)).astype("float32")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+def compiled(loss="cross_entropy", **arguments):
+    torch.manual_seed(0)
+    model = tpufit.Model(Net())
+    model.compile("adam", loss, **arguments)
+    return model
+
+
+def fit(model, cores, x=X, y=Y):
+    return model.fit(x, y, 32 // cores, 2, verbose=0, cores=cores, shuffle=False).history["loss"]
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_rows_of_another_width(cores, eagerly):
+    model, twin = compiled(run_eagerly=eagerly), compiled(run_eagerly=eagerly)
+    assert fit(model, cores) == fit(twin, cores)
+    says = (
+        r"layer 'body', Linear\(in_features=4, .*\), fails on a batch of x: float32 \((32|4), 5\)\. .* PyTorch says: "
+    )
+    for wrong in (
+        lambda: fit(model, cores, WIDE),
+        lambda: model.evaluate(WIDE, Y, batch_size=32 // cores, verbose=0),
+        lambda: model.predict(WIDE, batch_size=32 // cores, verbose=0),
+        lambda: model.train_on_batch(WIDE[:32], Y[:32]),
+    ):
+        with pytest.raises(BatchError, match=says) as refusal:
+            wrong()
+        assert type(refusal.value.__cause__) is RuntimeError
+        assert str(refusal.value).endswith(str(refusal.value.__cause__))
+    tpufit.set_random_seed(0)
+    after = fit(model, cores)
+    tpufit.set_random_seed(0)
+    assert after == fit(twin, cores)
+
+
+def test_a_module_that_fails_by_itself_is_named_and_other_errors_are_left_alone(cores):
+    class Joining(Net):
+        def forward(self, x):
+            if wrong is not None:
+                raise wrong
+            return super().forward(x) + torch.cat([x, x[:, :2]])
+
+    wrong, model = None, tpufit.Model(Joining())
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(BatchError, match=r"the module, Joining, fails on a batch of x: float32 \(32, 4\)"):
+        fit(model, cores)
+    for wrong in (NotImplementedError("of its own"), ValueError("of its own")):
+        with pytest.raises(type(wrong), match="^of its own$"):
+            fit(model, cores)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")  # PyTorch's own, before its error
+@pytest.mark.parametrize(
+    ("loss", "wrong", "says"),
+    [
+        ("mse", WIDE, r"loss mse fails .* output: float32 \(32, 3\), target: float32 \(32, 5\)\. PyTorch says: "),
+        (nn.BCEWithLogitsLoss(), WIDE, r"loss BCEWithLogitsLoss fails .* target: float32 \(32, 5\)\. PyTorch says: "),
+        (lambda p, t: ((p - t) ** 2).mean(), WIDE, r"loss <lambda> fails .* target: float32 \(32, 5\)"),
+        ("cross_entropy", Y[:, None], r"target: int64 \(32, 1\)\. Expected classes .* of shape \(32,\), or prob"),
+        ("cross_entropy", X[:, 0], r"target: float32 \(32,\)\. Expected classes"),  # XLA would compute NaN
+        (nn.NLLLoss(), X[:, :3], r"Expected classes as the targets: whole numbers of shape \(32,\)$"),
+    ],
+)
+def test_targets_that_the_loss_cannot_take(cores, loss, wrong, says):
+    model = compiled(loss)
+    right = X[:, :3] if wrong is WIDE else Y
+    with pytest.raises(BatchError, match=says):
+        fit(model, cores, X, wrong)
+    assert np.isfinite(fit(model, cores, X, right)).all()
+
+
+def test_shares_of_classes_are_targets_too(cores):
+    shares = np.eye(3, dtype="float32")[Y] * 0.9 + 0.1 / 3
+    torch.manual_seed(0)
+    expected = F.cross_entropy(Net()(torch.from_numpy(X)), torch.from_numpy(shares)).item()
+    loss = compiled().evaluate(X, shares, 32 // cores, verbose=0, cores=cores)
+    assert loss == pytest.approx(expected, abs=1e-6)
+
+
+def test_data_without_rows(cores):
+    model = compiled()
+    nothing = TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long))
+    for data, says in [
+        (DataLoader(nothing, 4), "x is empty: the loader has no batches"),
+        (nothing, "x is empty: it has no rows"),
+        ([], "x gave no batches"),
+    ]:
+        for run in (model.fit, model.evaluate, model.predict):
+            with pytest.raises(DataError, match=says):
+                run(data, verbose=0, cores=cores)
+    batches = [(X[:4], Y[:4])] * cores + [(X[:0], Y[:0])] * cores
+    for run in (model.fit, model.evaluate, model.predict):
+        with pytest.raises(
+            BatchError, match=r"a batch must have rows, but the data gave x: float32 \(0, 4\), y: int64"
+        ):
+            run(batches, verbose=0)
+    with pytest.raises(BatchError, match="must have rows"):
+        model.train_on_batch(X[:0], Y[:0])
+    assert np.isfinite(fit(model, cores)).all()

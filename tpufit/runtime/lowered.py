@@ -1,0 +1,30 @@
+"""Operations that torch_xla has no lowering for, made of those that it has: it would compute them on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def lower_missing(backend: str = "XLA") -> None:
+    """Teach the device Huber's loss, for the name, `nn.HuberLoss` and `torch.nn.functional` alike.
+
+    Of the losses that `compile` takes by name it is the only one that torch_xla 2.9 hands back to the host, with a wait
+    in each step. Values and gradients are PyTorch's, but for rounding where `delta` is not 1.
+
+    Args:
+        backend: Whose tensors (default: `"XLA"`); tests take `"CPU"`.
+    """
+    if backend not in _libraries:  # for good: taking a kernel back while another thread is in it would be a crash
+        library = _libraries[backend] = torch.library.Library("aten", "IMPL")
+        for key in (f"Autograd{backend}", backend):  # the latter for torch.inference_mode
+            library.impl("huber_loss", _huber_loss, key)
+
+
+def _huber_loss(input: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Tensor:
+    if not delta > 0:
+        raise RuntimeError("huber_loss does not support non-positive values for delta.")  # as PyTorch says it
+    loss: Tensor = torch.ops.aten.smooth_l1_loss(input, target, reduction, beta=delta) * delta
+    return loss
