@@ -21,6 +21,7 @@ from .data.feed import Feed
 from .errors import ArgumentError
 from .loop import Trainee
 from .optimizers import set_rate
+from .plots import new_axes
 from .runtime import HOST, agree, overwrite
 from .step import Fed, StepRunner, fetch
 
@@ -138,11 +139,7 @@ class LRCurve:
             ImportError: Matplotlib is not installed.
         """
         if ax is None:
-            try:
-                from matplotlib import pyplot
-            except ImportError as error:
-                raise ImportError("drawing the curve needs matplotlib: pip install tpufit[plot]") from error
-            _, ax = pyplot.subplots()
+            _, (ax,) = new_axes()
         ax.plot(self.lrs, self.losses, alpha=0.3, label="loss")
         ax.plot(self.lrs, self.smoothed, label="smoothed")
         if self.suggestion is not None:
