@@ -65,7 +65,11 @@ class History(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The logs of the epochs so far, as lists."""
-        return {"epoch": self.epoch, "history": {n: _plain(v) for n, v in self.history.items()}, "epochs": self._epochs}
+        return {
+            "epoch": list(self.epoch),
+            "history": {name: _plain(values) for name, values in self.history.items()},
+            "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.

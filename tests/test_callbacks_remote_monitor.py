@@ -18,7 +18,7 @@ def server():
     """A server on a free port of this machine, which keeps what it gets; its `status` is what it answers."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):  # noqa: N802 (http.server's name)
+        def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
             server.received.append((self.path, dict(self.headers), body))
             self.send_response(server.status)

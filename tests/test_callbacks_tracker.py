@@ -54,7 +54,9 @@ def test_epochs_by_steps():
     ]
 
 
-@pytest.mark.parametrize(("update_freq", "joined", "steps"), [("batch", 1, [1, 2, 3, 4]), (2, 1, [2, 4]), (2, 2, [2, 4])])
+@pytest.mark.parametrize(
+    ("update_freq", "joined", "steps"), [("batch", 1, [1, 2, 3, 4]), (2, 1, [2, 4]), (2, 2, [2, 4])]
+)
 def test_batches_too(update_freq, joined, steps):
     logger = Noting()
     train(begun(logger, update_freq=update_freq), epochs=1, batches=4, joined=joined)
