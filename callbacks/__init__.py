@@ -2,30 +2,48 @@
 
 from .backup_and_restore import BackupAndRestore
 from .base import Callback
+from .csv_file import CSVFile
+from .csv_logger import CSVLogger
 from .dispatch import CallbackList
 from .early_stopping import EarlyStopping
 from .history import History
+from .lambda_callback import LambdaCallback
+from .learning_rate_monitor import LearningRateMonitor
 from .learning_rate_scheduler import LearningRateScheduler
+from .logger import Logger
+from .lr_scheduler import LRScheduler
 from .model_checkpoint import ModelCheckpoint
 from .one_cycle import OneCycle
+from .prediction_writer import PredictionWriter
 from .progress import ProgbarLogger
 from .reduce_lr_on_plateau import ReduceLROnPlateau
+from .remote_monitor import RemoteMonitor
 from .swap_ema_weights import SwapEMAWeights
 from .tensorboard import TensorBoard
-from .torch_scheduler import TorchScheduler
+from .tensorboard_run import TensorBoardRun
+from .tracker import Tracker
 
 __all__ = [
     "BackupAndRestore",
+    "CSVFile",
+    "CSVLogger",
     "Callback",
     "CallbackList",
     "EarlyStopping",
     "History",
+    "LRScheduler",
+    "LambdaCallback",
+    "LearningRateMonitor",
     "LearningRateScheduler",
+    "Logger",
     "ModelCheckpoint",
     "OneCycle",
+    "PredictionWriter",
     "ProgbarLogger",
     "ReduceLROnPlateau",
+    "RemoteMonitor",
     "SwapEMAWeights",
     "TensorBoard",
-    "TorchScheduler",
+    "TensorBoardRun",
+    "Tracker",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
 from .base import Callback, Logs
@@ -116,3 +117,23 @@ class EarlyStopping(Callback):
             if self.verbose:
                 say(f"Restoring the weights of the best epoch: {self.best_epoch + 1}")
             self.model.load_state_dict(self.best_weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known so far: numbers, and under `"best_weights"` host tensors by name, or None."""
+        return {
+            **self._followed.state_dict(),
+            "best_epoch": self.best_epoch,
+            "stopped_epoch": self.stopped_epoch,
+            "best_weights": self.best_weights,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: What `state_dict` returned; after `on_train_begin`, which begins anew.
+        """
+        self._followed.load_state_dict(state)
+        self.best_epoch, self.stopped_epoch = state["best_epoch"], state["stopped_epoch"]
+        weights = state["best_weights"]
+        self.best_weights = None if weights is None else dict(weights)

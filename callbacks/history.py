@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from .. import plots
 from .base import Callback, Logs
+from .scalars import as_scalar
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class History(Callback):
@@ -29,9 +35,53 @@ class History(Callback):
     def __init__(self) -> None:
         self.epoch: list[int] = []
         self.history: dict[str, list[Any]] = {}
+        self._epochs: dict[str, list[int]] = {}  # those that each log's values are of
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Add the epoch's logs."""
         self.epoch.append(epoch)
         for name, value in (logs or {}).items():
             self.history.setdefault(name, []).append(value)
+            self._epochs.setdefault(name, []).append(epoch)
+
+    def plot(self) -> Figure:
+        """Draw a line for each log over the epochs, from 1, validation beside training.
+
+        A log with more than a number an epoch is left out.
+
+        Returns:
+            Matplotlib's `Figure`: `history.plot().savefig("history.png")`.
+
+        Raises:
+            ImportError: Matplotlib is not installed.
+            ArgumentError: There are no logs.
+        """
+        lines = {}
+        for name, values in self.history.items():
+            numbers = [number for value in values if (number := as_scalar(value)) is not None]
+            if len(numbers) == len(values):
+                lines[name] = ([epoch + 1 for epoch in self._epochs[name]], numbers)
+        return plots.curves(lines)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The logs of the epochs so far, as lists."""
+        return {
+            "epoch": list(self.epoch),
+            "history": {name: _plain(values) for name, values in self.history.items()},
+            "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        self.epoch = list(state["epoch"])
+        self.history = {name: list(values) for name, values in state["history"].items()}
+        self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
+
+
+def _plain(values: list[Any]) -> list[Any]:
+    """Values with lists for arrays, for JSON."""
+    return [value.tolist() if hasattr(value, "tolist") else value for value in values]

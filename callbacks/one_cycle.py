@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
@@ -79,7 +79,8 @@ class OneCycle(Callback):
             "max_momentum": max_momentum,
         }
         self._cycle: OneCycleLR | None = None
-        self._position = 0
+        self._position = 0  # of the next step in the cycle
+        self._epoch_begin: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Lay out the cycle."""
@@ -106,13 +107,15 @@ class OneCycle(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Find the place in the cycle, which a training that is resumed doesn't begin at 0."""
-        if self.params["steps"]:
-            self._position = epoch * self.params["steps"]
+        steps = self.params["steps"]
+        self._epoch_begin = epoch * steps if steps else None
 
     def on_train_step_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Set the rate of the step, and the momentum."""
         assert self._cycle is not None and self.model.optimizer is not None
         cycle = self._cycle
+        if self._epoch_begin is not None:
+            self._position = self._epoch_begin + batch
         cycle.last_epoch = min(self._position, cycle.total_steps - 1) - 1
         cycle.step()
         self._position += 1
@@ -124,6 +127,18 @@ class OneCycle(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Add the rate to the logs."""
         log_rate(self, logs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in the cycle it is; needed where the number of batches isn't known."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: What `state_dict` returned; after `on_train_begin`, which begins anew.
+        """
+        self._position = state["position"]
 
     def _level(self, momentum: float) -> float:
         low, high, steps = self._options["base_momentum"], self._options["max_momentum"], self.momentum_levels - 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..errors import ArgumentError
 from .base import Callback, Logs
 from .learning_rate_scheduler import log_rate
@@ -82,3 +85,16 @@ class ReduceLROnPlateau(Callback):
             self._cooling, self._monitor.wait = self.cooldown, 0
             if self.verbose:
                 say(f"Epoch {epoch + 1}: ReduceLROnPlateau reduces the learning rate to {self.model.learning_rate:g}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known so far, as numbers."""
+        return {**self._monitor.state_dict(), "cooling": self._cooling}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: What `state_dict` returned; after `on_train_begin`, which begins anew.
+        """
+        self._monitor.load_state_dict(state)
+        self._cooling = state["cooling"]

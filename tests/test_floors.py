@@ -25,6 +25,7 @@ FLOORS = {
     "losses": 1,
     "metrics": 1,
     "optimizers": 1,
+    "plots": 1,
     "outputs": 1,
     "precision": 1,
     "python_state": 1,

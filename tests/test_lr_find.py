@@ -449,5 +449,5 @@ def test_the_plot(monkeypatch):
 
 def test_the_plot_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install tpufit\[plot\]"):
+    with pytest.raises(ImportError, match=r"pip install 'tpufit\[plot\]'"):
         LRCurve.of(rates(2), [2.0, 1.0], 0.9).plot()

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 import tpufit
 from tpufit import runtime
-from tpufit.callbacks import Callback, LearningRateScheduler, OneCycle, ReduceLROnPlateau, TorchScheduler
+from tpufit.callbacks import Callback, LearningRateScheduler, LRScheduler, OneCycle, ReduceLROnPlateau
 from tpufit.errors import ArgumentError, CallbackError
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300)
@@ -86,7 +86,7 @@ SCHEDULES = [partial(lr_scheduler.ExponentialLR, gamma=0.95), warm_up_and_cosine
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["exponential", "warm-up"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_scheduler_of_pytorchs_per_step(cores, schedule, k):
-    callback = TorchScheduler(schedule, interval="step")
+    callback = LRScheduler(schedule, interval="step")
     model, rates, history, counts = fit(cores, callback, steps_per_execution=k)
     weights, expected = on_the_host(schedule)
     assert rates.rates == pytest.approx(expected, rel=1e-12)
@@ -97,7 +97,7 @@ def test_a_scheduler_of_pytorchs_per_step(cores, schedule, k):
 
 
 def test_a_scheduler_of_pytorchs_per_epoch_starts_from_the_scaled_rate_and_goes_on(cores):
-    callback = TorchScheduler(partial(lr_scheduler.StepLR, step_size=1, gamma=0.5))
+    callback = LRScheduler(partial(lr_scheduler.StepLR, step_size=1, gamma=0.5))
     model, rates, history, _ = fit(cores, callback, epochs=2, scale_lr="linear")
     assert history["learning_rate"] == pytest.approx([0.1 * cores, 0.05 * cores])
     history = model.fit(X, Y, 16 // cores, 4, verbose=0, initial_epoch=2, callbacks=[callback]).history
@@ -106,7 +106,7 @@ def test_a_scheduler_of_pytorchs_per_epoch_starts_from_the_scaled_rate_and_goes_
 
 def test_pytorchs_plateau_follows_a_log(cores):
     plateau = partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=10.0)  # nothing is good enough
-    _, _, history, _ = fit(cores, TorchScheduler(plateau, monitor="loss"))
+    _, _, history, _ = fit(cores, LRScheduler(plateau, monitor="loss"))
     assert history["learning_rate"] == pytest.approx([0.1, 0.05, 0.025])
 
 
@@ -223,8 +223,8 @@ def test_the_rate_has_keras_names_and_groups_keep_their_proportions(cores):
     [
         (lambda: ReduceLROnPlateau(factor=1.0), "below 1"),
         (lambda: LearningRateScheduler(0.1), r"function of \(epoch, lr\), got 0.1"),
-        (lambda: TorchScheduler(lr_scheduler.StepLR, interval="batch"), "'epoch' or 'step', got 'batch'"),
-        (lambda: TorchScheduler(0.1), "a function of the optimizer"),
+        (lambda: LRScheduler(lr_scheduler.StepLR, interval="batch"), "'epoch' or 'step', got 'batch'"),
+        (lambda: LRScheduler(0.1), "a function of the optimizer"),
         (lambda: OneCycle(momentum_levels=1), "at least 2, got 1"),
     ],
 )

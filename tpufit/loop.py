@@ -313,7 +313,7 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
     """Predict once over the data.
 
     Returns:
-        The outputs of each batch, on the host, in order.
+        The outputs of each batch, on the host, in order, but for those that a callback took out of the logs.
     """
     model.stop_predicting = False
     flying: deque[Any] = deque()
@@ -391,7 +391,10 @@ def _run_pass(
                 run.hooked()
             outputs = run(group, feed.paused, last)
             if tell_end:
-                callbacks.call(end, run.batches - 1, {"outputs": outputs[-1]} if collect else run.logs())
+                if collect:
+                    outputs = _hand_over(callbacks, end, run.batches - len(group), outputs)
+                else:
+                    callbacks.call(end, run.batches - 1, run.logs())
                 run.hooked()
             if collect:
                 collect(outputs)
@@ -399,6 +402,17 @@ def _run_pass(
                 break
     data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)
     return feed.seconds_waited
+
+
+def _hand_over(callbacks: CallbackList, hook: str, first: int, outputs: list[Any]) -> list[Any]:
+    """Give callbacks the outputs of each batch. Returns those that none of them took out of the logs."""
+    left = []
+    for index, output in enumerate(outputs, first):
+        logs = {"outputs": output}
+        callbacks.call(hook, index, logs)
+        if "outputs" in logs:
+            left.append(logs["outputs"])
+    return left
 
 
 def _groups(feed: Iterable[Fed], size: Callable[[], int]) -> Iterator[list[Fed]]:
@@ -431,7 +445,12 @@ def _knowing_the_last(groups: Iterator[list[Fed]], look: bool) -> Iterator[tuple
 
 
 def concatenate(outputs: list[Any]) -> Any:
-    """The outputs of all batches as one nest of NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
+    """The outputs of all batches as one nest of NumPy arrays, or None if there are none.
+
+    bfloat16, which NumPy lacks, becomes float32.
+    """
+    if not outputs:
+        return None
 
     def join(*parts: Any) -> Any:
         if not isinstance(parts[0], torch.Tensor):

@@ -19,6 +19,7 @@ from .data.feed import Feed
 from .errors import ArgumentError, require_whole
 from .loop import Trainee
 from .optimizers import set_rate
+from .plots import new_axes
 from .runtime import HOST, agree, overwrite
 from .seeds import Draws
 from .step import Fed, StepRunner, fetch
@@ -136,11 +137,7 @@ class LRCurve:
             ImportError: Matplotlib is not installed.
         """
         if ax is None:
-            try:
-                from matplotlib import pyplot
-            except ImportError as error:
-                raise ImportError("drawing the curve needs matplotlib: pip install tpufit[plot]") from error
-            _, ax = pyplot.subplots()
+            _, (ax,) = new_axes()
         ax.plot(self.lrs, self.losses, alpha=0.3, label="loss")
         ax.plot(self.lrs, self.smoothed, label="smoothed")
         if self.suggestion is not None:

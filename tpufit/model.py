@@ -401,7 +401,8 @@ class Model(loop.Trainee):
             cores: As in `fit`.
 
         Returns:
-            A NumPy array with the rows of all batches, or a nest of arrays as the module returns them.
+            A NumPy array with the rows of all batches, or a nest of arrays as the module returns them; None if a
+            callback, such as `PredictionWriter`, took them all.
 
         Raises:
             ArgumentError, DataError, CoresError: As in `fit`.
@@ -848,7 +849,9 @@ class Model(loop.Trainee):
         )
 
     def _callbacks(self, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:
-        progress = [ProgbarLogger()] if params["verbose"] else []  # a silent one would be called for nothing
+        # A silent one would be called for nothing, and a second one would say all twice.
+        wanted = params["verbose"] and not any(isinstance(callback, ProgbarLogger) for callback in callbacks)
+        progress = [ProgbarLogger()] if wanted else []
         return CallbackList([*callbacks, *progress], self, params, self._expose)
 
     def _place_on(self, cores: Cores) -> Placement:

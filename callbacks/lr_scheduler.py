@@ -1,9 +1,9 @@
-"""`TorchScheduler`: any schedule of `torch.optim.lr_scheduler`."""
+"""`LRScheduler`: any schedule of `torch.optim.lr_scheduler`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
 from .base import Callback, Logs
@@ -11,11 +11,10 @@ from .learning_rate_scheduler import log_rate
 from .monitor import Monitor
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim import Optimizer, lr_scheduler
 
 
-class TorchScheduler(Callback):
+class LRScheduler(Callback):
     """Lets a scheduler of `torch.optim.lr_scheduler` set the rates, after each epoch or before each step.
 
     It is made when training begins, and so starts from the rate that the cores have scaled. The rates that it sets are
@@ -34,14 +33,14 @@ class TorchScheduler(Callback):
         >>> def warm_up_and_cosine(optimizer):
         ...     phases = [LinearLR(optimizer, 0.01, total_iters=100), CosineAnnealingLR(optimizer, T_max=900)]
         ...     return SequentialLR(optimizer, phases, milestones=[100])
-        >>> callback = TorchScheduler(warm_up_and_cosine, interval="step")
+        >>> callback = LRScheduler(warm_up_and_cosine, interval="step")
     """
 
     reads_weights = False
 
     def __init__(
         self,
-        scheduler: Callable[[Optimizer], LRScheduler],
+        scheduler: Callable[[Optimizer], lr_scheduler.LRScheduler],
         interval: str = "epoch",
         monitor: str = "val_loss",
     ) -> None:
@@ -53,7 +52,7 @@ class TorchScheduler(Callback):
         if interval not in ("epoch", "step"):
             raise ArgumentError(f"interval must be 'epoch' or 'step', got {interval!r}")
         self.interval = interval
-        self.scheduler: LRScheduler | None = None
+        self.scheduler: lr_scheduler.LRScheduler | None = None
         self._make = scheduler
         self._monitor = Monitor(monitor)
         self._fresh = True
@@ -85,6 +84,24 @@ class TorchScheduler(Callback):
         if self.interval == "epoch":
             self._step(logs)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's own state, as far as it is numbers and texts; the rest is made anew with the scheduler."""
+        assert self.scheduler is not None
+        return {"scheduler": _plain(self.scheduler.state_dict()), "fresh": self._fresh}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: What `state_dict` returned; after `on_train_begin`, which makes the scheduler.
+        """
+        assert self.scheduler is not None
+        self.scheduler.load_state_dict(dict(state["scheduler"]))
+        self._fresh = state["fresh"]
+        # When it was made it set the rates that training begins with.
+        for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
     def _step(self, logs: Logs | None) -> None:
         from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -93,3 +110,18 @@ class TorchScheduler(Callback):
             self.scheduler.step()
         elif (value := self._monitor.read(logs, type(self).__name__)) is not None:
             self.scheduler.step(value)
+
+
+def _plain(value: Any) -> Any:
+    """A state without what JSON has no form for, such as a table by step: that is made of the arguments again."""
+    if isinstance(value, Mapping):
+        if not all(isinstance(name, str) for name in value):
+            return _DROPPED
+        return {name: plain for name, part in value.items() if (plain := _plain(part)) is not _DROPPED}
+    if isinstance(value, (list, tuple)):
+        parts = [_plain(part) for part in value]
+        return _DROPPED if any(part is _DROPPED for part in parts) else parts
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _DROPPED
+
+
+_DROPPED = object()

@@ -1,0 +1,96 @@
+"""`RemoteMonitor`: the logs of every epoch, sent to a server."""
+
+from __future__ import annotations
+
+import json
+import urllib.parse
+import urllib.request
+import warnings
+from collections.abc import Mapping
+from http.client import HTTPException
+from typing import Any
+
+from ..errors import ArgumentError
+from .base import Callback, Logs
+
+_TIMEOUT = 10.0  # seconds
+_TIMEOUT_WHILE_DOWN = 1.0  # so that a server that swallows what it is sent doesn't take ten seconds of each epoch
+
+
+class RemoteMonitor(Callback):
+    """Sends the logs of each epoch to a server, by HTTP POST as JSON: `{"epoch": 0, "loss": 0.5}`.
+
+    A server that can't be reached, or that refuses, is one warning and never the end of training; each later epoch is
+    sent to it all the same.
+
+    Args:
+        root: The server (default `"http://localhost:9000"`).
+        path: What follows it (default `"/publish/epoch/end/"`).
+        field: The field of the form that has the JSON (default `"data"`), where it is sent as a form.
+        headers: Headers of your own (default: none).
+        send_as_json: Whether the JSON is the body itself, as `application/json` (default False: a form's field).
+
+    Raises:
+        ArgumentError: A root that is no address of HTTP, or a path that would lead to another server.
+
+    Example:
+        >>> RemoteMonitor("http://localhost:9000", send_as_json=True).url
+        'http://localhost:9000/publish/epoch/end/'
+
+    Source: `keras.callbacks.RemoteMonitor`.
+    """
+
+    reads_weights = False
+
+    def __init__(
+        self,
+        root: str = "http://localhost:9000",
+        path: str = "/publish/epoch/end/",
+        field: str = "data",
+        headers: Mapping[str, str] | None = None,
+        send_as_json: bool = False,
+    ) -> None:
+        server, whole = urllib.parse.urlsplit(root), urllib.parse.urlsplit(root + path)
+        if server.scheme not in ("http", "https") or not server.hostname:
+            raise ArgumentError(f"root must be an address such as 'http://localhost:9000', got {root!r}")
+        if whole.netloc != server.netloc:
+            raise ArgumentError(f"path must begin with '/', or it leads to the server {whole.netloc!r}: got {path!r}")
+        self.root, self.path, self.field, self.send_as_json = root, path, field, send_as_json
+        self.headers = dict(headers or {})
+        self._timeout = _TIMEOUT
+        self._warned = False
+
+    @property
+    def url(self) -> str:
+        """Where the logs are sent."""
+        return self.root + self.path
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Send the logs."""
+        try:
+            with urllib.request.urlopen(self._request({"epoch": epoch, **(logs or {})}), timeout=self._timeout):
+                self._timeout = _TIMEOUT
+        except (OSError, HTTPException) as error:
+            self._timeout = _TIMEOUT_WHILE_DOWN
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"RemoteMonitor could not send epoch {epoch} to {self.url}: {error}. Training goes on, and so do "
+                    "its attempts, without further warnings",
+                    stacklevel=2,
+                )
+
+    def _request(self, event: Mapping[str, Any]) -> urllib.request.Request:
+        text = json.dumps(event, default=_as_plain)
+        if self.send_as_json:
+            body, kind = text, "application/json"
+        else:
+            body, kind = urllib.parse.urlencode({self.field: text}), "application/x-www-form-urlencoded"
+        return urllib.request.Request(self.url, body.encode(), {"Content-Type": kind, **self.headers}, method="POST")
+
+
+def _as_plain(value: Any) -> Any:
+    """A value that JSON doesn't have: a number of NumPy's, an array or a tensor."""
+    if not hasattr(value, "tolist"):
+        return str(value)
+    return value.item() if all(side == 1 for side in value.shape) else value.tolist()

@@ -1,0 +1,199 @@
+"""What holds for every callback of the package, on one model, on 1 and on 8 cores. A new one can't be forgotten."""
+
+import gc
+import json
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import tpufit
+from tpufit import callbacks, runtime
+from tpufit.callbacks import Callback
+from tpufit.errors import CallbackError
+
+pytestmark = pytest.mark.cores(1, 8)
+
+X = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")  # five batches of 8
+Y = np.random.default_rng(1).integers(0, 3, 40)
+EPOCHS = 2
+
+# How to make each callback, in a folder of its own and beside a server that takes what it is sent.
+FACTORIES = {
+    "CSVLogger": lambda folder, url: callbacks.CSVLogger(folder / "log.csv", append=True),
+    "EarlyStopping": lambda folder, url: callbacks.EarlyStopping(patience=9, restore_best_weights=True),
+    "History": lambda folder, url: callbacks.History(),
+    "LRScheduler": lambda folder, url: callbacks.LRScheduler(partial(lr_scheduler.StepLR, step_size=1), "step"),
+    "LambdaCallback": lambda folder, url: callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
+    "LearningRateMonitor": lambda folder, url: callbacks.LearningRateMonitor("batch"),
+    "LearningRateScheduler": lambda folder, url: callbacks.LearningRateScheduler(lambda epoch, lr: lr / 2),
+    "ModelCheckpoint": lambda folder, url: callbacks.ModelCheckpoint(folder / "{epoch}.safetensors"),
+    "OneCycle": lambda folder, url: callbacks.OneCycle(0.1, cycle_momentum=False),
+    "PredictionWriter": lambda folder, url: callbacks.PredictionWriter(folder / "predictions"),
+    "ProgbarLogger": lambda folder, url: callbacks.ProgbarLogger(),
+    "ReduceLROnPlateau": lambda folder, url: callbacks.ReduceLROnPlateau(patience=1),
+    "RemoteMonitor": lambda folder, url: callbacks.RemoteMonitor(url),
+    "SwapEMAWeights": lambda folder, url: callbacks.SwapEMAWeights(),
+    "TensorBoard": lambda folder, url: callbacks.TensorBoard(folder / "logs"),
+    "Tracker": lambda folder, url: callbacks.Tracker(callbacks.CSVFile(folder / "steps.csv")),
+}
+EVERY = sorted(
+    name
+    for name in callbacks.__all__
+    if isinstance(kind := getattr(callbacks, name), type) and issubclass(kind, Callback) and kind is not Callback
+)
+
+
+def test_every_callback_has_a_factory(cores):
+    assert sorted(FACTORIES) == EVERY, "give each callback of tpufit.callbacks a factory here"
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args): ...
+
+
+@pytest.fixture(scope="module")
+def url():
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+class Job:
+    """One model for all, so that its graphs are compiled once; `start` makes it as new."""
+
+    def __init__(self, cores):
+        torch.manual_seed(0)
+        self.cores, self.model = cores, tpufit.Model(nn.Linear(4, 3))
+        self.model.compile(partial(torch.optim.SGD, lr=0.1), "cross_entropy", ["accuracy"], scale_lr=None, use_ema=True)
+        self.first = self.model.get_weights()
+        self.fit()
+        self.model.evaluate(X, Y, 8 // cores, verbose=0)
+        self.model.predict(X, 8 // cores, verbose=0)
+
+    def start(self):
+        self.model.set_weights(self.first)
+        self.model.learning_rate = 0.1
+        return self.model
+
+    def fit(self, *given):
+        """Train. Returns the history and what it cost."""
+        before = runtime.counts()
+        data = {"batch_size": 8 // self.cores, "validation_data": (X, Y), "cores": self.cores}
+        history = self.model.fit(X, Y, epochs=EPOCHS, verbose=0, callbacks=list(given), **data)
+        return history, runtime.counts() - before
+
+
+@pytest.fixture(scope="module")
+def job(cores):
+    return Job(cores)
+
+
+class Recorder(Callback):
+    reads_weights = False
+
+    def __init__(self):
+        self.ended = []
+
+    def on_train_end(self, logs=None):
+        self.ended.append(sorted(logs))
+
+
+class Raising(Callback):
+    """Raises in the second batch of the first epoch, or in the validation of the second epoch."""
+
+    reads_weights = False
+
+    def __init__(self, where):
+        setattr(self, where, self._raise)
+        self._calls = 0
+
+    def _raise(self, *args):
+        self._calls += 1
+        if self._calls == 2:
+            raise ValueError("on purpose")
+
+
+@pytest.fixture(params=EVERY)
+def make(request, tmp_path, url):
+    return partial(FACTORIES[request.param], tmp_path, url)
+
+
+def test_fit_evaluate_predict_and_fit_again(job, make):
+    callback, other = make(), Recorder()
+    model = job.start()
+    for _ in range(2):
+        history, counts = job.fit(callback, other)
+        assert history.epoch == list(range(EPOCHS))
+        assert {"loss", "accuracy", "val_loss", "val_accuracy"} <= set(history.history)
+        assert all(np.isfinite(values).all() for values in history.history.values())
+        # A wait for each epoch and each validation, and none in a step; weights that are saved or kept are one each.
+        assert counts.waits["logs"] == 2 * EPOCHS and counts.waits["state"] <= EPOCHS + 1
+        assert "batch logs" not in counts.waits and counts.host_reads == 0
+        assert not counts.graphs and not counts.fallbacks
+    assert all("val_loss" in logs for logs in other.ended) and len(other.ended) == 2
+    size = 8 // job.cores
+    plain = model.evaluate(X, Y, size, verbose=0), model.predict(X, size, verbose=0)
+    assert model.evaluate(X, Y, size, verbose=0, callbacks=[callback]) == pytest.approx(plain[0], abs=0.1)
+    outputs = model.predict(X, size, verbose=0, callbacks=[callback])
+    assert (outputs is None) == isinstance(callback, callbacks.PredictionWriter)
+    assert outputs is None or outputs.shape == plain[1].shape
+    assert model.evaluate(X, Y, size, verbose=0) == plain[0]  # and it leaves the model as it was
+
+
+@pytest.mark.parametrize("where", ["on_train_batch_end", "on_test_begin", "on_epoch_end"])
+def test_an_error_of_another_callback_ends_it_and_the_next_fit_is_whole(job, make, where):
+    callback, other = make(), Recorder()
+    job.start()
+    with pytest.raises(CallbackError, match=f"Raising.{where} raised ValueError: on purpose"):
+        job.fit(callback, Raising(where), other)
+    assert other.ended == [[]]
+    gc.collect()  # a file that was left open is an error here
+    history, counts = job.fit(callback)
+    assert history.epoch == list(range(EPOCHS)) and not counts.graphs
+
+
+def test_its_state_goes_through_json_into_another_object(job, make):
+    """What a checkpoint keeps of it. Weights are kept as tensors, all the rest as JSON."""
+    callback = make()
+    job.start()
+    job.fit(callback)
+    if not hasattr(callback, "state_dict"):
+        return
+    state = callback.state_dict()
+    weights = state.pop("best_weights", None)
+    plain = json.loads(json.dumps(state)) | ({} if weights is None else {"best_weights": weights})
+
+    class Loading(Callback):
+        reads_weights = False
+
+        def on_train_begin(self, logs=None):
+            again.load_state_dict(plain)
+
+    again = make()
+    states = []
+    after = callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: states.append(again.state_dict()))
+    job.fit(again, Loading(), after)
+    loaded = states[0]
+    loaded_weights = loaded.pop("best_weights", None)
+    if not isinstance(again, callbacks.OneCycle):  # finds its place by the epoch, where the steps are known
+        assert json.loads(json.dumps(loaded)) == json.loads(json.dumps(state))
+    assert (weights is None) == (loaded_weights is None)
+
+
+# Here goes the fourth: a training that is cut off with the callback and resumed with another object of its kind gives
+# what one gives that was never cut off.

@@ -1,0 +1,138 @@
+"""CSVLogger and CSVFile: rows that Keras's users know, columns that may come late, epochs that come once."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tpufit.callbacks import CSVFile, CSVLogger, Logger
+from tpufit.errors import ArgumentError
+
+
+def train(logger, *logs, first=0, state=None):
+    """Feed the logs of one epoch after the other, as `fit` does; with a state, as a `fit` that is resumed."""
+    logger.on_train_begin({})
+    if state is not None:
+        logger.load_state_dict(json.loads(json.dumps(state)))
+    for epoch, epoch_logs in enumerate(logs, first):
+        logger.on_epoch_begin(epoch, {})
+        logger.on_epoch_end(epoch, epoch_logs)
+    logger.on_train_end({})
+
+
+def rows(path, separator=","):
+    with open(path, newline="") as file:
+        return [*csv.DictReader(file, delimiter=separator)]
+
+
+def epochs(path):
+    return [int(row["epoch"]) for row in rows(path)]
+
+
+def losses(*values):
+    return [{"loss": value} for value in values]
+
+
+@pytest.mark.parametrize("separator", [",", "\t", ";"])
+def test_a_row_for_each_epoch_under_sorted_names(tmp_path, separator):
+    path = tmp_path / "new" / "log.csv"
+    train(CSVLogger(path, separator), {"loss": 0.5, "accuracy": 0.75}, {"loss": 0.25, "accuracy": 1.0})
+    expected = "epoch,accuracy,loss\n0,0.75,0.5\n1,1.0,0.25\n"
+    assert path.read_text() == expected.replace(",", separator)
+
+
+def test_a_file_is_replaced_unless_appended_to(tmp_path):
+    path = tmp_path / "log.csv"
+    for append, expected in [(False, [0, 1]), (False, [0, 1]), (True, [0, 1, 0, 1])]:
+        train(CSVLogger(path, append=append), *losses(0.5, 0.25))
+        assert epochs(path) == expected
+    assert path.read_text().count("epoch") == 1
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_one_object_for_two_calls_of_fit(tmp_path, append):
+    path = tmp_path / "log.csv"
+    logger = CSVLogger(path, append=append)
+    train(logger, *losses(0.5, 0.4))
+    train(logger, *losses(0.3))
+    assert epochs(path) == ([0, 1, 0] if append else [0])
+
+
+def test_appending_to_nothing_and_to_an_empty_file(tmp_path):
+    (tmp_path / "empty.csv").touch()
+    for name in ("empty.csv", "missing.csv"):
+        train(CSVLogger(tmp_path / name, append=True), *losses(0.5))
+        assert (tmp_path / name).read_text() == "epoch,loss\n0,0.5\n"
+
+
+def test_appending_keeps_the_columns_of_the_file(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,loss,accuracy\r\n0,0.5,0.75\r\n")  # as another program has written it
+    train(CSVLogger(path, append=True), {"accuracy": 1.0, "loss": 0.25}, first=1)
+    assert rows(path)[1] == {"epoch": "1", "loss": "0.25", "accuracy": "1.0"}
+
+
+def test_validation_every_few_epochs_is_na_between(tmp_path):
+    path = tmp_path / "log.csv"
+    train(CSVLogger(path), *losses(0.5, 0.4), {"loss": 0.3, "val_loss": 0.6}, *losses(0.2))
+    assert [row["val_loss"] for row in rows(path)] == ["NA", "NA", "0.6", "NA"]
+
+
+def test_nan_arrays_and_texts(tmp_path):
+    path = tmp_path / "log.csv"
+    logs = {"loss": math.nan, "recall": np.array([0.5, 1.0]), "rows": torch.tensor(3), "note": 'a,"b"'}
+    train(CSVLogger(path), logs)
+    assert rows(path) == [{"epoch": "0", "loss": "nan", "recall": "[0.5, 1.0]", "rows": "3", "note": 'a,"b"'}]
+
+
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("killed_while_writing", [False, True])
+def test_a_resumed_training_has_each_epoch_once(tmp_path, append, killed_while_writing):
+    path = tmp_path / "log.csv"
+    train(CSVLogger(path), *losses(0.9, 0.8, 0.7))  # an earlier training, whose rows stay if they are appended to
+    logger = CSVLogger(path, append=append)
+    train(logger, *losses(0.5, 0.4))
+    state = logger.state_dict()
+    train_on = [0.3, 0.2]
+    for epoch, loss in enumerate(train_on, 2):  # and is killed, after epochs that no checkpoint knows of
+        logger.on_epoch_end(epoch, {"loss": loss})
+    if killed_while_writing:
+        with open(path, "a") as file:
+            file.write("4")
+    train(CSVLogger(path, append=append), *losses(0.31, 0.21), first=2, state=state)
+    before = [0, 1, 2] if append else []
+    assert epochs(path) == [*before, 0, 1, 2, 3]
+    assert [row["loss"] for row in rows(path)][len(before) :] == ["0.5", "0.4", "0.31", "0.21"]
+
+
+def test_a_resumed_training_whose_file_is_gone_writes_a_new_one(tmp_path):
+    path = tmp_path / "log.csv"
+    train(CSVLogger(path), *losses(0.4), first=5, state={"first_row": 3})
+    assert epochs(path) == [5]
+
+
+def test_the_fit_after_a_resumed_one_begins_anew(tmp_path):
+    logger = CSVLogger(tmp_path / "log.csv")
+    train(logger, *losses(0.5), first=3, state={"first_row": 0})
+    train(logger, *losses(0.4))
+    assert epochs(tmp_path / "log.csv") == [0]
+
+
+def test_a_table_is_a_logger_and_its_columns_may_grow(tmp_path):
+    table = CSVFile(tmp_path / "steps.csv")
+    assert isinstance(table, Logger)
+    table.log_hyperparameters({"width": 3})
+    table.log_metrics(10, {"batch_loss": 0.5})
+    table.log_metrics(20, {"loss": 0.4})
+    table.close()
+    assert (tmp_path / "steps.csv").read_text() == "step,batch_loss,loss\n10,0.5,NA\n20,NA,0.4\n"
+
+
+@pytest.mark.parametrize("separator", ["", ", ", None])
+@pytest.mark.parametrize("kind", [CSVLogger, CSVFile])
+def test_a_separator_is_one_character(tmp_path, kind, separator):
+    with pytest.raises(ArgumentError, match="separator must be one character"):
+        kind(tmp_path / "log.csv", separator)
