@@ -62,10 +62,6 @@ class BackupAndRestore(Callback):
         self._every, self._failed = Every(self._every.every), False
         self.writer.run.open()
 
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """The batches are numbered anew."""
-        self._every.begin_epoch()
-
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Back up, if it is time to."""
         if self._every.reaches(batch):
@@ -73,6 +69,7 @@ class BackupAndRestore(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Back up, if it is time to."""
+        self._every.end_epoch()
         if not self._every.every:
             self.model.save_checkpoint(self.writer)
 

@@ -27,8 +27,8 @@ class Every:
         self.every, self._last = batches, -1
         self.seen = 0
 
-    def begin_epoch(self) -> None:
-        """The batches are numbered from 0 again."""
+    def end_epoch(self) -> None:
+        """From here on batches are numbered from 0 again."""
         self._last = -1
 
     def reaches(self, batch: int) -> bool:

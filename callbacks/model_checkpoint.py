@@ -129,7 +129,6 @@ class ModelCheckpoint(Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note the epoch."""
         self._epoch = epoch
-        self._every.begin_epoch()
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Save, if it is time to."""
@@ -138,6 +137,7 @@ class ModelCheckpoint(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Save, if it is time to."""
+        self._every.end_epoch()
         if not self._between:
             self._save(epoch, None, logs or {})
 

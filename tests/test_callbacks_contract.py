@@ -2,6 +2,8 @@
 
 import gc
 import json
+import os
+import signal
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -25,6 +27,7 @@ EPOCHS = 2
 
 # How to make each callback, in a folder of its own and beside a server that takes what it is sent.
 FACTORIES = {
+    "BackupAndRestore": lambda folder, url: callbacks.BackupAndRestore(folder / "backup"),
     "CSVLogger": lambda folder, url: callbacks.CSVLogger(folder / "log.csv", append=True),
     "EarlyStopping": lambda folder, url: callbacks.EarlyStopping(patience=9, restore_best_weights=True),
     "History": lambda folder, url: callbacks.History(),
@@ -90,11 +93,11 @@ class Job:
         self.model.learning_rate = 0.1
         return self.model
 
-    def fit(self, *given):
+    def fit(self, *given, **options):
         """Train. Returns the history and what it cost."""
         before = runtime.counts()
         data = {"batch_size": 8 // self.cores, "validation_data": (X, Y), "cores": self.cores}
-        history = self.model.fit(X, Y, epochs=EPOCHS, verbose=0, callbacks=list(given), **data)
+        history = self.model.fit(X, Y, epochs=EPOCHS, verbose=0, callbacks=list(given), **data, **options)
         return history, runtime.counts() - before
 
 
@@ -195,5 +198,27 @@ def test_its_state_goes_through_json_into_another_object(job, make):
     assert (weights is None) == (loaded_weights is None)
 
 
-# Here goes the fourth: a training that is cut off with the callback and resumed with another object of its kind gives
-# what one gives that was never cut off.
+class Ending(Callback):
+    """Has the process told to end, as a cloud does it, in the fourth batch of the second epoch."""
+
+    reads_weights = False
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.batches = getattr(self, "batches", 0) + 1
+        if self.batches == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_training_that_is_broken_off_ends_as_one_that_was_not(job, make, tmp_path):
+    begin, run = tmp_path / "begin", tmp_path / "run"
+    model = job.start()
+    model.save(begin)
+    expected, _ = job.fit(make(), resume=begin)
+    weights = model.get_weights()
+    with pytest.raises(SystemExit):
+        job.fit(make(), callbacks.ModelCheckpoint(run), Ending(), resume=begin)
+    job.start()
+    history, counts = job.fit(make(), callbacks.ModelCheckpoint(run), resume=True)
+    assert history.history == expected.history and history.epoch == expected.epoch
+    assert all(np.array_equal(one, other) for one, other in zip(model.get_weights(), weights, strict=True))
+    assert not counts.graphs

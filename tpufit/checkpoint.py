@@ -45,7 +45,7 @@ from .weights import first_broken, untied
 FORMAT = 1
 
 _STEP = re.compile(r"step-\d{10,}")
-_LEFT = re.compile(r"\.(step-\d{10,})\.(tmp|old)-\d+")  # what a killed process leaves
+_LEFT = re.compile(r"\.(step-\d{10,})\.(tmp|old)-(\d+)")  # what a killed process leaves, and its number
 _MANIFEST, _STATE, _WEIGHTS, _TRAINING = "manifest.json", "state.json", "model.safetensors", "training.safetensors"
 
 
@@ -175,7 +175,7 @@ class LocalStore:
         dropped = []
         for entry in sorted(self.where.iterdir()):
             left = _LEFT.fullmatch(entry.name)
-            if left is None or entry.is_symlink():
+            if left is None or entry.is_symlink() or int(left[3]) == os.getpid():  # our own is still being written
                 continue
             if left[2] == "old" and not (self.where / left[1]).exists():  # killed between two renames
                 entry.rename(self.where / left[1])

@@ -15,7 +15,7 @@ from torch import Tensor
 from .callbacks.dispatch import CallbackList
 from .checkpoint import Checkpoint, RunFolder, is_checkpoint, read, versions
 from .data import Stream
-from .errors import ArgumentError, CheckpointMismatchError, CheckpointMissingError, DataError
+from .errors import ArgumentError, CheckpointError, CheckpointMismatchError, CheckpointMissingError, DataError
 from .nests import decode, encode
 from .runtime import Placement
 from .seeds import Draws
@@ -104,6 +104,11 @@ class Saver:
                     self._progress.batches = self._run.batches
                 wanting = (callback for callback in self._callbacks if getattr(callback, "save_on_exception", False))
                 self._save_for(writer for callback in wanting if (writer := writer_of(callback)) is not None)
+            for writer in self._writing:
+                try:
+                    writer.finish()
+                except CheckpointError as fault:  # it mustn't hide the error itself
+                    warnings.warn(str(fault), stacklevel=4)
             raise
 
     def finish(self) -> None:

@@ -382,6 +382,8 @@ class Program:
         roots = [*(state[i] for i in changed), *(sums.tensors[i] for i in summed), *returned]
         escaped = _pending_elsewhere(roots)
         roots += escaped
+        if not roots:  # it gives back what it was given, and there is nothing to run
+            return outputs
         with report.role(self._role), alias_with_buffer_donor_config():
             _, values = xla._get_tensors_xla_device_data_node(roots)
             sources, constants = _recognise(values, places, seeds)
