@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -211,6 +212,33 @@ def test_ctrl_c_finishes_the_step_and_the_same_model_goes_on(cores, tmp_path):
     model.fit(**fit, callbacks=[Warm(), checkpoint], resume=True)
     for name, value in model.state_dict().items():
         np.testing.assert_array_equal(value.numpy(), expected[0][name], err_msg=name)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, accumulate):
+    options = COMPILE["adamw"] | {"accumulate_steps": accumulate}
+
+    class Stuck(Noisy):
+        """The data hang after some rows, and the process is told to end meanwhile."""
+
+        def __init__(self, rows):
+            self.left = rows
+
+        def __getitem__(self, i):
+            self.left -= 1
+            if self.left < 0:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                time.sleep(60)
+                raise TimeoutError  # in a thread that nobody listens to any more: it must not draw anything
+            return super().__getitem__(i)
+
+    expected = trained(cores, "samples", options)
+    DATA["stuck"] = lambda cores: {"x": Stuck(BATCH * 5), "batch_size": BATCH // cores}
+    began = time.monotonic()
+    with pytest.raises(SystemExit):
+        trained(cores, "stuck", options, tmp_path)
+    assert time.monotonic() - began < 30  # not the sixty seconds of the data
+    assert_equal(trained(cores, "samples", options, tmp_path, resume=True), expected)
 
 
 def test_max_time_goes_on_in_the_middle_of_the_epoch(cores, tmp_path):

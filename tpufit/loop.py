@@ -32,7 +32,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -44,7 +44,7 @@ from .callbacks.dispatch import CallbackList
 from .checkpoint import Checkpoint
 from .data import Stream
 from .data.direct import Direct
-from .data.feed import Feed
+from .data.feed import Feed, FeedEndedError
 from .data.meter import advice
 from .runtime import agree
 from .saver import Progress, Saver, progress_of
@@ -209,7 +209,7 @@ class _Training:
         model.module.train()
         began, waited = perf_counter(), 0.0
         if not ends():  # what it goes on from may be a step after which a validation was broken off
-            waited = _run_pass(model, run, self.train, epoch, self.callbacks, "train", ends)
+            waited = _run_pass(model, run, self.train, epoch, self.callbacks, "train", ends, self.interruption)
         self._leave_if_interrupted()
         if model.out_of_time:
             self.saver.save_now()  # here, and not at the epoch's end: the rest of the epoch is still to be trained on
@@ -262,7 +262,7 @@ class _Validations:
     def run(self, batches: int) -> None:
         """Validate, after so many batches of the epoch."""
         began = perf_counter()
-        logs = evaluate(self._model, self._validation.stream, self._callbacks, lambda: self._interruption.wanted)
+        logs = evaluate(self._model, self._validation.stream, self._callbacks, self._interruption)
         if not self._interruption.wanted:
             self.last = {"batches": batches, "logs": {f"val_{name}": value for name, value in logs.items()}}
         self._seconds += perf_counter() - began
@@ -285,7 +285,7 @@ _NOT_YET: dict[str, Any] = {"batches": 0, "logs": {}}
 
 
 def evaluate(
-    model: Trainee, data: Stream, callbacks: CallbackList, broken_off: Callable[[], bool] = lambda: False
+    model: Trainee, data: Stream, callbacks: CallbackList, interruption: Interruption | None = None
 ) -> dict[str, Any]:
     """Evaluate once over the data.
 
@@ -293,7 +293,7 @@ def evaluate(
         model: What to evaluate.
         data: The data.
         callbacks: Whom to tell.
-        broken_off: Whether to stop after the batch under way.
+        interruption: What breaks it off after the batch under way, inside `fit`.
 
     Returns:
         The loss and the metrics over exactly the rows of the data.
@@ -303,7 +303,11 @@ def evaluate(
         callbacks.call("on_test_begin")
         run = StepRunner(model, "eval", data.device_transform)
         model.module.eval()
-        _run_pass(model, run, data, 0, callbacks, "test", lambda _: agree(model.stop_evaluating or broken_off()))
+
+        def stops(pause: _Pause) -> bool:
+            return bool(agree(model.stop_evaluating or (interruption is not None and interruption.wanted)))
+
+        _run_pass(model, run, data, 0, callbacks, "test", stops, interruption)
         logs = run.results()
         callbacks.call("on_test_end", logs)
     return logs
@@ -328,7 +332,7 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
             while len(flying) > _OUTPUTS_IN_FLIGHT:
                 landed.append(fetch(flying.popleft(), "outputs"))
 
-        _run_pass(model, run, data, 0, callbacks, "predict", lambda _: agree(model.stop_predicting), collect)
+        _run_pass(model, run, data, 0, callbacks, "predict", lambda _: agree(model.stop_predicting), None, collect)
         landed.extend(fetch(outputs, "outputs") for outputs in flying)
         callbacks.call("on_predict_end")
     return landed
@@ -367,6 +371,7 @@ def _run_pass(
     callbacks: CallbackList,
     name: str,
     stop: Callable[[_Pause], bool],
+    interruption: Interruption | None,
     collect: Callable[[list[Any]], None] | None = None,
 ) -> float:
     """Run the steps of one pass, or what is left of it. Returns for how many seconds it waited for data."""
@@ -383,8 +388,9 @@ def _run_pass(
         run.before_step = begin_step
     batches = data.epoch(epoch)
     ahead = max(4, 2 * run.group_size)
-    with Direct(batches, run.prepare) if data.quick else Feed(batches, run.prepare, ahead) as feed:
-        accumulates = name == "train" and model._gradients.accumulate_steps > 1
+    accumulates = name == "train" and model._gradients.accumulate_steps > 1
+    feed = Direct(batches, run.prepare) if data.quick else Feed(batches, run.prepare, ahead)
+    with feed, _ending(feed, interruption):
         for group, last in _knowing_the_last(_groups(feed, lambda: run.group_size), look=accumulates):
             if tell_begin:
                 callbacks.call(begin, run.batches)
@@ -402,6 +408,20 @@ def _run_pass(
                 break
     data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)
     return feed.seconds_waited
+
+
+@contextmanager
+def _ending(feed: Feed[Fed] | Direct[Fed], interruption: Interruption | None) -> Iterator[None]:
+    """Let a signal end the wait for data, which may be long. Batches that were read by then are not run."""
+    if interruption is None:
+        yield
+        return
+    before, interruption.wakes = interruption.wakes, feed.end
+    try:
+        with suppress(FeedEndedError):
+            yield
+    finally:
+        interruption.wakes = before
 
 
 def _hand_over(callbacks: CallbackList, hook: str, first: int, outputs: list[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
@@ -15,11 +16,17 @@ _NOTES = {
 }
 
 
+def _nothing() -> None: ...
+
+
 class Interruption:
     """While it is entered, the first SIGTERM and the first SIGINT are only noted; a second one does what it always did.
 
     It takes over where Python's own handlers are in force, and in the main thread, the only one that gets signals.
     Handlers of the user's own stay.
+
+    Attributes:
+        wakes: Called when a signal comes, to end a wait for something other than the device.
 
     Example:
         >>> with Interruption() as interruption:
@@ -29,6 +36,7 @@ class Interruption:
     """
 
     def __init__(self) -> None:
+        self.wakes: Callable[[], object] = _nothing
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -63,6 +71,7 @@ class Interruption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
         self._give_back(number)
+        self.wakes()
         with suppress(OSError):  # nobody may be listening any more
             os.write(2, _NOTES[signal.Signals(number)])  # print is not to be used here: it may be at work right now
 

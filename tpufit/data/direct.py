@@ -57,6 +57,9 @@ class Direct(Generic[T]):
         """A context in which nothing is prepared: nothing is, unless it is asked for."""
         return nullcontext()
 
+    def end(self) -> None:
+        """Do nothing: it never waits for data."""
+
     def close(self) -> None:
         """Close the data if they are a generator."""
         if isinstance(self._batches, Generator):

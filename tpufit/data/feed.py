@@ -26,6 +26,10 @@ _SILENCE = 60.0  # seconds without a batch after which it is said that one is wa
 _NO_BATCH = object()
 
 
+class FeedEndedError(Exception):
+    """`Feed.end` was called."""
+
+
 class Feed(Generic[T]):
     """Batches prepared ahead, in order, none lost or repeated.
 
@@ -141,6 +145,10 @@ class Feed(Generic[T]):
                 yield
             finally:
                 self._paused = False
+
+    def end(self) -> None:
+        """Let a `next` that waits for data, or else a later one, raise `FeedEndedError`. For handlers of signals."""
+        self._lane.ready.put(_End(FeedEndedError()))
 
     def close(self) -> None:
         """Stop the thread, close the data if they are a generator, and drop what was prepared; again is no error.
