@@ -202,7 +202,7 @@ class Stream:
             DataError: The data gave nothing at all, or ended for good before the epoch did.
         """
         last = self._places[-1]
-        begin = _Place(0, last.number, last.place, last.own) if self._goes_on else _Place(0, index)
+        begin = last._replace(batches=0) if self._goes_on else _Place(0, index)
         begin, self._resumed = self._resumed or begin, None
         self._places.clear()
         self._places.append(begin)
@@ -353,6 +353,8 @@ class Stream:
             begin.begun.restore(generators)  # what is passed over is drawn again, as a loader's order is
         keeps = self.keeps_draws and self._source.draws
         self._begun = Draws.now(generators) if keeps else None
+        if begin is self._places[-1]:  # nothing has been read yet; what is read ahead may never be used
+            self._places[-1] = begin._replace(begun=self._begun, draws=begin.draws or self._begun)
         skipped = partial(begin.draws.restore, generators) if begin.draws is not None else lambda: None
         return self._source.batches(begin.number, begin.place, skipped)
 
