@@ -36,7 +36,7 @@ FLOORS = {
     "nests": 1,
     "signals": 0,
     "writer": 2,
-    "snapshot": 2,
+    "training_state": 2,
     "callbacks": 3,
     "saver": 4,
     "loop": 4,

@@ -13,7 +13,7 @@ from .errors import CheckpointMismatchError
 from .model import Model
 from .optimizers import NAMES
 from .saver import named_checkpoint
-from .snapshot import check_weights, put_back
+from .training_state import check_weights, put_back
 from .weights import named_tensors
 
 

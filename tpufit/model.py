@@ -45,7 +45,7 @@ from .runtime import (
     start,
 )
 from .saver import find_checkpoint, outside_of_fit
-from .snapshot import take
+from .training_state import take
 from .step import StepRunner, fetch
 from .summary import table
 from .weights import first_broken, match_weights, named_tensors, read_weights, write_weights

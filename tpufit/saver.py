@@ -19,7 +19,7 @@ from .errors import ArgumentError, CheckpointError, CheckpointMismatchError, Che
 from .nests import decode, encode
 from .runtime import Placement
 from .seeds import Draws
-from .snapshot import put_back, settings, take
+from .training_state import put_back, settings, take
 from .step import StepRunner, Steps
 from .writer import Writer
 
