@@ -27,6 +27,7 @@ FLOORS = {
     "optimizers": 1,
     "outputs": 1,
     "precision": 1,
+    "predictions": 1,
     "python_state": 1,
     "summary": 1,
     "step": 2,

@@ -30,9 +30,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_map
-
 from .callbacks.dispatch import CallbackList
 from .data import Stream
 from .data.direct import Direct
@@ -184,15 +181,17 @@ def evaluate(model: Trainee, data: Stream, callbacks: CallbackList) -> dict[str,
     return logs
 
 
-def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
+def predict(model: Trainee, data: Stream, callbacks: CallbackList, take: Callable[[Any], None]) -> None:
     """Predict once over the data.
 
-    Returns:
-        The outputs of each batch, on the host, in order.
+    Args:
+        model: What predicts.
+        data: The data.
+        callbacks: Whom to tell.
+        take: Given the outputs of each batch, on the host, in order. No more than a few others wait meanwhile.
     """
     model.stop_predicting = False
     flying: deque[Any] = deque()
-    landed: list[Any] = []
     with _closing(callbacks, model):
         callbacks.call("on_predict_begin")
         run = StepRunner(model, "predict", data.device_transform)
@@ -201,12 +200,12 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
         def collect(outputs: list[Any]) -> None:
             flying.extend(outputs)
             while len(flying) > _OUTPUTS_IN_FLIGHT:
-                landed.append(fetch(flying.popleft(), "outputs"))
+                take(fetch(flying.popleft(), "outputs"))
 
         _run_pass(model, run, data, 0, callbacks, "predict", lambda: agree(model.stop_predicting), collect)
-        landed.extend(fetch(outputs, "outputs") for outputs in flying)
+        while flying:
+            take(fetch(flying.popleft(), "outputs"))
         callbacks.call("on_predict_end")
-    return landed
 
 
 @contextmanager
@@ -308,15 +307,3 @@ def _knowing_the_last(groups: Iterator[list[Fed]], look: bool) -> Iterator[tuple
         following = next(groups, None)
         yield group, following is None
         group = following
-
-
-def concatenate(outputs: list[Any]) -> Any:
-    """The outputs of all batches as one nest of NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
-
-    def join(*parts: Any) -> Any:
-        if not isinstance(parts[0], torch.Tensor):
-            return list(parts)
-        parts = tuple(p.float() if p.dtype is torch.bfloat16 else p for p in parts)
-        return (torch.cat(parts) if parts[0].dim() else torch.stack(parts)).numpy()
-
-    return tree_map(join, *outputs)

@@ -29,6 +29,7 @@ from .losses import LossArgument, LossByOutput, LossWeightsArgument
 from .lr_find import LRCurve, Sweep, find
 from .metrics import MetricsArgument
 from .optimizers import OptimizerArgument
+from .predictions import Predictions, as_array
 from .runtime import (
     HOST,
     Cores,
@@ -359,6 +360,7 @@ class Model(loop.Trainee):
         steps: int | None = None,
         callbacks: Callbacks = None,
         *,
+        out: Any = None,
         cores: CoresArgument = None,
     ) -> Any:
         """The module's outputs for data, every row, in order.
@@ -372,13 +374,27 @@ class Model(loop.Trainee):
             verbose: As in `fit`.
             steps: Batches to predict (default: all).
             callbacks: `Callback` objects.
+            out: For more than memory holds, the path of a `.npy` file that the rows are written to as they come; for
+                several outputs a path for each, in their form: `{"a": "a.npy", "b": "b.npy"}`. A file that is there is
+                replaced, once all rows are written.
             cores: As in `fit`.
 
         Returns:
-            A NumPy array with the rows of all batches, or a nest of arrays as the module returns them.
+            A NumPy array with the rows of all batches, or a nest of arrays as the module returns them; with `out`, they
+            are the files, mapped into memory to be read. Beside the result a few batches are held, and no more.
 
         Raises:
-            ArgumentError, DataError, CoresError: As in `fit`.
+            ArgumentError, CoresError, BatchError: As in `fit`.
+            DataError: As in `fit`; or the outputs of some batches have rows of another shape than others.
+            OSError: The file system refused.
+
+        Example:
+            >>> import os, tempfile, torch
+            >>> model = Model(nn.Linear(2, 3))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     rows = model.predict(torch.zeros(100, 2), verbose=0, out=os.path.join(folder, "rows.npy"))
+            >>> type(rows).__name__, rows.shape
+            ('memmap', (100, 3))
 
         Source: `keras.Model.predict`.
         """
@@ -387,10 +403,12 @@ class Model(loop.Trainee):
         if place is None:
             place = self._place_on(start(cores, f"predict(cores={cores!r})"))
         data = stream(x, batch_size=batch_size, cores=place.count, steps=steps, restart=True, places=place.places)
+        predictions = Predictions(data.steps, out)
         self._move_to(place)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
-        outputs = loop.predict(self, data, self._callbacks(_as_list(callbacks), params))
-        return loop.concatenate(outputs)
+        with predictions.committed():
+            loop.predict(self, data, self._callbacks(_as_list(callbacks), params), predictions.add)
+        return predictions.result()
 
     def lr_find(
         self,
@@ -519,7 +537,9 @@ class Model(loop.Trainee):
         """
         run = self._on_batch("predict", start(cores, f"predict_on_batch(cores={cores!r})"))
         outputs = self._run_on_batch(run, (x, None, None), training=False)
-        return loop.concatenate([fetch(outputs[0], "outputs")])
+        predictions = Predictions(batches=1)
+        predictions.add(fetch(outputs[0], "outputs"))
+        return predictions.result()
 
     def batches(
         self,
@@ -621,7 +641,7 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.get_weights`.
         """
-        return [loop.concatenate([value]) if value.dim() else value.numpy() for value in self.state_dict().values()]
+        return [as_array(value) for value in self.state_dict().values()]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Put arrays into the module, in the order of `get_weights`.
