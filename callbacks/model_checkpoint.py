@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from ..errors import ArgumentError
-from .base import Callback, Logs
+from .base import Callback, Logs, duplicate
 from .checkpoint_path import CheckpointPath
 from .frequency import batches
 from .monitor import Monitor
@@ -84,6 +85,14 @@ class ModelCheckpoint(Callback):
     def best(self) -> float | None:
         """The best value so far, or None."""
         return self._followed.best
+
+    def for_dry_run(self, folder: Path) -> Callback:
+        """One that saves into the folder, and in any case: whatever was the best so far, and each batch if any."""
+        twin = duplicate(self)
+        twin._path = self._path.moved_to(folder)
+        twin._every = min(self._every, 1)
+        twin._followed = Monitor(self.monitor, self.mode)
+        return twin
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Learn from the metric what is better."""

@@ -127,7 +127,7 @@ PEAK = """
     [
         ('np.ones((100_000, 1), "float32")', 1000, None, 1.2),
         ("batches()", None, None, 1.5),  # grows by a quarter where its length isn't known
-        ('np.ones((100_000, 1), "float32")', 1000, ''"rows.npy"', 0.3),
+        ('np.ones((100_000, 1), "float32")', 1000, '"rows.npy"', 0.3),
     ],
     ids=["arrays", "generator", "file"],
 )

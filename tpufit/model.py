@@ -30,6 +30,7 @@ from .lr_find import LRCurve, Sweep, find
 from .metrics import MetricsArgument
 from .optimizers import OptimizerArgument
 from .predictions import Predictions, as_array
+from .rehearsal import rehearse
 from .runtime import (
     HOST,
     Cores,
@@ -222,6 +223,7 @@ class Model(loop.Trainee):
         validation_step_freq: int | float | None = None,
         limit: int | float | None = None,
         max_time: float | timedelta | None = None,
+        dry_run: bool | int = False,
         cores: CoresArgument = None,
     ) -> History:
         """Train for a number of epochs.
@@ -254,6 +256,12 @@ class Model(loop.Trainee):
                 step's group.
             limit: Train and validate on so many batches an epoch only, or as a float on such a share of them.
             max_time: Stop after the batch that is under way when so much time has passed: seconds, or a `timedelta`.
+            dry_run: Only try it all on 2 batches (True) or another number of them: an epoch of training, its
+                validation, each callback, and a prediction (not if only `train_step` is a subclass's own). Then
+                weights, optimizer, rates, modes and random numbers are put back to the bit, and one line says what was
+                tried. Copies stand in for the callbacks, and `ModelCheckpoint` and `TensorBoard` write to a temporary
+                folder; see `Callback.for_dry_run` for those of your own. Data that keep their own place, such as an
+                iterator, have moved on.
             cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
                 in a process settles it, see `tpufit.init`.
 
@@ -270,6 +278,9 @@ class Model(loop.Trainee):
         """
         self._require_compiled("fit")
         verbosity, seconds = resolve_verbose(verbose), _seconds(max_time)
+        batches_tried = 2 if dry_run is True else dry_run
+        if dry_run is not False:
+            require_whole("dry_run", batches_tried, otherwise="True")
         require_whole("epochs", epochs)
         require_whole("initial_epoch", initial_epoch, 0)
         weigher = None if class_weight is None else ClassWeight(class_weight)
@@ -280,8 +291,6 @@ class Model(loop.Trainee):
         settled_cores = start(cores, f"fit(cores={cores!r})")
         if validation_split and validation_data is None:
             x, y, sample_weight, validation_data = hold_out(x, y, sample_weight, validation_split)
-        self._seed = torch.initial_seed()
-        self._class_weight = weigher
         place = self._place_on(settled_cores)
         train = self._training_stream((x, y, sample_weight), batch_size, settled_cores, shuffle, steps_per_epoch)
         validation = None
@@ -295,16 +304,22 @@ class Model(loop.Trainee):
         if limit is not None:
             for part in (train, validation.stream) if validation is not None else (train,):
                 part.limit(limit)
-        before = optimizers.rates(self._require_optimizer())
-        optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](settled_cores.count))
         self._move_to(place)
-        if verbosity:
-            print(self._headline(settled_cores, train.batch_size, before), flush=True)
-        history = History()
         params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
-        everyone = self._callbacks([*_as_list(callbacks), history], params)
-        self.history = history
-        loop.fit(self, train, validation, everyone, range(initial_epoch, epochs), seconds)
+        if dry_run is False:
+            before = self._begin_training(weigher, settled_cores)
+            if verbosity:
+                print(self._headline(settled_cores, train.batch_size, before), flush=True)
+            return self._train(train, validation, _as_list(callbacks), params, range(initial_epoch, epochs), seconds)
+
+        def fit(validation: loop.Validation | None, stand_ins: list[Any]) -> History:
+            self._begin_training(weigher, settled_cores)
+            first = range(initial_epoch, initial_epoch + 1)
+            return self._train(train, validation, stand_ins, params | {"verbose": 0}, first, seconds)
+
+        history, tried = rehearse(self, train, validation, _as_list(callbacks), batches_tried, fit)
+        if verbosity:
+            print(f"dry run on {settled_cores}: {tried}", flush=True)
         return history
 
     def evaluate(
@@ -735,6 +750,29 @@ class Model(loop.Trainee):
         default_steps = type(self).train_step is Model.train_step and type(self).compute_loss is Model.compute_loss
         if default_steps:
             losses.required(self._loss, method)
+
+    def _begin_training(self, class_weight: ClassWeight | None, cores: Cores) -> list[float]:
+        """Take in what a `fit` is about. Returns the rates from before the cores have scaled them."""
+        self._seed = torch.initial_seed()
+        self._class_weight = class_weight
+        before = optimizers.rates(self._require_optimizer())
+        optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](cores.count))
+        return before
+
+    def _train(
+        self,
+        train: Stream,
+        validation: loop.Validation | None,
+        callbacks: list[Any],
+        params: dict[str, Any],
+        epochs: range,
+        seconds: float | None,
+    ) -> History:
+        history = History()
+        everyone = self._callbacks([*callbacks, history], params)
+        self.history = history
+        loop.fit(self, train, validation, everyone, epochs, seconds)
+        return history
 
     def _on_batch(self, role: str, cores: Cores) -> StepRunner:
         """What runs single batches: made anew when something else has run meanwhile, or the metrics were reset."""
