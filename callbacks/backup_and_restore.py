@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint import RunFolder
 from ..errors import ArgumentError
 from ..writer import Writer
-from .base import Callback, Logs
-from .frequency import Every, batches
+from .base import Callback, Logs, duplicate
+from .frequency import batches
+from .step_count import StepCount
 
 
 class BackupAndRestore(Callback):
@@ -48,29 +50,38 @@ class BackupAndRestore(Callback):
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
     ) -> None:
-        every = batches("save_freq", save_freq, {"epoch": 0})
+        self._every = batches("save_freq", save_freq, {"epoch": 0})
         if not os.fspath(backup_dir):
             raise ArgumentError("backup_dir must be the path of a folder, got an empty one")
         self.backup_dir, self.save_freq = os.fspath(backup_dir), save_freq
         self.double_checkpoint, self.delete_checkpoint = double_checkpoint, delete_checkpoint
         self.writer = Writer(RunFolder(backup_dir, keep_last=1 + double_checkpoint))
-        self._every = Every(every)
+        self._count = StepCount(self._every)
         self._failed = False
+
+    def for_dry_run(self, folder: Path) -> Callback:
+        """One that backs up into the folder, after each batch or at the epoch's end."""
+        twin = duplicate(self)
+        twin.writer = Writer(RunFolder(folder))
+        twin._every = min(self._every, 1)
+        twin._count = StepCount(twin._every)
+        twin.delete_checkpoint = False
+        return twin
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Make sure that the folder can be written to."""
-        self._every, self._failed = Every(self._every.every), False
+        self._failed = False
+        self._count.begin()
         self.writer.run.open()
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Back up, if it is time to."""
-        if self._every.reaches(batch):
+        if self._count.advance(batch):
             self.model.save_checkpoint(self.writer)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Back up, if it is time to."""
-        self._every.end_epoch()
-        if not self._every.every:
+        if not self._every:
             self.model.save_checkpoint(self.writer)
 
     def on_exception(self, exception: BaseException, logs: Logs | None = None) -> None:
@@ -85,8 +96,8 @@ class BackupAndRestore(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """How many batches have been counted."""
-        return dict(self._every.state_dict())
+        return self._count.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from a state."""
-        self._every.load_state_dict(state)
+        self._count.load_state_dict(state)

@@ -6,17 +6,19 @@ import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from ..checkpoint import Metric, RunFolder
 from ..errors import ArgumentError, CheckpointNotWrittenError
 from ..writer import Writer
-from .base import Callback, Logs
+from .base import Callback, Logs, duplicate
 from .checkpoint_path import CheckpointPath
-from .frequency import Every, batches
+from .frequency import batches
 from .monitor import Monitor
 from .scalars import as_scalar, as_text
+from .step_count import StepCount
 from .terminal import say
 
 
@@ -101,7 +103,7 @@ class ModelCheckpoint(Callback):
         self.save_freq, self.mode, self.keep_best, self.save_on_exception = save_freq, mode, keep_best, on_exception
         self._path = CheckpointPath(filepath, per_batch=self._between)
         self._followed = Monitor(monitor, mode, best=initial_value_threshold)
-        self._every = Every(every)
+        self._count = StepCount(every)
         self._epoch = 0
         self._last_save = monotonic()
         self.writer: Writer | None = None
@@ -118,10 +120,20 @@ class ModelCheckpoint(Callback):
         """The best value so far, or None."""
         return self._followed.best
 
+    def for_dry_run(self, folder: Path) -> Callback:
+        """One that saves into the folder, and in any case: whatever was the best so far, and each batch if any."""
+        twin = duplicate(self)
+        twin._path = self._path.moved_to(folder)
+        twin._count, twin._seconds = StepCount(1 if self._between else 0), 0.0
+        twin._followed = Monitor(self.monitor, self.mode)
+        if self.writer is not None:
+            twin.writer = Writer(RunFolder(folder))
+        return twin
+
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Learn from the metric what is better, and make sure that the run directory can be written to."""
         self._followed.settle(self.model.higher_is_better(self.monitor))
-        self._every = Every(self._every.every)
+        self._count.begin()
         self._last_save = monotonic()
         if self.writer is not None:
             self.writer.run.open()
@@ -132,12 +144,11 @@ class ModelCheckpoint(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Save, if it is time to."""
-        if self._every.reaches(batch) or (self._seconds and monotonic() - self._last_save >= self._seconds):
+        if self._count.advance(batch) or (self._seconds and monotonic() - self._last_save >= self._seconds):
             self._save(self._epoch, batch, logs or {})
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Save, if it is time to."""
-        self._every.end_epoch()
         if not self._between:
             self._save(epoch, None, logs or {})
 
@@ -148,12 +159,12 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The best so far, and how many batches have been counted."""
-        return {"followed": self._followed.state_dict(), "every": self._every.state_dict()}
+        return {"followed": self._followed.state_dict(), "count": self._count.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._followed.load_state_dict(state["followed"])
-        self._every.load_state_dict(state["every"])
+        self._count.load_state_dict(state["count"])
 
     def _save(self, epoch: int, batch: int | None, logs: Logs) -> None:
         reason = ""

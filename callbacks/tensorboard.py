@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from .base import Callback, Logs
+from .base import Callback, Logs, duplicate
 from .frequency import batches
 from .scalars import scalars
 
@@ -61,6 +62,12 @@ class TensorBoard(Callback):
         # The steps and the time when the epoch began, and when a batch was last written; later by what was no training.
         self._epoch_began = self._written = (0, 0.0)
         self._test_began = 0.0
+
+    def for_dry_run(self, folder: Path) -> Callback:
+        """One that writes into the folder."""
+        twin = duplicate(self)
+        twin.log_dir = os.fspath(folder)
+        return twin
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """From now on an evaluation is a validation."""

@@ -7,6 +7,7 @@ import signal
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -57,7 +58,10 @@ def test_every_callback_has_a_factory(cores):
 
 
 class Answer(BaseHTTPRequestHandler):
+    posts: ClassVar = []
+
     def do_POST(self):
+        self.posts.append(self.path)
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.end_headers()
@@ -196,6 +200,16 @@ def test_its_state_goes_through_json_into_another_object(job, make):
     if not isinstance(again, callbacks.OneCycle):  # finds its place by the epoch, where the steps are known
         assert json.loads(json.dumps(loaded)) == json.loads(json.dumps(state))
     assert (weights is None) == (loaded_weights is None)
+
+
+def test_a_dry_run_leaves_nothing_of_it(job, make, tmp_path):
+    posts = len(Answer.posts)
+    callback = make()
+    before = sorted(tmp_path.rglob("*")), job.start().get_weights(), job.model.learning_rate
+    job.fit(callback, dry_run=True)
+    assert sorted(tmp_path.rglob("*")) == before[0] and len(Answer.posts) == posts
+    assert all(np.array_equal(*pair) for pair in zip(job.model.get_weights(), before[1], strict=True))
+    assert job.model.learning_rate == before[2] and getattr(callback, "best", None) is None
 
 
 class Ending(Callback):

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 import threading
 from functools import partial
 
@@ -258,6 +259,54 @@ def test_what_cannot_be_replayed_is_traced_and_says_why(cores, extra, cause):
     assert why_traced(traced) and np.isfinite(history["loss"]).all()
     with pytest.raises(ReplayError, match=f"the train step can't be replayed: .*{cause}"):
         train(cores, extra=extra, epochs=2, jit_compile=True)
+
+
+class ReadingTrain(tpufit.Model):
+    def train_step(self, batch):
+        logs = super().train_step(batch)
+        if logs["loss"] > 100:
+            raise ValueError
+        return logs
+
+
+class ReadingLoss(tpufit.Model):
+    def compute_loss(self, x, y, y_pred, sample_weight=None):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        return loss * (loss.item() < 100)
+
+
+class ReadingMetrics(tpufit.Model):
+    def update_metrics(self, x, y, y_pred, sample_weight=None):
+        if y_pred.abs().max() > 0:
+            super().update_metrics(x, y, y_pred, sample_weight)
+
+
+class ReadingTest(tpufit.Model):
+    def test_step(self, batch):
+        logs = super().test_step(batch)
+        return logs | {"rounded": torch.tensor(round(float(logs["loss"]), 1), device=batch[0].device)}
+
+
+@pytest.mark.parametrize(
+    ("model", "roles"),
+    [
+        (ReadingTrain, ["train"]),
+        (ReadingLoss, ["train", "eval"]),
+        (ReadingMetrics, ["train", "eval"]),
+        (ReadingTest, ["eval"]),
+    ],
+)
+def test_a_value_read_in_any_part_of_a_step_is_said_with_its_line(cores, model, roles):
+    with pytest.warns(UserWarning) as caught:
+        trained, history, _, _ = train(cores, model=model, epochs=1)
+    said = [str(warning.message) for warning in caught if "traced anew" in str(warning.message)]
+    assert len(said) == len(roles) and np.isfinite(history["loss"]).all()  # once each, in one sentence
+    cause = r"it reads a value from the device at test_graph\.py:\d+"
+    for role, sentence in zip(roles, said, strict=True):
+        assert re.fullmatch(rf"the {role} step is traced anew on every call, which is slow, because {cause}", sentence)
+    assert [role for role in ("train", "eval") if why_traced(trained, role)] == roles
+    with pytest.raises(ReplayError, match=f"the {roles[0]} step can't be replayed: {cause}"):
+        train(cores, model=model, epochs=1, jit_compile=True)
 
 
 @pytest.mark.filterwarnings("ignore:the train step is traced anew")

@@ -37,9 +37,6 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_map
-
 from .callbacks.dispatch import CallbackList
 from .checkpoint import Checkpoint
 from .data import Stream
@@ -313,15 +310,17 @@ def evaluate(
     return logs
 
 
-def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
+def predict(model: Trainee, data: Stream, callbacks: CallbackList, take: Callable[[Any], None]) -> None:
     """Predict once over the data.
 
-    Returns:
-        The outputs of each batch, on the host, in order, but for those that a callback took out of the logs.
+    Args:
+        model: What predicts.
+        data: The data.
+        callbacks: Whom to tell.
+        take: Given the outputs of each batch, on the host, in order. No more than a few others wait meanwhile.
     """
     model.stop_predicting = False
     flying: deque[Any] = deque()
-    landed: list[Any] = []
     with _closing(callbacks, model):
         callbacks.call("on_predict_begin")
         run = StepRunner(model, "predict", data.device_transform)
@@ -330,12 +329,12 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList) -> list[Any]:
         def collect(outputs: list[Any]) -> None:
             flying.extend(outputs)
             while len(flying) > _OUTPUTS_IN_FLIGHT:
-                landed.append(fetch(flying.popleft(), "outputs"))
+                take(fetch(flying.popleft(), "outputs"))
 
         _run_pass(model, run, data, 0, callbacks, "predict", lambda _: agree(model.stop_predicting), None, collect)
-        landed.extend(fetch(outputs, "outputs") for outputs in flying)
+        while flying:
+            take(fetch(flying.popleft(), "outputs"))
         callbacks.call("on_predict_end")
-    return landed
 
 
 @contextmanager
@@ -462,20 +461,3 @@ def _knowing_the_last(groups: Iterator[list[Fed]], look: bool) -> Iterator[tuple
         following = next(groups, None)
         yield group, following is None
         group = following
-
-
-def concatenate(outputs: list[Any]) -> Any:
-    """The outputs of all batches as one nest of NumPy arrays, or None if there are none.
-
-    bfloat16, which NumPy lacks, becomes float32.
-    """
-    if not outputs:
-        return None
-
-    def join(*parts: Any) -> Any:
-        if not isinstance(parts[0], torch.Tensor):
-            return list(parts)
-        parts = tuple(p.float() if p.dtype is torch.bfloat16 else p for p in parts)
-        return (torch.cat(parts) if parts[0].dim() else torch.stack(parts)).numpy()
-
-    return tree_map(join, *outputs)

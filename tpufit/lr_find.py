@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .data import Stream
@@ -20,8 +19,8 @@ from .errors import ArgumentError, require_whole
 from .loop import Trainee
 from .optimizers import set_rate
 from .plots import new_axes
-from .runtime import HOST, agree, overwrite
-from .seeds import Draws
+from .runtime import agree
+from .snapshot import Snapshot
 from .step import Fed, StepRunner, fetch
 
 # So many steps are started between two waits for their losses; a training that diverges takes that many for nothing.
@@ -147,16 +146,18 @@ class LRCurve:
         return ax
 
 
-def find(model: Trainee, data: Stream, sweep: Sweep) -> LRCurve:
+def find(model: Trainee, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
     """Train at the rates of a sweep, and put everything back as it was.
 
     Args:
         model: What to train; it is where it shall be trained.
         data: Batches; if they end too early they are begun anew.
         sweep: The rates.
+        seed: With the step's number, what its random numbers are a function of.
     """
-    rates, before = sweep.rates, _Before(model)
+    rates, before = sweep.rates, Snapshot(model)
     try:
+        model._seed = seed
         run = StepRunner(model, "train", data.device_transform)
         model.module.train()
         with Feed(islice(_whole_batches(data), len(rates)), run.prepare, _WINDOW) as feed:
@@ -219,58 +220,3 @@ def _steepest(losses: Sequence[float], smoothed: Sequence[float]) -> int | None:
     if smoothed[first] - smoothed[lowest] <= max(2 * scatter, 1e-3 * abs(smoothed[first])):
         return None
     return first + int(np.argmin(np.gradient(smoothed)[first:lowest]))
-
-
-class _Before:
-    """All that training changes, as it was.
-
-    The values are kept on the host: on the device they would need as much memory again as the whole state has, which a
-    net that just fits doesn't leave; a graph would have to be compiled to copy them; and they might be lost with the
-    state when a step fails there. To fetch and to send them is one wait, and takes as long as a few steps.
-
-    Args:
-        model: Whose training.
-    """
-
-    def __init__(self, model: Trainee) -> None:
-        model.write_back()
-        self._model = model
-        self._draws = Draws.now()
-        optimizers = model._optimizers()
-        losses = model._loss.modules if model._loss else ()
-        modules = [part for module in (model.module, *losses) for part in module.modules()]
-        # Of modules not only the modes: a flag may say whether a layer has seen its first batch, and a buffer may be
-        # replaced by another tensor. Of the model the count of its steps, the seed, and what its own steps keep.
-        self._dicts = [_kept(vars(owner)) for owner in (model, *modules)]
-        self._dicts += [_kept(module._buffers) for module in modules]
-        self._dicts += [_kept(group) for optimizer in optimizers for group in optimizer.param_groups]
-        self._states = [_kept(optimizer.state) for optimizer in optimizers]
-        self._states += [_kept(own) for optimizer in optimizers for own in optimizer.state.values()]
-        tensors, _ = model._state_tensors()
-        for _, state in self._states:
-            tensors |= {id(value): value for value in state.values() if isinstance(value, Tensor)}
-        self._tensors = list(tensors.values())
-        values = fetch(self._tensors, "state")  # a tensor of the host comes as it is
-        self._values = [v.clone() if t.device.type == "cpu" else v for t, v in zip(self._tensors, values, strict=True)]
-
-    def put_back(self) -> None:
-        """Make it so again, whatever has happened since."""
-        model = self._model
-        model._state.revive()  # all of it gets its values anew
-        model.write_back()
-        for now, before in self._dicts + self._states:
-            for key in now.keys() - before.keys():
-                del now[key]
-            now.update(before)
-        # Its graphs may know of what a first step made, which is gone again. Made anew, they are found compiled.
-        model._programs.pop("train", None)
-        pairs = list(zip(self._tensors, self._values, strict=True))
-        for place in (HOST, model._place):
-            own = [(t, v) for t, v in pairs if (t.device.type == "cpu") == place.on_host]
-            overwrite([t for t, _ in own], [v for _, v in own], place)
-        self._draws.restore()
-
-
-def _kept(values: MutableMapping[Any, Any]) -> tuple[MutableMapping[Any, Any], dict[Any, Any]]:
-    """A dict, and what is in it now."""
-    return values, dict(values)

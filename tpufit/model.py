@@ -20,7 +20,7 @@ from .averages import Ema
 from .callbacks import Callback, History
 from .callbacks.dispatch import CallbackList
 from .callbacks.progress import ProgbarLogger, resolve_verbose
-from .checkpoint import Metric
+from .checkpoint import Checkpoint, Metric
 from .checkpoint import save as save_checkpoint
 from .class_weight import ClassWeight
 from .data import Stream, hold_out, stream
@@ -32,6 +32,8 @@ from .lr_find import LRCurve, Sweep, find
 from .metrics import MetricsArgument
 from .nests import is_plain
 from .optimizers import OptimizerArgument
+from .predictions import Predictions, as_array
+from .rehearsal import rehearse
 from .runtime import (
     HOST,
     Cores,
@@ -45,9 +47,9 @@ from .runtime import (
     start,
 )
 from .saver import find_checkpoint, outside_of_fit
-from .training_state import take
 from .step import StepRunner, fetch
 from .summary import table
+from .training_state import take
 from .weights import first_broken, match_weights, named_tensors, read_weights, write_weights
 from .writer import Writer
 
@@ -234,6 +236,7 @@ class Model(loop.Trainee):
         limit: int | float | None = None,
         max_time: float | timedelta | None = None,
         resume: bool | str | os.PathLike[str] = False,
+        dry_run: bool | int = False,
         cores: CoresArgument = None,
     ) -> History:
         """Train for a number of epochs.
@@ -270,6 +273,12 @@ class Model(loop.Trainee):
                 the callbacks, or begin if there is none. `"best"`: from the best one. `"next_epoch"`: from the newest,
                 but leave out the rest of its epoch. A path: a run's folder, or one checkpoint, which must be whole.
                 On the same number of cores it goes on bit for bit; `initial_epoch` has no effect then.
+            dry_run: Only try it all on 2 batches (True) or another number of them: an epoch of training, its
+                validation, each callback, and a prediction (not if only `train_step` is a subclass's own). Then
+                weights, optimizer, rates, modes and random numbers are put back to the bit, and one line says what was
+                tried. Copies stand in for the callbacks, and `ModelCheckpoint` and `TensorBoard` write to a temporary
+                folder; see `Callback.for_dry_run` for those of your own. Data that keep their own place, such as an
+                iterator, have moved on.
             cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
                 in a process settles it, see `tpufit.init`.
 
@@ -289,6 +298,9 @@ class Model(loop.Trainee):
         """
         self._require_compiled("fit")
         verbosity, seconds = resolve_verbose(verbose), _seconds(max_time)
+        batches_tried = 2 if dry_run is True else dry_run
+        if dry_run is not False:
+            require_whole("dry_run", batches_tried, otherwise="True")
         require_whole("epochs", epochs)
         require_whole("initial_epoch", initial_epoch, 0)
         weigher = None if class_weight is None else ClassWeight(class_weight)
@@ -297,14 +309,13 @@ class Model(loop.Trainee):
                 "class_weight goes with one output only, and the loss has several: pass sample_weight in the form of y"
             )
         given = _as_list(callbacks)
-        resumed = find_checkpoint(resume, given)
+        resumed = find_checkpoint(resume, given) if dry_run is False else None
+        seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
         settled_cores = start(cores, f"fit(cores={cores!r})")
         if validation_split and validation_data is None:
             x, y, sample_weight, validation_data = hold_out(x, y, sample_weight, validation_split)
-        self._seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
-        self._class_weight = weigher
         place = self._place_on(settled_cores)
-        train = self._training_stream((x, y, sample_weight), batch_size, settled_cores, shuffle, steps_per_epoch)
+        train = self._training_stream((x, y, sample_weight), batch_size, settled_cores, seed, shuffle, steps_per_epoch)
         validation = None
         if validation_data is not None:
             size = validation_batch_size if validation_batch_size is not None else batch_size
@@ -316,20 +327,26 @@ class Model(loop.Trainee):
         if limit is not None:
             for part in (train, validation.stream) if validation is not None else (train,):
                 part.limit(limit)
-        before = optimizers.rates(self._require_optimizer())
-        optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](settled_cores.count))
         if resumed is not None and self._state.lost:
             self._state.revive()  # all of it gets its values anew
         self._move_to(place)
-        if verbosity:
-            print(self._headline(settled_cores, train.batch_size, before), flush=True)
-            if resumed is not None:
-                print(f"going on from step {resumed.step}", flush=True)
-        history = History()
         params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
-        everyone = self._callbacks([*given, history], params)
-        self.history = history
-        loop.fit(self, train, validation, everyone, range(initial_epoch, epochs), seconds, resumed)
+        if dry_run is False:
+            before = self._begin_training(weigher, settled_cores, seed)
+            if verbosity:
+                print(self._headline(settled_cores, train.batch_size, before), flush=True)
+                if resumed is not None:
+                    print(f"going on from step {resumed.step}", flush=True)
+            return self._train(train, validation, given, params, range(initial_epoch, epochs), seconds, resumed)
+
+        def fit(validation: loop.Validation | None, stand_ins: list[Any]) -> History:
+            self._begin_training(weigher, settled_cores, seed)
+            first = range(initial_epoch, initial_epoch + 1)
+            return self._train(train, validation, stand_ins, params | {"verbose": 0}, first, seconds)
+
+        history, tried = rehearse(self, train, validation, given, batches_tried, fit)
+        if verbosity:
+            print(f"dry run on {settled_cores}: {tried}", flush=True)
         return history
 
     def evaluate(
@@ -385,6 +402,7 @@ class Model(loop.Trainee):
         steps: int | None = None,
         callbacks: Callbacks = None,
         *,
+        out: Any = None,
         cores: CoresArgument = None,
     ) -> Any:
         """The module's outputs for data, every row, in order.
@@ -398,14 +416,28 @@ class Model(loop.Trainee):
             verbose: As in `fit`.
             steps: Batches to predict (default: all).
             callbacks: `Callback` objects.
+            out: For more than memory holds, the path of a `.npy` file that the rows are written to as they come; for
+                several outputs a path for each, in their form: `{"a": "a.npy", "b": "b.npy"}`. A file that is there is
+                replaced, once all rows are written.
             cores: As in `fit`.
 
         Returns:
-            A NumPy array with the rows of all batches, or a nest of arrays as the module returns them; None if a
-            callback, such as `PredictionWriter`, took them all.
+            A NumPy array with the rows of all batches, or a nest of arrays as the module returns them; with `out`, they
+            are the files, mapped into memory to be read. Beside the result a few batches are held, and no more. None if
+            a callback, such as `PredictionWriter`, took them all.
 
         Raises:
-            ArgumentError, DataError, CoresError: As in `fit`.
+            ArgumentError, CoresError, BatchError: As in `fit`.
+            DataError: As in `fit`; or the outputs of some batches have rows of another shape than others.
+            OSError: The file system refused.
+
+        Example:
+            >>> import os, tempfile, torch
+            >>> model = Model(nn.Linear(2, 3))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     rows = model.predict(torch.zeros(100, 2), verbose=0, out=os.path.join(folder, "rows.npy"))
+            >>> type(rows).__name__, rows.shape
+            ('memmap', (100, 3))
 
         Source: `keras.Model.predict`.
         """
@@ -414,10 +446,12 @@ class Model(loop.Trainee):
         if place is None:
             place = self._place_on(start(cores, f"predict(cores={cores!r})"))
         data = stream(x, batch_size=batch_size, cores=place.count, steps=steps, restart=True, places=place.places)
+        predictions = Predictions(data.steps, out)
         self._move_to(place)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
-        outputs = loop.predict(self, data, self._callbacks(_as_list(callbacks), params))
-        return loop.concatenate(outputs)
+        with predictions.committed():
+            loop.predict(self, data, self._callbacks(_as_list(callbacks), params), predictions.add)
+        return predictions.result()
 
     def lr_find(
         self,
@@ -477,10 +511,10 @@ class Model(loop.Trainee):
         self._require_compiled("lr_find")
         sweep = Sweep(start_lr, end_lr, steps, stop_factor, smoothing)
         settled_cores = start(cores, f"lr_find(cores={cores!r})")
-        self._seed = torch.initial_seed()
-        data = self._training_stream((x, y, sample_weight), batch_size, settled_cores)
+        seed = torch.initial_seed()
+        data = self._training_stream((x, y, sample_weight), batch_size, settled_cores, seed)
         self._move_to(self._place_on(settled_cores))
-        return find(self, data, sweep)
+        return find(self, data, sweep, seed)
 
     def train_on_batch(
         self,
@@ -547,7 +581,9 @@ class Model(loop.Trainee):
         """
         run = self._on_batch("predict", start(cores, f"predict_on_batch(cores={cores!r})"))
         outputs = self._run_on_batch(run, (x, None, None), training=False)
-        return loop.concatenate([fetch(outputs[0], "outputs")])
+        predictions = Predictions(batches=1)
+        predictions.add(fetch(outputs[0], "outputs"))
+        return predictions.result()
 
     def batches(
         self,
@@ -586,9 +622,8 @@ class Model(loop.Trainee):
             >>> sorted(logs)
             ['loss']
         """
-        settled_cores = start(cores, f"batches(cores={cores!r})")
-        self._seed = torch.initial_seed()
-        return self._training_stream((x, y, sample_weight), batch_size, settled_cores, shuffle).epoch(epoch)
+        settled_cores, seed = start(cores, f"batches(cores={cores!r})"), torch.initial_seed()
+        return self._training_stream((x, y, sample_weight), batch_size, settled_cores, seed, shuffle).epoch(epoch)
 
     def reset_metrics(self) -> None:
         """Begin the running means of `train_on_batch` and `test_on_batch` anew.
@@ -661,7 +696,7 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.get_weights`.
         """
-        return [loop.concatenate([value]) if value.dim() else value.numpy() for value in self.state_dict().values()]
+        return [as_array(value) for value in self.state_dict().values()]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Put arrays into the module, in the order of `get_weights`.
@@ -790,6 +825,30 @@ class Model(loop.Trainee):
         if default_steps:
             losses.required(self._loss, method)
 
+    def _begin_training(self, class_weight: ClassWeight | None, cores: Cores, seed: int) -> list[float]:
+        """Take in what a `fit` is about. Returns the rates from before the cores have scaled them."""
+        self._seed = seed
+        self._class_weight = class_weight
+        before = optimizers.rates(self._require_optimizer())
+        optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](cores.count))
+        return before
+
+    def _train(
+        self,
+        train: Stream,
+        validation: loop.Validation | None,
+        callbacks: list[Any],
+        params: dict[str, Any],
+        epochs: range,
+        seconds: float | None,
+        resumed: Checkpoint | None = None,
+    ) -> History:
+        history = History()
+        everyone = self._callbacks([*callbacks, history], params)
+        self.history = history
+        loop.fit(self, train, validation, everyone, epochs, seconds, resumed)
+        return history
+
     def _on_batch(self, role: str, cores: Cores) -> StepRunner:
         """What runs single batches: made anew when something else has run meanwhile, or the metrics were reset."""
         place = self._place_on(cores)
@@ -821,6 +880,7 @@ class Model(loop.Trainee):
         data: tuple[Any, Any, Any],
         batch_size: int | None,
         cores: Cores,
+        seed: int,
         shuffle: bool = True,
         steps: int | None = None,
     ) -> Stream:
@@ -829,7 +889,7 @@ class Model(loop.Trainee):
             batch_size=batch_size,
             cores=cores.count,
             shuffle=shuffle,
-            seed=self._seed,
+            seed=seed,
             steps=steps,
             places=self._place_on(cores).places,
         )

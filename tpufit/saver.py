@@ -19,8 +19,8 @@ from .errors import ArgumentError, CheckpointError, CheckpointMismatchError, Che
 from .nests import decode, encode
 from .runtime import Placement
 from .seeds import Draws
-from .training_state import put_back, settings, take
 from .step import StepRunner, Steps
+from .training_state import put_back, settings, take
 from .writer import Writer
 
 
