@@ -21,13 +21,16 @@ class TrainedModel(Protocol):
         stop_training: Set it to True to end training after the current batch.
         optimizer: The optimizer.
         learning_rate: The actual learning rate, to be read and set; that of the first group, if there are several.
-        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
+        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1; while one is
+            under way, of its time so far.
+        rows_seen: How many rows it has been given since it was made, to train, evaluate or predict.
     """
 
     stop_training: bool
     optimizer: torch.optim.Optimizer | None
     learning_rate: float
     input_bound: float | None
+    rows_seen: int
 
     @property
     def module(self) -> nn.Module:

@@ -20,6 +20,7 @@ class FakeModel:
         self.optimizer: torch.optim.Optimizer | None = torch.optim.SGD(self.module.parameters(), lr=lr)
         self.input_bound: float | None = None
         self.stop_training = False
+        self.rows_seen = 0
         self.saved: list[str] = []
         self._directions = directions or {}
 

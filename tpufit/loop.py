@@ -202,6 +202,7 @@ def _run_pass(
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
     tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
     index = started = 0
+    began = perf_counter()
 
     def begin_step() -> None:
         nonlocal started
@@ -221,6 +222,8 @@ def _run_pass(
             outputs = run(group, feed.paused, last)
             index += len(group)
             if tell_end:
+                if name == "train":
+                    model.input_bound = feed.seconds_waited / (perf_counter() - began)
                 callbacks.call(end, index - 1, {"outputs": outputs[-1]} if collect else run.logs())
                 run.hooked()
             if collect:

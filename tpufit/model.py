@@ -64,7 +64,8 @@ class Model(loop.Trainee):
         optimizer: The optimizer of `compile`; the rates in its `param_groups` are numbers that may be set at any time.
         metrics: The metrics of `compile`.
         history: The `History` of the last `fit`.
-        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
+        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1; while one is
+            under way, of its time so far.
         stop_training: Set it to True in a callback to end training after the current batch.
 
     Example:

@@ -51,6 +51,9 @@ class Steps:
 
     Args:
         module: Any `torch.nn.Module`.
+
+    Attributes:
+        rows_seen: How many rows it has been given since it was made, in steps of any kind.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -86,6 +89,7 @@ class Steps:
         self._label_range: Any = None
         self._step = 0  # training steps taken since the model was made; the seed of each is a function of it
         self._seed = 0
+        self.rows_seen = 0
         self._last_saved: str | None = None
         self._own = {*vars(self), "_own"}
 
@@ -541,12 +545,14 @@ class StepRunner:
             if model._state.lost and not isinstance(error, StateLostError):
                 raise StateLostError(self._lost(error)) from error
             raise
+        rows = sum(fed.rows for fed in group)
         self.steps += len(group)
+        model.rows_seen += rows
         if self._role == "train":
             model._step += len(group)
         if self._role == "predict":
             return outputs
-        self._running.count(sum(fed.rows for fed in group), outputs)
+        self._running.count(rows, outputs)
         if self._running.tensors and not model._place.on_host:
             self._in_flight.add(self._running.tensors[0], sum(fed.nbytes for fed in group))
         return None

@@ -11,7 +11,7 @@
 """
 
 from .devices import Cores, CoresArgument, agree, init, platform, set_matmul_precision, settled, start
-from .graph import Program, State, launch, tracing
+from .graph import Program, State, capture_began, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
 from .report import Counts, count_capture, counts
@@ -28,6 +28,7 @@ __all__ = [
     "Program",
     "State",
     "agree",
+    "capture_began",
     "count_capture",
     "counts",
     "exchange",
