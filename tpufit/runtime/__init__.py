@@ -7,6 +7,7 @@
 | `graph` | trace a step once, then replay its graph |
 | `transfer` | host to device and back; the one function that waits |
 | `norms` | normalisation layers that don't gather the batch |
+| `profile` | a profile of chosen steps |
 | `report` | counters of compilations, waits and fallbacks |
 """
 
@@ -14,6 +15,7 @@ from .devices import Cores, CoresArgument, agree, init, platform, set_matmul_pre
 from .graph import Program, State, capture_began, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
+from .profile import start_profile, stop_profile
 from .report import Counts, count_capture, counts
 from .transfer import InFlight, exchange, move, overwrite, to_device, to_host
 
@@ -41,6 +43,8 @@ __all__ = [
     "settled",
     "sharded_norms",
     "start",
+    "start_profile",
+    "stop_profile",
     "to_device",
     "to_host",
     "tracing",
