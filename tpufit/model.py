@@ -42,7 +42,7 @@ from .runtime import (
     start,
 )
 from .step import StepRunner, fetch
-from .summary import table
+from .summary import memory, noting_outputs, table
 
 Callbacks = Callback | Sequence[Callback] | None
 _SCALINGS: dict[str | None, Callable[[int], float]] = {
@@ -569,16 +569,39 @@ class Model(loop.Trainee):
         """
         return ["loss", *(metric.name for metric in self.metrics)]
 
-    def summary(self, print_fn: Callable[[str], object] | None = None) -> None:
-        """Print the layers with their parameters, the totals, and after a first step in which formats it computed.
+    def summary(
+        self,
+        print_fn: Callable[[str], object] | None = None,
+        *,
+        input_size: Sequence[int] | None = None,
+        x: Any = None,
+    ) -> None:
+        """Print the layers with their outputs and parameters, which of these are tied or frozen, and the totals.
+
+        Also what training keeps in the memory of each core, and after a first step in which formats it computed. The
+        outputs' shapes are those of the first batch of any step; before it they are shown as `?`, unless a batch is
+        given here.
 
         Args:
             print_fn: What takes the text (default: `print`).
+            input_size: The shape of an input, with its rows: zeros of this shape are run through the module once.
+            x: A batch of inputs to run through the module instead, e.g. integers, or several inputs.
 
         Source: `keras.Model.summary`.
         """
-        formats = f"\nprecision {self._precision}: {self._formats}" if self._formats else ""
-        (print_fn or print)(table(self.module) + formats)
+        if input_size is not None:
+            x = torch.zeros(*input_size)
+        if x is not None:
+            self._layer_outputs.clear()
+            with loop.modes_kept(self), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self.module.eval()
+                with noting_outputs(self.module, self._layer_outputs):
+                    self(x)
+        own = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        state = [t for key, t in self._state_tensors()[0].items() if key not in own]
+        lines = [table(self.module, self._layer_outputs), memory(self.module, state)]
+        lines += [f"precision {self._precision}: {self._formats}"] if self._formats else []
+        (print_fn or print)("\n".join(lines))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's parameters and buffers as host tensors, by name. This waits for the device, once.

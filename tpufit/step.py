@@ -44,6 +44,7 @@ from .runtime import (
     tracing,
 )
 from .seeds import step_seed
+from .summary import noting_outputs
 
 
 class Steps:
@@ -65,6 +66,7 @@ class Steps:
         self._precision = "fp32"
         self._formats: precision.Formats | None = None  # seen in the first step of training
         self._loss_format: torch.dtype | None = None
+        self._layer_outputs: dict[str, str] = {}  # shapes by name, seen in the first step of any kind
         self._place = HOST
         self._jit_compile: str | bool = "auto"
         self._steps_per_execution: int | str = 1
@@ -655,6 +657,8 @@ class StepRunner:
         model, tensors = self._model, iter(inputs)
         outputs = []
         with ExitStack() as stack:
+            if not model._layer_outputs:
+                stack.enter_context(noting_outputs(model.module, model._layer_outputs))
             every = [rates for _, rates in model._rates.values()]
             for rates in every:
                 stack.enter_context(rates.in_step())
