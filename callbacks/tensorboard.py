@@ -102,8 +102,10 @@ class TensorBoard(Callback):
         self._in_fit = self._resumes = self._described = False
         self._counted = 0  # steps of earlier fits, and where the model's count stood when this one began
         self._start: int | None = None
-        # The steps and the time when the epoch began, when its last step ended, and when a batch was last written.
-        self._epoch_began = self._epoch_ended = self._written = (0, 0.0)
+        # The steps and the time when the epoch began, and when a batch was last written; later by what was no training.
+        self._epoch_began = self._written = (0, 0.0)
+        self._test_began = 0.0
+        self._epoch: int | None = None
 
     @property
     def steps(self) -> int:
@@ -170,7 +172,7 @@ class TensorBoard(Callback):
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after a checkpoint. When the next epoch begins, what was logged after it is taken out of the files.
+        """Go on after a checkpoint: what was logged after it is taken out of the files, once the epoch is known.
 
         So no step is there twice, whatever had been written when the earlier process was killed. A point with a step of
         your own, given to `add_image` and the like, is taken for one of training's. `log_dir` must be on a local disk.
@@ -178,9 +180,12 @@ class TensorBoard(Callback):
         Args:
             state: What `state_dict` gave.
         """
-        self._counted = state["steps"]
-        self._start = None if self._start is None else self.model.steps_taken
-        self._resumes, self._described = True, False
+        self._counted, self._described = state["steps"], False
+        if self._start is not None:
+            self._start = self.model.steps_taken
+        self._resumes = self._epoch is None
+        if self._epoch is not None:
+            self._begin(self._epoch, resumes=True)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """From now on an evaluation is a validation."""
@@ -192,15 +197,13 @@ class TensorBoard(Callback):
         """Close the files."""
         if self._profiling:
             self._stop_profile()
-        self._counted, self._start, self._in_fit = self.steps, None, False
+        self._counted, self._start, self._epoch, self._in_fit = self.steps, None, None, False
         self._close()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the clock; after `load_state_dict`, take the files back to here."""
-        if self._resumes:
-            self._resumes = False
-            self._rewind(epoch)
-        self._epoch_began = self._written = self._epoch_ended = (self.steps, time.perf_counter())
+        self._epoch, resumes, self._resumes = epoch, self._resumes, False
+        self._begin(epoch, resumes)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Write the running means, if it is time to."""
@@ -215,17 +218,19 @@ class TensorBoard(Callback):
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Stop the clock: a validation is no training."""
-        self._stop_clock()
+        self._test_began = time.perf_counter()
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Write the evaluation by training steps."""
         self._write("validation", "evaluation_{}_vs_iterations", scalars(logs), self.steps)
+        took = time.perf_counter() - self._test_began
+        self._epoch_began, self._written = _later(self._epoch_began, took), _later(self._written, took)
         if not self._in_fit:
             self._close()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch."""
-        self._stop_clock()
+        self._epoch, now = None, (self.steps, time.perf_counter())
         values = scalars(logs)
         train = {name: value for name, value in values.items() if not name.startswith("val_")}
         validation = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
@@ -234,7 +239,7 @@ class TensorBoard(Callback):
         if self.model.input_bound is not None:
             train["input_bound"] = self.model.input_bound
         if self.write_steps_per_second:
-            train["steps_per_second"] = _speed(self._epoch_began, self._epoch_ended)
+            train["steps_per_second"] = _speed(self._epoch_began, now)
         self._write("train", "epoch_{}", train, epoch)
         self._write("validation", "epoch_{}", validation, epoch)
         if not self._described:
@@ -245,9 +250,10 @@ class TensorBoard(Callback):
         for writer in self._writers.values():
             writer.flush()  # so that a TensorBoard that is open shows the epoch now
 
-    def _stop_clock(self) -> None:
-        if self.steps != self._epoch_ended[0]:
-            self._epoch_ended = (self.steps, time.perf_counter())
+    def _begin(self, epoch: int, resumes: bool) -> None:
+        if resumes:
+            self._rewind(epoch)
+        self._epoch_began = self._written = (self.steps, time.perf_counter())
 
     def _write(self, run: str, tag: str, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -283,7 +289,7 @@ class TensorBoard(Callback):
         if self._profiled is None:
             return
         first, last = self._profiled
-        if not self._profiling and self.steps >= first - 1:
+        if not self._profiling and first - 1 <= self.steps < last:
             scalars(logs)  # what has been started before is none of theirs
             start_profile(os.path.join(self.log_dir, "train"))
             self._profiling = True
@@ -325,6 +331,10 @@ def _steps_to_profile(profile_batch: int | tuple[int, int]) -> tuple[int, int] |
             f"{profile_batch!r}"
         )
     return pair
+
+
+def _later(reading: tuple[int, float], seconds: float) -> tuple[int, float]:
+    return reading[0], reading[1] + seconds
 
 
 def _speed(start: tuple[int, float], end: tuple[int, float]) -> float:

@@ -101,8 +101,8 @@ def test_logs_are_read_only_when_they_are_written(tmp_path):
     assert Counting.reads == 3
 
 
-@pytest.mark.parametrize("validate", [True, False])
-def test_speed_leaves_validation_out(tmp_path, monkeypatch, validate):
+@pytest.mark.parametrize("validated_after", [(), (3,), (0, 1, 3)])
+def test_speed_leaves_validation_out(tmp_path, monkeypatch, validated_after):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     board = TensorBoard(tmp_path, write_steps_per_second=True, update_freq=2)
@@ -114,10 +114,10 @@ def test_speed_leaves_validation_out(tmp_path, monkeypatch, validate):
             now[0] += (0.25, 0.25, 0.5, 1.0)[batch]
             board.model.steps_taken += 1
             board.on_train_batch_end(batch, {"loss": 1.0})
-        if validate:
-            board.on_test_begin({})
-            now[0] += 100
-            board.on_test_end({"loss": 1.0})
+            if batch in validated_after:
+                board.on_test_begin({})
+                now[0] += 100
+                board.on_test_end({"loss": 1.0})
         board.on_epoch_end(epoch, {"loss": 1.0})
     board.on_train_end({})
     train = read(tmp_path)["train"]
@@ -315,6 +315,25 @@ def test_after_a_crash_no_step_is_there_twice(tmp_path, after):
     events = run_of(tmp_path / "train")
     assert [e.step for e in events.Histograms("weights/weight")] == [0, 1, 2]
     assert len(events.Tensors("summary/text_summary")) == 1
+
+
+def test_a_resume_in_the_middle_of_an_epoch(tmp_path):
+    """Then the state comes once the epoch has begun."""
+    kill_in_the_third_epoch(tmp_path, after=5)
+    board = TensorBoard(tmp_path, update_freq="batch", histogram_freq=1)
+    board.set_model(FakeModel())
+    board.on_train_begin({})
+    board.on_epoch_begin(2, {})
+    board.model.steps_taken = 12
+    board.load_state_dict({"steps": 12})
+    board.model.steps_taken = 13
+    board.on_train_batch_end(2, {"loss": 2.0})
+    board.on_epoch_end(2, {"loss": 2.0})
+    board.on_train_end({})
+    train = read_run(tmp_path / "train")
+    assert [value for _, value in train["batch_loss"]] == [*(e + b / 10 for e in (0, 1) for b in range(5)), 99, 99, 2]
+    assert train["epoch_loss"] == [(0, 0.5), (1, 1.5), (2, 2.0)]
+    assert board.state_dict() == {"steps": 13}
 
 
 def test_a_rewind_that_was_interrupted_harms_nothing(tmp_path):
