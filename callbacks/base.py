@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -31,7 +31,10 @@ class TrainedModel(Protocol):
         out_of_time: Whether the last `fit` has ended because its `max_time` was over.
         optimizer: The optimizer.
         learning_rate: The actual learning rate, to be read and set; that of the first group, if there are several.
-        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
+        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1; while one is
+            under way, of its time so far.
+        steps_taken: How many steps of training it has taken since it was made.
+        rows_seen: How many rows it has been given since it was made, to train, evaluate or predict.
     """
 
     stop_training: bool
@@ -39,6 +42,7 @@ class TrainedModel(Protocol):
     optimizer: torch.optim.Optimizer | None
     learning_rate: float
     input_bound: float | None
+    rows_seen: int
 
     @property
     def module(self) -> nn.Module:
@@ -49,6 +53,16 @@ class TrainedModel(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Tensor], /) -> None:
         """Put weights into the module, wherever it is."""
+
+    @property
+    def steps_taken(self) -> int:
+        """See the class."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients for the batch that was trained last, as host copies, of which nothing is learnt."""
+
+    def summary(self, print_fn: Callable[[str], object] | None = None, /) -> None:
+        """Give the table of the layers to a function."""
 
     def save_weights(self, filepath: str | os.PathLike[str], /, *, finite_only: bool = False) -> None:
         """Write the weights to a `.safetensors` file, whole or not at all; only if they are finite, if asked to."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import ClassVar
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from ..errors import ArgumentError
+from ..runtime import capture_began
 from .base import Callback, Logs
+from .canvas import Canvas, canvas_of
+from .clock import Clock
 from .progress_line import ProgressLine
 from .scalars import scalars
 from .terminal import can_draw, standard_output
@@ -46,8 +47,9 @@ class ProgbarLogger(Callback):
     """Shows how far `fit`, `evaluate` or `predict` is: `fit` and the others make one, so you need not.
 
     With `verbose=1` in a terminal or a notebook it draws a bar for each epoch, at most four times a second however
-    fast the steps are, and only then looks at the logs. Else it prints one line when the epoch ends, and looks at
-    nothing before. A validation inside `fit` shows in its epoch's line.
+    fast the steps are, and only then looks at the logs; while a step is compiled it says so, with a clock. Else it
+    prints one line when the epoch ends, and looks at nothing before. A validation inside `fit` shows in its epoch's
+    line; samples per second are those of training, after the first step.
 
     Args:
         console: Where to write (default: standard output).
@@ -55,7 +57,7 @@ class ProgbarLogger(Callback):
     Example:
         >>> from types import SimpleNamespace
         >>> progress = ProgbarLogger()
-        >>> progress.set_model(SimpleNamespace(input_bound=0.25))
+        >>> progress.set_model(SimpleNamespace(input_bound=0.25, rows_seen=0))
         >>> progress.set_params({"epochs": 10, "steps": 23, "verbose": 2})
         >>> progress.on_epoch_begin(2)
         >>> for batch in range(23):
@@ -75,7 +77,8 @@ class ProgbarLogger(Callback):
         self._in_fit = False
         self._fit_steps: int | None = None
         self._line: ProgressLine | None = None
-        self._live: Live | None = None
+        self._canvas: Canvas | None = None
+        self._rows_before = 0
         self._previous: Logs | None = None
         self._drawn = 0.0
 
@@ -108,8 +111,11 @@ class ProgbarLogger(Callback):
         """Begin a line, for `evaluate` alone."""
         if not self._in_fit:
             self._begin("Evaluate", self.params["steps"])
-        elif self._live is not None:
-            self._draw(time.perf_counter())  # else the bar would stand before its end for as long as it takes
+        elif self._line is not None:
+            now = time.perf_counter()
+            self._line.stop(now)
+            if self._canvas is not None:
+                self._draw(now)  # else the bar would stand before its end for as long as it takes
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Draw, if it is time to, for `evaluate` alone."""
@@ -141,28 +147,22 @@ class ProgbarLogger(Callback):
             return
         now = self._drawn = time.perf_counter()
         self._line = ProgressLine(title, total, now)
+        self._rows_before = self.model.rows_seen
         self._previous = None
         # Inside another one's bar (a callback of fit calls evaluate) a plain line is printed above that bar.
         if self.params["verbose"] == 1 and can_draw(self._console) and ProgbarLogger._drawing is None:
-            self._live = Live(
-                self._bar(now, ended=False),
-                console=self._console,
-                auto_refresh=False,  # a thread that draws would take its time from the step's
-                transient=True,
-                # Else what a program writes to a file of errors would come to the terminal.
-                redirect_stderr=sys.stderr.isatty() or self._console.is_jupyter,
-            )
+            self._canvas = canvas_of(self._console)
             ProgbarLogger._drawing = self
-            self._live.start(refresh=True)
+            self._canvas.draw(self._bar(now, ended=False))
+            self._clock = Clock(self._draw_clock, _INTERVAL)
 
     def _advance(self, done: int, logs: Logs | None) -> None:
         if self._line is None:
             return
-        if self._live is None:
-            self._line.done = done
-            return
         now = time.perf_counter()
-        self._line.advance(done, now)
+        self._line.advance(done, now, self.model.rows_seen - self._rows_before)
+        if self._canvas is None:
+            return
         if now - self._drawn >= _INTERVAL:
             try:
                 # The logs of the step before: to read those of this step would leave the device with nothing to do.
@@ -175,39 +175,51 @@ class ProgbarLogger(Callback):
         self._previous = logs
 
     def _draw(self, now: float) -> None:
-        assert self._live is not None
-        self._live.update(self._bar(now, ended=False), refresh=True)
+        assert self._canvas is not None and self._line is not None
+        if self._in_fit:
+            self._line.input_bound = self.model.input_bound
+        self._canvas.draw(self._bar(now, ended=False))
         self._drawn = time.perf_counter()
+
+    def _draw_clock(self) -> None:
+        """In a thread: nothing but a compilation takes so long that the time must be seen to go on."""
+        since = capture_began()
+        if since is not None and self._canvas is not None:
+            self._canvas.draw(self._bar(time.perf_counter(), ended=False, compiling_since=since))
 
     def _finish(self, logs: Logs | None) -> None:
         if self._line is None:
             return
         now = time.perf_counter()
+        self._line.stop(now)
         self._line.values = scalars(logs)
-        drawn = self._stop_drawing()
-        if drawn and self._line.total is None:
-            self._line.total = self._line.done
-        self._print(self._bar(now, ended=True) if drawn else Text(self._line.summary(now)))
+        if self._canvas is None:
+            self._print_plain(self._line.summary(now))
+        else:
+            self._line.total = self._line.total or self._line.done
+            self._stop_drawing(now)
         self._line = None
 
     def _break_off(self) -> None:
-        if self._line is not None and self._stop_drawing():
-            self._print(self._bar(time.perf_counter(), ended=True))
+        if self._canvas is not None:
+            self._stop_drawing(time.perf_counter())
         self._line = None
 
-    def _stop_drawing(self) -> bool:
-        live, self._live, self._previous = self._live, None, None
-        if live is None:
-            return False
+    def _stop_drawing(self, now: float) -> None:
+        assert self._canvas is not None
+        self._clock.stop()
+        canvas, self._canvas, self._previous = self._canvas, None, None
         ProgbarLogger._drawing = None
-        live.stop()
-        return True
+        canvas.end(self._bar(now, ended=True))
 
-    def _bar(self, now: float, ended: bool) -> Text:
+    def _bar(self, now: float, ended: bool, compiling_since: float | None = None) -> Text:
         assert self._line is not None
-        return self._line.bar(now, ended, self._console.options.ascii_only)
+        return self._line.bar(now, ended, self._console.options.ascii_only, compiling_since)
 
-    def _print(self, line: Text) -> None:
-        # Above the bar that is being drawn, if there is one: only its console knows to. Whole, however
-        # narrow the terminal is, which only cuts what moves.
-        (ProgbarLogger._drawing or self)._console.print(line, soft_wrap=True)
+    def _print_plain(self, line: str) -> None:
+        if self._console.is_jupyter:
+            print(line)
+        else:
+            # Above the bar that is being drawn, if there is one: only its console knows to. Whole, however
+            # narrow the terminal is, which only cuts what moves.
+            (ProgbarLogger._drawing or self)._console.print(Text(line), soft_wrap=True)

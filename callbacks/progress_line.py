@@ -36,18 +36,36 @@ class ProgressLine:
         self.values: dict[str, float] = {}
         self.input_bound: float | None = None
         self._began = now
-        self._after_first = now
+        # The time and the rows after the first step, which may have been compiled, and after the last.
+        self._first = self._last = (now, 0)
+        self._stopped = False
 
-    def advance(self, done: int, now: float) -> None:
+    def advance(self, done: int, now: float, rows: int = 0) -> None:
         """Note the steps done.
 
         Args:
             done: Steps done since the start of the pass.
             now: The time.
+            rows: Rows in these steps (default 0: unknown).
         """
+        self._last = (now, rows)
         if self.done == 0:
-            self._after_first = now
+            self._first = self._last
         self.done = done
+
+    def stop(self, now: float) -> None:
+        """Note that the device has come to the end of the steps; a validation may follow.
+
+        Args:
+            now: The time.
+        """
+        if not self._stopped:
+            self._last, self._stopped = (now, self._last[1]), True
+
+    def samples_per_second(self) -> float | None:
+        """The speed of the steps after the first; None if it isn't known."""
+        rows, seconds = self._last[1] - self._first[1], self._last[0] - self._first[0]
+        return rows / seconds if rows and seconds > 0 else None
 
     def seconds_left(self, now: float) -> float | None:
         """An estimate from the steps after the first, which may have been compiled; None before and when all are done.
@@ -57,7 +75,7 @@ class ProgressLine:
         """
         if self.total is None or not 2 <= self.done < self.total:
             return None
-        return (self.total - self.done) * (now - self._after_first) / (self.done - 1)
+        return (self.total - self.done) * (now - self._first[0]) / (self.done - 1)
 
     def summary(self, now: float) -> str:
         """The line without a bar, for a file.
@@ -68,19 +86,22 @@ class ProgressLine:
         steps = f"{self.done} step{'' if self.done == 1 else 's'}"
         return " - ".join([self.title, duration(now - self._began), steps, *self._values()])
 
-    def bar(self, now: float, ended: bool, ascii_only: bool = False) -> Text:
+    def bar(self, now: float, ended: bool, ascii_only: bool = False, compiling_since: float | None = None) -> Text:
         """The line with a bar, for a terminal.
 
         Args:
             now: The time.
             ended: Whether to give the time taken rather than the time left.
             ascii_only: Whether the terminal can't show other characters.
+            compiling_since: When the compilation began that is under way, if there is one.
         """
         full, empty = ("=", "-") if ascii_only else ("━", "━")
         share = min(1.0, self.done / self.total) if self.total else 0.0
         filled = round(_WIDTH * share)
         left = None if ended else self.seconds_left(now)
         clock = f"{duration(left)} left" if left is not None else duration(now - self._began)
+        if compiling_since is not None:
+            clock = f"compiling... {duration(now - compiling_since)}"
         line = Text(no_wrap=True, overflow="crop" if ascii_only else "ellipsis")
         line.append(f"{self.title} ", style="bold")
         line.append(full * filled, style="green")  # two of the 16 colours that every terminal has
@@ -90,7 +111,9 @@ class ProgressLine:
         return line
 
     def _values(self) -> list[str]:
-        values = [f"{name}: {as_text(value)}" for name, value in self.values.items()]
+        speed = self.samples_per_second()
+        values = [] if speed is None else [f"{speed:.0f} samples/s" if speed >= 10 else f"{speed:.2g} samples/s"]
+        values += [f"{name}: {as_text(value)}" for name, value in self.values.items()]
         if self.input_bound is not None and self.input_bound >= 0.01:
             values.append(f"waited for data: {self.input_bound:.0%}")
         return values

@@ -1,4 +1,4 @@
-"""`TensorBoard`: loss, metrics and learning rate as files that TensorBoard shows."""
+"""`TensorBoard`: what a training does, as files that TensorBoard shows."""
 
 from __future__ import annotations
 
@@ -6,36 +6,64 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
+from torch import Tensor
+
+from ..errors import ArgumentError
+from ..runtime import start_profile, stop_profile, to_host
 from .base import Callback, Logs, duplicate
+from .event_files import rewind
 from .frequency import batches
 from .scalars import scalars
+
+# These tags are by epoch, all others by training step.
+_BY_EPOCH = ("epoch_", "weights/", "gradients/")
+# These are written at the end of the first epoch, also of a resumed training.
+_SAID_ONCE = ("summary/text_summary", "_hparams_/")
 
 
 class TensorBoard(Callback):
     """Writes logs for `tensorboard --logdir logs`, as Keras lays them out.
 
     The run `train` gets `epoch_loss`, the other logs likewise, `epoch_learning_rate`, `epoch_input_bound` (the share of
-    the time in which data were waited for) and, if asked, `batch_*`; the run `validation` gets `epoch_*` without
-    `val_`, so that both are in one chart, and `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*`
-    are by epoch, from 0, the others by the training steps this object has seen.
+    the time in which data were waited for), the model's summary as text and, if asked, `batch_*`, histograms and a
+    profile; the run `validation` gets `epoch_*` without `val_`, so that both are in one chart, and
+    `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*` and histograms are by epoch, from 0, the
+    others by training steps.
+
+    An epoch costs no wait beside the one for its logs; each write of batch logs costs one, histograms two.
+
+    A training that is resumed takes its points back to where it goes on: see `load_state_dict`.
 
     Args:
         log_dir: The folder (default `"logs"`); keep it to one training.
+        histogram_freq: After every how many epochs, from the first, to write histograms of weights and of gradients
+            (default 0: never). The gradients are those of the epoch's last batch at the weights after it, before
+            clipping. They are computed for this, by a graph of their own that takes about as long to compile as the
+            training step's.
+        write_graph: Whether to write the model's summary as text, after the first epoch (default True). PyTorch has no
+            graph of layers to show.
+        write_images: Whether to write weights that are matrices as images, along with histograms (default False).
         write_steps_per_second: Whether to write the speed of training, without validations (default False).
         update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to write the running means of
             the epoch as well. Each time waits for the device.
+        profile_batch: A training step, or the first and last of several, from 1, to record a profile of (default 0:
+            none). It is written to `train/plugins/profile`: TensorBoard shows it with its plugin (`pip install xprof`),
+            and ui.perfetto.dev shows its `trace.json.gz`. It waits for the device twice.
+        hparams: Hyperparameters by name, numbers, texts and bools, for TensorBoard's tab of that name, which compares
+            the trainings below one `--logdir` (default: none).
 
     Raises:
-        ArgumentError: Another `update_freq`.
+        ArgumentError: An argument that is none of these.
 
     Example:
         >>> import os, tempfile
         >>> from types import SimpleNamespace
         >>> folder = tempfile.mkdtemp()
-        >>> board = TensorBoard(folder)
-        >>> board.set_model(SimpleNamespace(optimizer=None, input_bound=None))
+        >>> board = TensorBoard(folder, write_graph=False)
+        >>> board.set_model(SimpleNamespace(optimizer=None, input_bound=None, steps_taken=0))
         >>> board.on_epoch_end(0, {"loss": 0.5, "val_loss": 0.6})
         >>> board.on_train_end()
         >>> sorted(os.listdir(folder))
@@ -49,19 +77,35 @@ class TensorBoard(Callback):
     def __init__(
         self,
         log_dir: str | os.PathLike[str] = "logs",
-        *,  # the arguments that come next in Keras will come later here
+        histogram_freq: int = 0,
+        write_graph: bool = True,
+        write_images: bool = False,
         write_steps_per_second: bool = False,
         update_freq: str | int = "epoch",
+        profile_batch: int | tuple[int, int] = 0,
+        *,
+        hparams: Mapping[str, bool | str | float] | None = None,
     ) -> None:
         self.log_dir, self.update_freq = os.fspath(log_dir), update_freq
+        self.histogram_freq, self.write_graph, self.write_images = histogram_freq, write_graph, write_images
         self.write_steps_per_second = write_steps_per_second
+        self.hparams = dict(hparams or {})
+        if isinstance(histogram_freq, bool) or not isinstance(histogram_freq, int) or histogram_freq < 0:
+            raise ArgumentError(f"histogram_freq must be a number of epochs, or 0 for none, got {histogram_freq!r}")
+        for name, value in self.hparams.items():
+            if not isinstance(name, str) or not isinstance(value, (bool, int, float, str)):
+                raise ArgumentError(f"hparams must be numbers, texts or bools by name, got {name!r}: {value!r}")
         self._every = batches("update_freq", update_freq, {"epoch": 0, "batch": 1})
+        self._profiled = _steps_to_profile(profile_batch)
+        self._profiling = False
         self._writers: dict[str, Any] = {}
-        self._in_fit = False
-        self._steps = 0
+        self._in_fit = self._resumes = self._described = False
+        self._counted = 0  # steps of earlier fits, and where the model's count stood when this one began
+        self._start: int | None = None
         # The steps and the time when the epoch began, and when a batch was last written; later by what was no training.
         self._epoch_began = self._written = (0, 0.0)
         self._test_began = 0.0
+        self._epoch: int | None = None
 
     def for_dry_run(self, folder: Path) -> Callback:
         """One that writes into the folder."""
@@ -69,28 +113,114 @@ class TensorBoard(Callback):
         twin.log_dir = os.fspath(folder)
         return twin
 
+    @property
+    def steps(self) -> int:
+        """The training steps that the logs are by: those of all `fit` calls this object saw, or was resumed after."""
+        return self._counted + (0 if self._start is None else self.model.steps_taken - self._start)
+
+    def writer(self, run: str = "train") -> Any:
+        """PyTorch's `SummaryWriter` of a run, for whatever it can write. It is closed when training ends.
+
+        Args:
+            run: The name of the run (default `"train"`).
+
+        Source: `torch.utils.tensorboard.SummaryWriter`.
+        """
+        if run not in self._writers:
+            # Imported here, and made only for a run that has something to show: it takes a second, and makes a file.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writers[run] = SummaryWriter(os.path.join(self.log_dir, run))
+        return self._writers[run]
+
+    def add_image(self, tag: str, image: Any, step: int | None = None, dataformats: str = "CHW") -> None:
+        """Write an image.
+
+        Args:
+            tag: Its name.
+            image: A tensor or array, of bytes or of floats from 0 to 1. One on the device is waited for.
+            step: The step it belongs to (default: that of training).
+            dataformats: What its dimensions are: `"CHW"` (default), `"HWC"` or `"HW"`; several have an N in front.
+
+        Source: `torch.utils.tensorboard.SummaryWriter.add_image` and `add_images`.
+        """
+        if isinstance(image, Tensor):
+            (image,) = to_host([image], "image")
+        write = self.writer().add_images if "N" in dataformats else self.writer().add_image
+        write(tag, image, self._or_now(step), dataformats=dataformats)
+
+    def add_text(self, tag: str, text: str, step: int | None = None) -> None:
+        """Write a text, which TensorBoard takes for Markdown.
+
+        Args:
+            tag: Its name.
+            text: The text.
+            step: The step it belongs to (default: that of training).
+
+        Source: `torch.utils.tensorboard.SummaryWriter.add_text`.
+        """
+        self.writer().add_text(tag, text, self._or_now(step))
+
+    def add_figure(self, tag: str, figure: Any, step: int | None = None) -> None:
+        """Write a figure of matplotlib's as an image, and close it.
+
+        Args:
+            tag: Its name.
+            figure: The figure.
+            step: The step it belongs to (default: that of training).
+
+        Source: `torch.utils.tensorboard.SummaryWriter.add_figure`.
+        """
+        self.writer().add_figure(tag, figure, self._or_now(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: how many training steps the logs are of."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after a checkpoint: what was logged after it is taken out of the files, once the epoch is known.
+
+        So no step is there twice, whatever had been written when the earlier process was killed. A point with a step of
+        your own, given to `add_image` and the like, is taken for one of training's. `log_dir` must be on a local disk.
+
+        Args:
+            state: What `state_dict` gave.
+        """
+        self._counted, self._described = state["steps"], False
+        if self._start is not None:
+            self._start = self.model.steps_taken
+        self._resumes = self._epoch is None
+        if self._epoch is not None:
+            self._begin(self._epoch, resumes=True)
+
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """From now on an evaluation is a validation."""
         self._in_fit = True
+        self._start = self.model.steps_taken
+        self._profile(None)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Close the files."""
-        self._in_fit = False
+        if self._profiling:
+            self._stop_profile()
+        self._counted, self._start, self._epoch, self._in_fit = self.steps, None, None, False
         self._close()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Start the clock."""
-        self._epoch_began = self._written = (self._steps, time.perf_counter())
+        """Start the clock; after `load_state_dict`, take the files back to here."""
+        self._epoch, resumes, self._resumes = epoch, self._resumes, False
+        self._begin(epoch, resumes)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Write the running means, if it is time to."""
-        self._steps += 1
-        if self._every and self._steps % self._every == 0:  # 0: epochs only
-            self._write("train", "batch_{}", scalars(logs), self._steps)
+        if self._profiled is not None:
+            self._profile(logs)
+        if self._every and self.steps // self._every > self._written[0] // self._every:  # 0: epochs only
+            now = (self.steps, time.perf_counter())
+            self._write("train", "batch_{}", scalars(logs), now[0])
             if self.write_steps_per_second:
-                now = (self._steps, time.perf_counter())
-                self._write("train", "batch_{}", {"steps_per_second": _speed(self._written, now)}, self._steps)
-                self._written = now
+                self._write("train", "batch_{}", {"steps_per_second": _speed(self._written, now)}, now[0])
+            self._written = now
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Stop the clock: a validation is no training."""
@@ -98,7 +228,7 @@ class TensorBoard(Callback):
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Write the evaluation by training steps."""
-        self._write("validation", "evaluation_{}_vs_iterations", scalars(logs), self._steps)
+        self._write("validation", "evaluation_{}_vs_iterations", scalars(logs), self.steps)
         took = time.perf_counter() - self._test_began
         self._epoch_began, self._written = _later(self._epoch_began, took), _later(self._written, took)
         if not self._in_fit:
@@ -106,7 +236,7 @@ class TensorBoard(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch."""
-        now = (self._steps, time.perf_counter())
+        self._epoch, now = None, (self.steps, time.perf_counter())
         values = scalars(logs)
         train = {name: value for name, value in values.items() if not name.startswith("val_")}
         validation = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
@@ -118,24 +248,95 @@ class TensorBoard(Callback):
             train["steps_per_second"] = _speed(self._epoch_began, now)
         self._write("train", "epoch_{}", train, epoch)
         self._write("validation", "epoch_{}", validation, epoch)
+        if not self._described:
+            self._described = True
+            self._describe()
+        if self.histogram_freq and epoch % self.histogram_freq == 0:
+            self._write_histograms(epoch)
         for writer in self._writers.values():
             writer.flush()  # so that a TensorBoard that is open shows the epoch now
 
-    def _write(self, run: str, tag: str, values: Mapping[str, float], step: int) -> None:
-        if not values:
-            return
-        if run not in self._writers:
-            # Imported here, and made only for a run that has something to show: it takes a second, and makes a file.
-            from torch.utils.tensorboard import SummaryWriter
+    def _begin(self, epoch: int, resumes: bool) -> None:
+        if resumes:
+            self._rewind(epoch)
+        self._epoch_began = self._written = (self.steps, time.perf_counter())
 
-            self._writers[run] = SummaryWriter(os.path.join(self.log_dir, run))
+    def _write(self, run: str, tag: str, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writers[run].add_scalar(tag.format(name), value, step)
+            self.writer(run).add_scalar(tag.format(name), value, step)
+
+    def _describe(self) -> None:
+        """Write what is said once. It is only now that the summary knows the shapes of the layers' outputs."""
+        if self.write_graph:
+            # Indented by four, text is code in Markdown, and keeps its columns.
+            self.model.summary(lambda text: self.add_text("summary", indent(text, "    "), 0))
+        if self.hparams:
+            from torch.utils.tensorboard.summary import hparams
+
+            _, *session = hparams(self.hparams, {})  # without a list of metrics TensorBoard shows all there are
+            for part in session:
+                self.writer(".").file_writer.add_summary(part)
+
+    def _write_histograms(self, epoch: int) -> None:
+        weights = self.model.state_dict()
+        for kind, tensors in (("weights", weights), ("gradients", self.model.gradients())):
+            for name, tensor in tensors.items():
+                finite = tensor[tensor.isfinite()].float()
+                if tensor.is_floating_point() and finite.numel():
+                    self.writer().add_histogram(f"{kind}/{name}", finite, epoch)
+        for name, tensor in weights.items() if self.write_images else ():
+            if tensor.dim() == 2:
+                low, high = tensor.float().aminmax()
+                image = (tensor.float() - low) / (high - low).clamp(min=1e-12)
+                self.writer().add_image(f"weights/{name}", image, epoch, dataformats="HW")
+
+    def _profile(self, logs: Logs | None) -> None:
+        """Start to record before the first of the chosen steps, and end after the last. What reads logs, waits."""
+        if self._profiled is None:
+            return
+        first, last = self._profiled
+        if not self._profiling and first - 1 <= self.steps < last:
+            scalars(logs)  # what has been started before is none of theirs
+            start_profile(os.path.join(self.log_dir, "train"))
+            self._profiling = True
+        elif self._profiling and self.steps >= last:
+            scalars(logs)
+            self._stop_profile()
+
+    def _stop_profile(self) -> None:
+        self._profiling, self._profiled = False, None
+        stop_profile()
+
+    def _rewind(self, epoch: int) -> None:
+        def keep(tag: str, step: int) -> bool:
+            if tag.startswith(_SAID_ONCE):
+                return False
+            return step < epoch if tag.startswith(_BY_EPOCH) else step <= self.steps
+
+        self._close()
+        for run in ("train", "validation", "."):
+            rewind(Path(self.log_dir, run), keep)
+
+    def _or_now(self, step: int | None) -> int:
+        return self.steps if step is None else step
 
     def _close(self) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
+
+
+def _steps_to_profile(profile_batch: int | tuple[int, int]) -> tuple[int, int] | None:
+    if profile_batch == 0 and not isinstance(profile_batch, bool):
+        return None
+    pair = profile_batch if isinstance(profile_batch, tuple) else (profile_batch, profile_batch)
+    whole = len(pair) == 2 and all(isinstance(step, int) and not isinstance(step, bool) for step in pair)
+    if not whole or not 1 <= pair[0] <= pair[1]:
+        raise ArgumentError(
+            f"profile_batch must be a step from 1, or the first and the last of several, e.g. (10, 12), got "
+            f"{profile_batch!r}"
+        )
+    return pair
 
 
 def _later(reading: tuple[int, float], seconds: float) -> tuple[int, float]:

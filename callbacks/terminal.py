@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 
 from rich.console import Console
 
@@ -30,9 +29,7 @@ def can_draw(console: Console) -> bool:
         >>> can_draw(Console(file=io.StringIO()))
         False
     """
-    if console.is_jupyter:
-        return find_spec("ipywidgets") is not None  # rich needs it there
-    return console.is_terminal and not console.is_dumb_terminal
+    return console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)
 
 
 def say(text: str) -> None:

@@ -53,7 +53,7 @@ model.fit(
     validation_split=0.1,
     cores=args.cores,
     callbacks=[
-        TensorBoard(args.run_dir / "logs"),
+        TensorBoard(args.run_dir / "logs", histogram_freq=5, write_steps_per_second=True),
         ModelCheckpoint(args.run_dir / "best.safetensors", monitor="val_accuracy", save_best_only=True),
         EarlyStopping(monitor="val_accuracy", patience=5, restore_best_weights=True),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ class FakeModel:
         self.optimizer: torch.optim.Optimizer | None = torch.optim.SGD(self.module.parameters(), lr=lr)
         self.input_bound: float | None = None
         self.stop_training = self.out_of_time = False
+        self.rows_seen = self.steps_taken = 0
         self.saved: list[str] = []
         self.wanted: list[tuple[Writer, Metric | None]] = []
         self._directions = directions or {}
@@ -49,6 +50,12 @@ class FakeModel:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.module.load_state_dict(dict(state))
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: -tensor for name, tensor in self.state_dict().items()}
+
+    def summary(self, print_fn: Callable[[str], object] | None = None) -> None:
+        (print_fn or print)("layer   type\nmodule  Linear")
 
     def save_weights(self, filepath: str | os.PathLike[str], *, finite_only: bool = False) -> None:
         write_weights(filepath, self.state_dict())

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fake_model import FakeModel
 from rich.console import Console
+from screen import on_screen
 
 from tpufit.callbacks import ProgbarLogger
 from tpufit.callbacks.progress import resolve_verbose
@@ -42,25 +43,6 @@ def shown(console):
     """What was written, and the lines that are left of it on the screen."""
     text = console.file.buffer.getvalue().decode(console.file.encoding)
     return text, on_screen(text)
-
-
-def on_screen(text):
-    """The lines that a terminal shows: it goes to the line's start, one up, and wipes the line, when it is told to."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
-        if part == "\r":
-            column = 0
-        elif part == "\n":
-            row, column = row + 1, 0
-            lines += [""] * (row == len(lines))
-        elif part == "\x1b[1A":
-            row -= 1
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif not part.startswith("\x1b"):
-            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
-            column += len(part)
-    return [line.rstrip() for line in lines if line.strip()]
 
 
 def started(verbose, epochs=3, steps=4, console=None):
@@ -366,7 +348,7 @@ def test_a_real_terminal():
         "from tpufit.callbacks.progress import ProgbarLogger, resolve_verbose\n"
         "progress = ProgbarLogger()\n"
         "progress.set_params({'epochs': 1, 'steps': 3, 'verbose': resolve_verbose('auto')})\n"
-        "progress.set_model(SimpleNamespace(input_bound=None))\n"
+        "progress.set_model(SimpleNamespace(input_bound=None, rows_seen=0))\n"
         "progress.on_train_begin(); progress.on_epoch_begin(0)\n"
         "for batch in range(3):\n"
         "    time.sleep(0.3); progress.on_train_batch_end(batch, {'loss': 0.5})\n"
@@ -388,7 +370,7 @@ def test_errors_that_go_to_a_file_stay_there(tmp_path):
         "from tpufit.callbacks.progress import ProgbarLogger\n"
         "progress = ProgbarLogger()\n"
         "progress.set_params({'epochs': 1, 'steps': 3, 'verbose': 1})\n"
-        "progress.set_model(SimpleNamespace(input_bound=None))\n"
+        "progress.set_model(SimpleNamespace(input_bound=None, rows_seen=0))\n"
         f"sys.stderr = open({str(tmp_path / 'errors')!r}, 'w')\n"
         "progress.on_epoch_begin(0)\n"
         "print('a warning', file=sys.stderr, flush=True)\n"
@@ -428,3 +410,53 @@ def test_one_step_is_singular():
     line = ProgressLine("Predict", total=1, now=0.0)
     line.advance(1, now=0.5)
     assert line.summary(now=0.5) == "Predict - 0.5s - 1 step"
+
+
+def test_samples_per_second_leave_the_first_step_and_the_validation_out():
+    line = ProgressLine("Epoch 1/1", total=3, now=0.0)
+    line.advance(1, now=60.0, rows=32)
+    assert line.samples_per_second() is None
+    line.advance(2, now=60.5, rows=64)
+    assert line.samples_per_second() == 64.0
+    line.advance(3, now=61.0, rows=77)  # a short batch
+    line.stop(now=61.5)  # when the device is through
+    line.stop(now=70.0)  # validated
+    assert line.samples_per_second() == 30.0
+    assert line.summary(now=70.0) == "Epoch 1/1 - 1:10 - 3 steps - 30 samples/s"
+    slow = ProgressLine("Predict", total=2, now=0.0)
+    slow.advance(1, now=0.0, rows=1)
+    slow.advance(2, now=4.0, rows=2)
+    assert slow.bar(4.0, ended=True).plain.endswith(" 2/2 4.0s - 0.25 samples/s")
+
+
+def test_the_rows_are_those_that_the_model_has_seen(clock, capsys):
+    progress = started(2, epochs=1)
+    progress.model.rows_seen = 1000  # by an earlier fit
+    progress.on_train_begin({})
+    progress.on_epoch_begin(0, {})
+    for batch in range(4):
+        clock[0] += 1.0
+        progress.model.rows_seen += 20
+        progress.on_train_batch_end(batch, {})
+    progress.on_test_begin({})
+    clock[0] += 5.0
+    progress.model.rows_seen += 500
+    progress.on_epoch_end(0, {"loss": 0.5})
+    assert capsys.readouterr().out == "Epoch 1/1 - 9.0s - 4 steps - 20 samples/s - loss: 0.5000\n"
+
+
+def test_a_compilation_shows_with_its_own_clock():
+    line = ProgressLine("Epoch 1/1", total=3, now=0.0)
+    assert line.bar(7.0, ended=False, compiling_since=5.0).plain.endswith(" 0/3 compiling... 2.0s")
+
+
+def test_the_share_without_data_moves_with_the_bar(clock):
+    console = terminal()
+    progress = started(1, epochs=1, console=console)
+    progress.on_train_begin({})
+    progress.on_epoch_begin(0, {})
+    progress.model.input_bound = 0.5
+    clock[0] += 1.0
+    progress.on_train_batch_end(0, {})
+    assert shown(console)[1] == [f"Epoch 1/1 {'━' * 20} 1/4 1.0s - waited for data: 50%"]
+    progress.on_train_end({})

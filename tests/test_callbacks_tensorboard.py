@@ -1,12 +1,16 @@
 """TensorBoard: what it writes, read back as TensorBoard reads it."""
 
+import json
 import time
 
 import numpy as np
 import pytest
+import torch
 from fake_model import FakeModel
+from torch import nn
 
 from tpufit.callbacks import TensorBoard
+from tpufit.callbacks.event_files import rewind
 from tpufit.errors import ArgumentError
 
 EVERY = {"loss": 0.5, "accuracy": 0.75}
@@ -18,6 +22,7 @@ def fit(board, epochs=2, steps=5, validate=True, model=None):
     for epoch in range(epochs):
         board.on_epoch_begin(epoch, {})
         for batch in range(steps):
+            board.model.steps_taken += 1
             board.on_train_batch_end(batch, {"loss": epoch + batch / 10})
         logs = {name: value + epoch for name, value in EVERY.items()}
         if validate:
@@ -28,17 +33,22 @@ def fit(board, epochs=2, steps=5, validate=True, model=None):
     board.on_train_end(logs)
 
 
-def read(folder):
-    """Every run's scalars: `{"train": {"epoch_loss": [(step, value), ...]}}`."""
+def run_of(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    runs = {}
-    for run in sorted(folder.iterdir()):
-        events = EventAccumulator(str(run)).Reload()
-        runs[run.name] = {
-            tag: [(e.step, round(e.value, 5)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-        }
-    return runs
+    everything = dict.fromkeys(("scalars", "histograms", "images", "tensors"), 0)  # it would keep some only
+    return EventAccumulator(str(folder), size_guidance=everything).Reload()
+
+
+def read_run(folder):
+    """The scalars of a run, `{"epoch_loss": [(step, value), ...]}`."""
+    events = run_of(folder)
+    return {tag: [(e.step, round(e.value, 5)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def read(folder):
+    """The scalars of every run, by its name."""
+    return {run.name: read_run(run) for run in sorted(folder.iterdir()) if run.is_dir()}
 
 
 def test_epochs_are_laid_out_as_in_keras(tmp_path):
@@ -83,7 +93,9 @@ class Counting(dict):
 def test_logs_are_read_only_when_they_are_written(tmp_path):
     board = TensorBoard(tmp_path, update_freq=10)
     board.set_model(FakeModel())
+    board.on_train_begin({})
     for batch in range(35):
+        board.model.steps_taken += 1
         board.on_train_batch_end(batch, Counting(loss=0.5))
     board.on_train_end({})
     assert Counting.reads == 3
@@ -100,6 +112,7 @@ def test_speed_leaves_validation_out(tmp_path, monkeypatch, validated_after):
         board.on_epoch_begin(epoch, {})
         for batch in range(4):
             now[0] += (0.25, 0.25, 0.5, 1.0)[batch]
+            board.model.steps_taken += 1
             board.on_train_batch_end(batch, {"loss": 1.0})
             if batch in validated_after:
                 board.on_test_begin({})
@@ -167,6 +180,180 @@ def test_an_epoch_can_be_seen_before_training_ends(tmp_path):
     board.on_train_end({})
 
 
+def test_steps_that_run_as_one_are_counted_as_they_are(tmp_path):
+    board = TensorBoard(tmp_path, update_freq=4)
+    board.set_model(FakeModel())
+    board.model.steps_taken = 1000  # of an earlier fit, with another callback
+    board.on_train_begin({})
+    board.on_epoch_begin(0, {})
+    for batch in (2, 5, 8, 11):
+        board.model.steps_taken += 3
+        board.on_train_batch_end(batch, {"loss": 1.0})
+    board.on_train_end({})
+    assert [step for step, _ in read(tmp_path)["train"]["batch_loss"]] == [6, 9, 12]
+
+
+def test_histograms_of_weights_and_gradients(tmp_path):
+    model = FakeModel()
+    model.weight = 2.0
+    fit(TensorBoard(tmp_path, histogram_freq=2), epochs=4, model=model)
+    events = run_of(tmp_path / "train")
+    assert sorted(events.Tags()["histograms"]) == ["gradients/weight", "weights/weight"]
+    assert [e.step for e in events.Histograms("weights/weight")] == [0, 2]
+    for tag, value in (("weights/weight", 2.0), ("gradients/weight", -2.0)):
+        histogram = events.Histograms(tag)[0].histogram_value
+        assert (histogram.num, histogram.sum, histogram.min, histogram.max) == (1, value, value, value)
+
+
+def test_a_histogram_leaves_out_what_is_no_number_and_what_is_empty(tmp_path):
+    model = FakeModel()
+    state = {
+        "some": torch.tensor([1.0, float("nan"), float("inf")]),
+        "none": torch.tensor([float("nan")]),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "count": torch.tensor(3),
+    }
+    model.state_dict = lambda: state
+    fit(TensorBoard(tmp_path, histogram_freq=1), epochs=1, model=model)
+    events = run_of(tmp_path / "train")
+    assert {tag for tag in events.Tags()["histograms"] if "weights/" in tag} == {"weights/some", "weights/half"}
+    assert events.Histograms("weights/some")[0].histogram_value.num == 1
+
+
+def test_weights_that_are_matrices_as_images(tmp_path):
+    model = FakeModel()
+    model.module = nn.Linear(5, 4)
+    fit(TensorBoard(tmp_path, histogram_freq=1, write_images=True), epochs=1, model=model)
+    events = run_of(tmp_path / "train")
+    assert events.Tags()["images"] == ["weights/weight"]
+    image = events.Images("weights/weight")[0]
+    assert (image.height, image.width) == (4, 5)
+
+
+def text_of(events, tag):
+    return events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
+
+
+def test_the_summary_is_written_once_as_text(tmp_path):
+    fit(TensorBoard(tmp_path), epochs=2)
+    events = run_of(tmp_path / "train")
+    assert [e.step for e in events.Tensors("summary/text_summary")] == [0]
+    assert text_of(events, "summary/text_summary") == "    layer   type\n    module  Linear"
+    fit(TensorBoard(tmp_path / "without", write_graph=False), epochs=1)
+    assert run_of(tmp_path / "without/train").Tags()["tensors"] == []
+
+
+def test_helpers_write_what_people_look_at(tmp_path):
+    from matplotlib.figure import Figure
+
+    class Looking(TensorBoard):
+        def on_epoch_end(self, epoch, logs=None):
+            super().on_epoch_end(epoch, logs)
+            self.add_image("one", torch.rand(1, 6, 7))
+            self.add_image("several", np.random.rand(4, 6, 7, 3), step=3, dataformats="NHWC")
+            self.add_text("said", "**so**")
+            figure = Figure()
+            figure.subplots().plot([1, 2])
+            self.add_figure("drawn", figure)
+            self.writer("validation").add_scalar("own", 0.5, epoch)
+
+    fit(Looking(tmp_path), epochs=1)
+    events = run_of(tmp_path / "train")
+    assert {tag: [e.step for e in events.Images(tag)] for tag in events.Tags()["images"]} == {
+        "one": [5],
+        "several": [3],
+        "drawn": [5],
+    }
+    assert text_of(events, "said/text_summary") == "**so**"
+    assert read(tmp_path)["validation"]["own"] == [(0, 0.5)]
+
+
+def kill_in_the_third_epoch(folder, after):
+    """A training that was saved after epoch 1 (10 steps), went on for some steps, and was killed. Returns the state."""
+    board = TensorBoard(folder, update_freq="batch", histogram_freq=1, hparams={"lr": 0.1})
+    fit(board, epochs=2)
+    state = json.loads(json.dumps(board.state_dict()))
+    board.set_model(FakeModel())
+    board.on_train_begin({})
+    board.on_epoch_begin(2, {})
+    for batch in range(after):
+        board.model.steps_taken += 1
+        board.on_train_batch_end(batch, {"loss": 99.0})
+    if after == 5:
+        board.on_epoch_end(2, {"loss": 99.0, "val_loss": 99.0})
+    for writer in board._writers.values():
+        writer.close()  # what a killed process had written; it never got to on_train_end
+    last = max((folder / "train").glob("*tfevents*"))
+    last.write_bytes(last.read_bytes()[:-7])  # but for half of its last record
+    return state
+
+
+@pytest.mark.parametrize("after", [3, 5])
+def test_after_a_crash_no_step_is_there_twice(tmp_path, after):
+    state = kill_in_the_third_epoch(tmp_path, after)
+    board = TensorBoard(tmp_path, update_freq="batch", histogram_freq=1, hparams={"lr": 0.1})
+    board.load_state_dict(state)
+    board.set_model(FakeModel())
+    board.model.steps_taken = 10
+    board.on_train_begin({})
+    board.on_epoch_begin(2, {})
+    train = read(tmp_path)["train"]
+    assert [step for step, _ in train["batch_loss"]] == list(range(1, 11))
+    assert [step for step, _ in train["epoch_loss"]] == [0, 1]
+    for batch in range(5):
+        board.model.steps_taken += 1
+        board.on_train_batch_end(batch, {"loss": 2.0})
+    board.on_epoch_end(2, {"loss": 2.5, "val_loss": 12.0})
+    board.on_train_end({})
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"train", "validation"}
+    runs = {run: read_run(tmp_path / run) for run in ("train", "validation")}
+    assert [step for step, _ in runs["train"]["batch_loss"]] == list(range(1, 16))
+    assert runs["train"]["epoch_loss"] == [(0, 0.5), (1, 1.5), (2, 2.5)]
+    assert runs["validation"]["epoch_loss"] == [(0, 10.0), (1, 11.0), (2, 12.0)]
+    assert [step for step, _ in runs["validation"]["evaluation_loss_vs_iterations"]] == [5, 10]
+    assert 99.0 not in [value for run in runs.values() for points in run.values() for _, value in points]
+    events = run_of(tmp_path / "train")
+    assert [e.step for e in events.Histograms("weights/weight")] == [0, 1, 2]
+    assert len(events.Tensors("summary/text_summary")) == 1
+
+
+def test_a_resume_in_the_middle_of_an_epoch(tmp_path):
+    """Then the state comes once the epoch has begun."""
+    kill_in_the_third_epoch(tmp_path, after=5)
+    board = TensorBoard(tmp_path, update_freq="batch", histogram_freq=1)
+    board.set_model(FakeModel())
+    board.on_train_begin({})
+    board.on_epoch_begin(2, {})
+    board.model.steps_taken = 12
+    board.load_state_dict({"steps": 12})
+    board.model.steps_taken = 13
+    board.on_train_batch_end(2, {"loss": 2.0})
+    board.on_epoch_end(2, {"loss": 2.0})
+    board.on_train_end({})
+    train = read_run(tmp_path / "train")
+    assert [value for _, value in train["batch_loss"]] == [*(e + b / 10 for e in (0, 1) for b in range(5)), 99, 99, 2]
+    assert train["epoch_loss"] == [(0, 0.5), (1, 1.5), (2, 2.0)]
+    assert board.state_dict() == {"steps": 13}
+
+
+def test_a_rewind_that_was_interrupted_harms_nothing(tmp_path):
+    fit(TensorBoard(tmp_path), epochs=3)
+    (old,) = (tmp_path / "train").glob("*tfevents*")
+    before = old.read_bytes()
+    rewind(tmp_path / "train", lambda tag, step: step < 2)
+    old.write_bytes(before)  # as if it had been killed before it could delete the old file
+    (tmp_path / "train" / f".{old.name}.resumed.tmp-1").write_bytes(before[:100])  # and another time while writing
+    assert [step for step, _ in read_run(tmp_path / "train")["epoch_loss"]] == [0, 1]
+    rewind(tmp_path / "train", lambda tag, step: step < 2)
+    assert [step for step, _ in read_run(tmp_path / "train")["epoch_loss"]] == [0, 1]
+    assert len(list((tmp_path / "train").iterdir())) == 1
+
+
+def test_nothing_to_rewind_makes_no_files(tmp_path):
+    rewind(tmp_path / "none", lambda tag, step: True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_object_that_is_not_used_makes_no_files(tmp_path):
     board = TensorBoard(tmp_path / "logs")
     board.set_model(FakeModel())
@@ -179,6 +366,23 @@ def test_an_object_that_is_not_used_makes_no_files(tmp_path):
 def test_wrong_update_freq(update_freq):
     with pytest.raises(ArgumentError, match="update_freq must be 'epoch', 'batch' or a number of batches"):
         TensorBoard(update_freq=update_freq)
+
+
+@pytest.mark.parametrize("histogram_freq", [-1, 0.5, True])
+def test_wrong_histogram_freq(histogram_freq):
+    with pytest.raises(ArgumentError, match="histogram_freq must be a number of epochs, or 0 for none"):
+        TensorBoard(histogram_freq=histogram_freq)
+
+
+@pytest.mark.parametrize("profile_batch", [-1, True, 2.5, (3, 2), (0, 2), (1, 2, 3), "10"])
+def test_wrong_profile_batch(profile_batch):
+    with pytest.raises(ArgumentError, match="profile_batch must be a step from 1, or the first and the last"):
+        TensorBoard(profile_batch=profile_batch)
+
+
+def test_wrong_hparams():
+    with pytest.raises(ArgumentError, match=r"numbers, texts or bools by name, got 'sizes': \[1, 2\]"):
+        TensorBoard(hparams={"sizes": [1, 2]})
 
 
 def test_importing_the_callbacks_imports_no_tensorboard(run_python):

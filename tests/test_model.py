@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -108,12 +109,39 @@ def test_summary_counts_shared_and_frozen_parameters_once(capsys):
     net.append(nn.Linear(10, 2))
     net[3].weight.requires_grad_(False)
     text = table(net)
-    lines = {line.split()[0]: line.split() for line in text.splitlines()[1:-1]}
-    assert lines["0"][1:4] == ["Embedding", "40", "10x4"] and lines["1"][1:3] == ["Linear", "0"]
-    assert lines["3"][1:5] == ["Linear", "22", "2x10,", "2"]
-    assert text.splitlines()[-1] == "62 parameters (248 B), 42 of them trainable"
+    assert [line.split() for line in text.splitlines()] == [
+        ["layer", "type", "output", "parameters", "bytes", "dtype"],
+        ["0", "Embedding", "?", "40", "160", "B", "float32"],
+        ["1", "Linear", "?", "0", "float32", "weight", "is", "0.weight"],
+        ["2", "Dropout", "?", "0"],
+        ["3", "Linear", "?", "22", "88", "B", "float32", "weight", "frozen"],
+        ["62", "parameters", "(248", "B),", "42", "of", "them", "trainable"],
+    ]
+    net[3].bias.requires_grad_(False)
+    assert table(net).splitlines()[4].split()[-2:] == ["float32", "frozen"]
     tpufit.Model(net).summary()
-    assert capsys.readouterr().out.strip() == text.strip()
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == (
+        "memory per core: 408 B = 248 B weights + 160 B gradients + ? optimizer (known after a step); activations apart"
+    )
     printed = []
     tpufit.Model(net).summary(print_fn=printed.append)
-    assert printed == [text]
+    assert f"{printed[0]}\n" == shown
+
+
+def outputs(text):
+    return [line.split()[2] for line in text.splitlines()[1:] if line.startswith(" ")]
+
+
+def test_summary_knows_outputs_from_a_batch_and_leaves_the_model_as_it_was():
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 2)).train()
+    before, random = {name: tensor.clone() for name, tensor in net.state_dict().items()}, torch.get_rng_state()
+    printed = []
+    trained = tpufit.Model(net)
+    trained.summary(printed.append)
+    trained.summary(printed.append, input_size=(5, 4))
+    trained.summary(printed.append, x=np.zeros((3, 4), "float32"))
+    trained.summary(printed.append)
+    assert [outputs(text) for text in printed] == [["?"] * 4, ["5x6"] * 3 + ["5x2"], *[["3x6"] * 3 + ["3x2"]] * 2]
+    assert net.training and all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random) and not net[0]._forward_hooks

@@ -1,6 +1,8 @@
 """A run of `fit` as a real TensorBoard server shows it over HTTP."""
 
+import gzip
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -23,9 +25,36 @@ x, y = rng.normal(size=(100, 4)).astype("float32"), rng.integers(0, 3, 100)
 model = tpufit.Model(torch.nn.Linear(4, 3))
 model.compile("sgd", "cross_entropy", ["accuracy"])
 history = model.fit(x, y, batch_size=4, epochs=3, cores=8, verbose=0, validation_data=(x[:30], y[:30]),
-                    callbacks=[Halve(), TensorBoard("logs", update_freq=2)])
+                    callbacks=[Halve(), TensorBoard("logs/a", 1, update_freq=2, profile_batch=(3, 5),
+                                                    hparams={"rate": 0.1, "net": "linear"})])
 import json
 print(json.dumps(history.history))
+"""
+
+# Killed in the third epoch, after a checkpoint at the end of the second; and what goes on from there.
+CUT_OFF = """
+import json, os, signal, sys
+import numpy as np, tpufit, torch
+from tpufit.callbacks import Callback, TensorBoard
+
+class Kill(Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            json.dump(board.state_dict(), open("state.json", "w"))
+    def on_train_batch_end(self, batch, logs=None):
+        board.writer().flush()
+        if board.steps == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+resumed = os.path.exists("state.json")
+x, y = np.ones((100, 4), "float32"), np.zeros(100, int)
+model = tpufit.Model(torch.nn.Linear(4, 3))
+model.compile("sgd", "cross_entropy")
+board = TensorBoard("logs/b", update_freq="batch")
+if resumed:
+    board.load_state_dict(json.load(open("state.json")))
+model.fit(x, y, batch_size=4, epochs=4, cores=8, verbose=0, initial_epoch=2 if resumed else 0,
+          callbacks=[board] if resumed else [board, Kill()])
 """
 
 
@@ -38,20 +67,24 @@ def server(tmp_path):
     log = (tmp_path / "server.log").open("w+")
     process = subprocess.Popen([*command, "--host", "127.0.0.1"], stdout=log, stderr=subprocess.STDOUT)
 
-    def get(path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/plugin/scalars/{path}", timeout=20) as answer:
+    def get(path, body):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/data/plugin/{path}", data)
+        if data is not None:
+            request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=20) as answer:
             return json.load(answer)
 
-    def ask(path, until=bool, timeout=90):
+    def ask(path, until=bool, body=None, timeout=90):
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             assert process.poll() is None, (log.seek(0), log.read())[1]
             try:
-                answer = get(path)
+                answer = get(path, body)
                 if until(answer):
                     return answer
             except urllib.error.URLError:
-                pass  # it is still starting
+                pass  # it is still starting, or has not read so far
             time.sleep(0.3)
         pytest.fail(f"the server had no answer to {path} in {timeout} s: {(log.seek(0), log.read())[1]}")
 
@@ -61,19 +94,22 @@ def server(tmp_path):
     log.close()
 
 
-def test_scalars_over_http(run_python, server):
+def test_a_fit_over_http(run_python, server, tmp_path):
     process = run_python(FIT)
     assert process.returncode == 0, process.stderr
     history = json.loads(process.stdout.splitlines()[-1])
     expected_tags = {
-        "train": {"epoch_loss", "epoch_accuracy", "epoch_learning_rate", "batch_loss"},
-        "validation": {"epoch_loss", "epoch_accuracy"},
+        "a/train": {"epoch_loss", "epoch_accuracy", "epoch_learning_rate", "batch_loss"},
+        "a/validation": {"epoch_loss", "epoch_accuracy"},
     }
-    server("tags", until=lambda answer: all(tags <= set(answer.get(run, ())) for run, tags in expected_tags.items()))
+    server(
+        "scalars/tags",
+        until=lambda answer: all(tags <= set(answer.get(run, ())) for run, tags in expected_tags.items()),
+    )
 
     def points(run, tag, count=3):
         """The server reads a run bit by bit: it is asked until it has as many points as were written."""
-        answer = server(f"scalars?run={run}&tag={tag}", until=lambda found: len(found) >= count)
+        answer = server(f"scalars/scalars?run=a/{run}&tag={tag}", until=lambda found: len(found) >= count)
         return [(step, value) for _, step, value in answer]
 
     for run, prefix in (("train", ""), ("validation", "val_")):
@@ -83,3 +119,42 @@ def test_scalars_over_http(run_python, server):
     assert points("train", "epoch_learning_rate") == [(i, pytest.approx(0.1 / 2**i)) for i in range(3)]
     steps = [step for step, _ in points("train", "batch_loss", count=6)]
     assert len(steps) == 6 and steps == sorted(set(steps))  # 3 epochs of 4 steps, every second of them
+
+    for tag, size in (("weights/weight", 12), ("gradients/weight", 12), ("gradients/bias", 3)):
+        query = f"histograms/histograms?run=a/train&tag={tag}"
+        histograms = server(query, until=lambda found: len(found) == 3)
+        assert [step for _, step, _ in histograms] == [0, 1, 2]
+        assert all(sum(count for _, _, count in bins) == size for _, _, bins in histograms)
+
+    (summary,) = server("text/text?run=a/train&tag=summary/text_summary")
+    assert "<pre><code>" in summary["text"] and "15 parameters" in summary["text"]
+
+    wanted = {"allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"]}
+    metric = {"name": {"group": "validation", "tag": "epoch_accuracy"}, "order": "ORDER_UNSPECIFIED"}
+    columns = [{"hparam": "rate"}, {"hparam": "net"}, {"metric": metric["name"]}]
+    body = wanted | {"startIndex": 0, "sliceSize": 10, "colParams": columns, "experimentName": ""}
+    groups = server("hparams/session_groups", until=lambda found: found.get("sessionGroups"), body=body)
+    (group,) = groups["sessionGroups"]
+    assert group["hparams"] == {"rate": 0.1, "net": "linear"}
+    values = {(v["name"]["group"], v["name"]["tag"]): v["value"] for v in group["metricValues"]}
+    assert values["validation", "epoch_accuracy"] == pytest.approx(history["val_accuracy"][-1])
+
+    (trace,) = (tmp_path / "logs/a/train/plugins/profile").glob("*/*.trace.json.gz")
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert "PjRtCpuExecutable::ExecuteHelper" in names  # the steps; the operations in them are there too
+
+
+@pytest.mark.slow
+def test_a_server_that_is_open_shows_no_step_twice_after_a_crash(run_python, server):
+    def steps(tag, until):
+        found = server(f"scalars/scalars?run=b/train&tag={tag}", lambda found: until([step for _, step, _ in found]))
+        return [step for _, step, _ in found]
+
+    killed = run_python(CUT_OFF)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert steps("batch_loss", lambda found: len(found) == 11) == list(range(1, 12))  # 4 an epoch
+    assert steps("epoch_loss", bool) == [0, 1]
+    resumed = run_python(CUT_OFF)
+    assert resumed.returncode == 0, resumed.stderr
+    assert steps("batch_loss", lambda found: found[-1] == 16) == list(range(1, 17))
+    assert steps("epoch_loss", lambda found: found[-1] == 3) == [0, 1, 2, 3]

@@ -377,6 +377,7 @@ def _run_pass(
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
     tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
     started = run.batches
+    began = perf_counter()
 
     def begin_step() -> None:
         nonlocal started
@@ -396,6 +397,8 @@ def _run_pass(
                 run.hooked()
             outputs = run(group, feed.paused, last)
             if tell_end:
+                if name == "train":
+                    model.input_bound = feed.seconds_waited / (perf_counter() - began)
                 if collect:
                     outputs = _hand_over(callbacks, end, run.batches - len(group), outputs)
                 else:

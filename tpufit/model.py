@@ -48,7 +48,7 @@ from .runtime import (
 )
 from .saver import find_checkpoint, outside_of_fit
 from .step import StepRunner, fetch
-from .summary import table
+from .summary import memory, noting_outputs, table
 from .training_state import take
 from .weights import first_broken, match_weights, named_tensors, read_weights, write_weights
 from .writer import Writer
@@ -73,7 +73,8 @@ class Model(loop.Trainee):
         optimizer: The optimizer of `compile`; the rates in its `param_groups` are numbers that may be set at any time.
         metrics: The metrics of `compile`.
         history: The `History` of the last `fit`.
-        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
+        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1; while one is
+            under way, of its time so far.
         stop_training: Set it to True in a callback to end training after the current batch.
         out_of_time: Whether the last `fit` has ended because its `max_time` was over.
 
@@ -641,16 +642,39 @@ class Model(loop.Trainee):
         parts = self._loss.names if isinstance(self._loss, LossByOutput) else []
         return ["loss", *parts, *(metric.name for metric in self.metrics)]
 
-    def summary(self, print_fn: Callable[[str], object] | None = None) -> None:
-        """Print the layers with their parameters, the totals, and after a first step in which formats it computed.
+    def summary(
+        self,
+        print_fn: Callable[[str], object] | None = None,
+        *,
+        input_size: Sequence[int] | None = None,
+        x: Any = None,
+    ) -> None:
+        """Print the layers with their outputs and parameters, which of these are tied or frozen, and the totals.
+
+        Also what training keeps in the memory of each core, and after a first step in which formats it computed. The
+        outputs' shapes are those of the first batch of any step; before it they are shown as `?`, unless a batch is
+        given here.
 
         Args:
             print_fn: What takes the text (default: `print`).
+            input_size: The shape of an input, with its rows: zeros of this shape are run through the module once.
+            x: A batch of inputs to run through the module instead, e.g. integers, or several inputs.
 
         Source: `keras.Model.summary`.
         """
-        formats = f"\nprecision {self._precision}: {self._formats}" if self._formats else ""
-        (print_fn or print)(table(self.module) + formats)
+        if input_size is not None:
+            x = torch.zeros(*input_size)
+        if x is not None:
+            self._layer_outputs.clear()
+            with loop.modes_kept(self), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self.module.eval()
+                with noting_outputs(self.module, self._layer_outputs):
+                    self(x)
+        own = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        state = [t for key, t in self._state_tensors()[0].items() if key not in own]
+        lines = [table(self.module, self._layer_outputs), memory(self.module, state)]
+        lines += [f"precision {self._precision}: {self._formats}"] if self._formats else []
+        (print_fn or print)("\n".join(lines))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's parameters and buffers as host tensors, by name. This waits for the device, once.
@@ -690,6 +714,28 @@ class Model(loop.Trainee):
             return
         self.write_back()
         overwrite([own[name] for name in fitting], list(fitting.values()), self._place)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients for the batch that was trained last, as the weights are now; nothing is learnt of them.
+
+        They are those that `apply_gradients` computes, before clipping, and training goes on to the bit as it would
+        have. It costs a graph of its own, which takes about as long to compile as the training step's, a forward and a
+        backward pass, and a wait for the device.
+
+        Returns:
+            Host tensors by the names of the parameters, as in `torch.nn.Module.named_parameters`.
+
+        Raises:
+            ArgumentError: Nothing has been trained yet.
+        """
+        trained = self._runners.get("train")
+        if trained is None or trained.last is None:
+            raise ArgumentError("there is no batch to compute gradients for: call fit or train_on_batch first")
+        with loop.modes_kept(self):
+            self.module.train()
+            (found,) = trained.like("gradients")([trained.last])
+        named = {name: found[id(p)] for name, p in self.module.named_parameters() if id(p) in found}
+        return dict(zip(named, fetch(list(named.values()), "gradients"), strict=True))
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """The module's parameters and buffers as arrays, in the order of `state_dict`. This waits for the device, once.

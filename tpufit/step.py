@@ -46,6 +46,7 @@ from .runtime import (
     tracing,
 )
 from .seeds import step_seed
+from .summary import noting_outputs
 
 
 class Steps:
@@ -53,6 +54,9 @@ class Steps:
 
     Args:
         module: Any `torch.nn.Module`.
+
+    Attributes:
+        rows_seen: How many rows it has been given since it was made, in steps of any kind.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -64,6 +68,7 @@ class Steps:
         self._precision = "fp32"
         self._formats: precision.Formats | None = None  # seen in the first step of training
         self._loss_format: torch.dtype | None = None
+        self._layer_outputs: dict[str, str] = {}  # shapes by name, seen in the first step of any kind
         self._place = HOST
         self._jit_compile: str | bool = "auto"
         self._steps_per_execution: int | str = 1
@@ -76,6 +81,7 @@ class Steps:
         self._averages: dict[int, Averages] = {}
         self._update = Update()  # what the step being traced does with its gradients,
         self._rows = 0  # and of how many rows these are
+        self._collected: dict[int, Tensor] | None = None  # the gradients, by parameter, of a step that shall not learn
         self._batches_waiting = self._updates = 0  # batches since the last update, and updates
         self._state = State([])
         self._programs: dict[str, tuple[Program, Running]] = {}  # by role
@@ -88,6 +94,7 @@ class Steps:
         self._label_range: Any = None
         self._step = 0  # training steps taken since the model was made; the seed of each is a function of it
         self._seed = 0
+        self.rows_seen = 0
         self._last_saved: str | None = None
         self._recipe: dict[str, Any] | None = None  # the arguments of `compile`, as far as a checkpoint can hold them
         self._wanted_saves: list[Any] = []  # what callbacks want written, and where, once the step is over
@@ -203,6 +210,10 @@ class Steps:
         parameters = optimizers.parameters(optimizer)
         optimizer.zero_grad()
         loss.backward()
+        if self._collected is not None:
+            self._collected |= {id(p): p.grad.detach().clone() for p in parameters if p.grad is not None}
+            optimizer.zero_grad()
+            return
         stepping = nullcontext() if self._place.on_host else self._attach(optimizer).stepping()
         accumulator, averages = self._accumulators.get(id(optimizer)), self._averages.get(id(optimizer))
         if accumulator is not None:
@@ -332,6 +343,11 @@ class Steps:
             for averages in self._averages.values():
                 averages.overwrite()
             launch(self._place, "ema")
+
+    @property
+    def steps_taken(self) -> int:
+        """How many steps of training it has taken since it was made."""
+        return self._step
 
     def _move_to(self, place: Placement) -> None:
         """Move the module, the loss and the optimizers' state, each tensor in place, and compile nothing for it."""
@@ -503,7 +519,7 @@ class StepRunner:
 
     Args:
         model: Whose steps.
-        role: `"train"`, `"eval"` or `"predict"`.
+        role: `"train"`, `"eval"`, `"predict"`, or `"gradients"`: what `"train"` would learn from.
         transform: What to do to each batch on the device, before the step.
 
     Attributes:
@@ -519,7 +535,7 @@ class StepRunner:
         self.inside = False
         self.before_step: Callable[[], None] | None = None
         self._transform_number = model._transform_number(transform)
-        self._class_weight = model._class_weight if role == "train" else None
+        self._class_weight = model._class_weight if role in ("train", "gradients") else None
         self._shapes = model._shapes.setdefault(role, ShapeWatch(role))
         self._signatures = model._signatures
         self._in_flight = InFlight()
@@ -538,6 +554,15 @@ class StepRunner:
         self._guard_number = 0
         self._hooked = False
         model._runners[role] = self
+
+    @property
+    def last(self) -> Fed | None:
+        """The last batch."""
+        return self._group[-1] if self._group else None
+
+    def like(self, role: str) -> StepRunner:
+        """A runner of another role, for the same batches."""
+        return StepRunner(self._model, role, self._transform)
 
     @property
     def is_current(self) -> bool:
@@ -592,7 +617,8 @@ class StepRunner:
             last: Whether no batch of the pass comes after these.
 
         Returns:
-            For `"predict"` the outputs of each batch, on the device; else None.
+            For `"predict"` the outputs of each batch, and for `"gradients"` the gradients of each, by the `id` of the
+            parameter, on the device; else None.
 
         Raises:
             LabelError: A label of a batch is none of the module's classes.
@@ -626,13 +652,15 @@ class StepRunner:
         if self._role == "train" and model._formats is None:
             model._note_formats(self._program.products)
         self.inside = False
+        rows = sum(fed.rows for fed in group)
         self.steps += len(group)
         self.batches += len(group)
+        model.rows_seen += rows
         if self._role == "train":
             model._step += len(group)
-        if self._role == "predict":
+        if self._role in ("predict", "gradients"):
             return outputs
-        self._running.count(sum(fed.rows for fed in group), outputs)
+        self._running.count(rows, outputs)
         if self._running.tensors and not model._place.on_host:
             self._in_flight.add(self._running.tensors[0], sum(fed.nbytes for fed in group))
         return None
@@ -705,7 +733,7 @@ class StepRunner:
 
     def _build(self) -> tuple[Program, Running]:
         model = self._model
-        running = Running(model.metrics if self._role != "predict" else [], model._place)
+        running = Running(model.metrics if self._role in ("train", "eval") else [], model._place)
         program = Program(
             self._body,
             placement=model._place,
@@ -723,6 +751,8 @@ class StepRunner:
         model, tensors = self._model, iter(inputs)
         outputs = []
         with ExitStack() as stack:
+            if not model._layer_outputs:
+                stack.enter_context(noting_outputs(model.module, model._layer_outputs))
             every = [rates for _, rates in model._rates.values()]
             for rates in every:
                 stack.enter_context(rates.in_step())
@@ -742,12 +772,29 @@ class StepRunner:
                     model._loss_format = getattr(logs.get("loss"), "dtype", None)
                     self._running.add_means(logs, fed.rows)
                     continue
+                if self._role == "gradients":
+                    outputs.append(self._gradients(batch))
+                    continue
                 with torch.no_grad():
                     if self._role == "eval":
                         self._running.add_means(model.test_step(batch), fed.rows)
                     else:
                         outputs.append(model.predict_step(batch))
-        return outputs if self._role == "predict" else self._running.kept
+        return outputs if self._role in ("predict", "gradients") else self._running.kept
+
+    def _gradients(self, batch: Any) -> dict[int, Tensor]:
+        """The gradients of a step that learns nothing, and leaves buffers such as batch norm's as they are."""
+        model = self._model
+        buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
+        model._collected = {}
+        try:
+            model.train_step(batch)
+            return model._collected
+        finally:
+            model._collected = None
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
     def _python_state(self) -> dict[str, Any]:
         weights = {"class_weight": self._class_weight.summary} if self._class_weight else {}

@@ -1,53 +1,130 @@
-"""The table of a module's layers and parameters."""
+"""The table of a module's layers: what they put out, their parameters, and what these take of memory."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
 
-_WIDTH = 100  # columns
+_WIDTH = 120  # columns
 
 
-def table(module: nn.Module) -> str:
-    """The layers of a module that hold parameters or buffers, and the totals, as text.
+def table(module: nn.Module, outputs: Mapping[str, str] | None = None) -> str:
+    """The layers of a module that hold parameters or have none inside, and the totals, as text.
 
     Args:
         module: Any module. A tensor that several layers share is counted at the first.
+        outputs: The shapes of the layers' outputs, as `noting_outputs` gives them (default: not known yet).
 
     Example:
-        >>> print(table(nn.Linear(2, 3)).splitlines()[-1])
+        >>> print(table(nn.Linear(2, 3), {"": "8x3"}))
+         layer     type    output  parameters  bytes  dtype...
+         (module)  Linear  8x3     9           36 B   float32...
         9 parameters (36 B), 9 of them trainable
     """
-    rows = Table("layer", "type", "parameters", "shapes", "dtype", box=None, header_style="bold")
-    seen: set[int] = set()
+    rows = Table("layer", "type", "output", "parameters", "bytes", "dtype", "", box=None, header_style="bold")
+    owners: dict[int, str] = {}
     for name, layer in module.named_modules():
-        own = [p for p in layer.parameters(recurse=False) if id(p) not in seen]
-        seen.update(map(id, own))
-        leaf = not any(True for _ in layer.children())
-        if own or leaf:
-            shapes = ", ".join("x".join(map(str, p.shape)) or "1" for p in own)
-            dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own}))
-            rows.add_row(name or "(module)", type(layer).__name__, f"{_count(own):,}", shapes, dtypes)
+        named = dict(layer.named_parameters(recurse=False, remove_duplicate=False))
+        own = {id(p): p for p in named.values() if id(p) not in owners}.values()
+        notes = _notes(name, named, owners)
+        if named or not any(True for _ in layer.children()):
+            dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in named.values()}))
+            output = (outputs or {}).get(name, "?")
+            size = nbytes(own) if own else ""
+            rows.add_row(name or "(module)", type(layer).__name__, output, f"{_count(own):,}", size, dtypes, notes)
     text = io.StringIO()
     Console(file=text, width=_WIDTH).print(rows)
     parameters = list(module.parameters())
     trainable = [p for p in parameters if p.requires_grad]
-    totals = f"{_count(parameters):,} parameters ({_bytes(parameters)}), {_count(trainable):,} of them trainable"
+    totals = f"{_count(parameters):,} parameters ({nbytes(parameters)}), {_count(trainable):,} of them trainable"
     return text.getvalue() + totals
 
 
-def _count(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() for t in tensors)
+def memory(module: nn.Module, state: Iterable[Tensor]) -> str:
+    """What a training keeps in the memory of each core, but for what its steps need beside: activations and batches.
+
+    Args:
+        module: The module, of which each core has all.
+        state: What else training keeps: the optimizer's state, sums of gradients, averages; empty if not known yet.
+
+    Example:
+        >>> memory(nn.Linear(2, 3), [])
+        'memory per core: 72 B = 36 B weights + 36 B gradients + ? optimizer (known after a step); activations apart'
+    """
+    weights = list({id(t): t for t in (*module.parameters(), *module.buffers())}.values())
+    gradients = [p for p in module.parameters() if p.requires_grad]
+    rest = list(state)
+    optimizer = f"{nbytes(rest)} optimizer" if rest else "? optimizer (known after a step)"
+    return (
+        f"memory per core: {nbytes([*weights, *gradients, *rest])} = {nbytes(weights)} weights + {nbytes(gradients)} "
+        f"gradients + {optimizer}; activations apart"
+    )
 
 
-def _bytes(tensors: Iterable[Tensor]) -> str:
+@contextmanager
+def noting_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
+    """Note the shapes of what the layers that are called inside put out, each when it is called first.
+
+    Args:
+        module: Its layers are looked at, wherever they are called.
+        found: Takes the shapes by the layers' names.
+
+    Example:
+        >>> import torch
+        >>> net, found = nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {}
+        >>> with noting_outputs(net, found):
+        ...     y = net(torch.zeros(8, 2))
+        >>> found
+        {'0': '8x3', '1': '8x3', '': '8x3'}
+    """
+    names = {id(layer): name for name, layer in module.named_modules()}
+
+    def note(layer: nn.Module, _: object, output: object) -> None:
+        name = names.get(id(layer))
+        if name is not None:
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            found.setdefault(name, ", ".join("x".join(map(str, t.shape)) or "1" for t in tensors))
+
+    # One hook for all, which leaves the user's modules alone.
+    handle = register_module_forward_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def nbytes(tensors: Iterable[Tensor]) -> str:
+    """How much memory tensors take, for people.
+
+    Args:
+        tensors: Each counts, also one that comes twice.
+    """
     size = float(sum(t.numel() * t.element_size() for t in tensors))
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} GiB"
+
+
+def _notes(layer: str, named: Mapping[str, Tensor], owners: dict[int, str]) -> str:
+    """Which of a layer's parameters are another layer's too, or don't learn; the others become its own."""
+    notes = []
+    for name, parameter in named.items():
+        owner = owners.setdefault(id(parameter), f"{layer}.{name}".removeprefix("."))
+        if owner != f"{layer}.{name}".removeprefix("."):
+            notes.append(f"{name} is {owner}")
+        elif not parameter.requires_grad:
+            notes.append(f"{name} frozen")
+    return "frozen" if named and notes == [f"{name} frozen" for name in named] else ", ".join(notes)
+
+
+def _count(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() for t in tensors)

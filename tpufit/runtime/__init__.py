@@ -8,13 +8,15 @@
 | `transfer` | host to device and back; the one function that waits |
 | `lowered` | operations that torch_xla lacks, made of those that it has |
 | `norms` | normalisation layers that don't gather the batch |
+| `profile` | a profile of chosen steps |
 | `report` | counters of compilations, waits and fallbacks |
 """
 
 from .devices import Cores, CoresArgument, agree, init, platform, set_matmul_precision, settled, start, versions
-from .graph import Program, State, launch, tracing
+from .graph import Program, State, capture_began, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
+from .profile import start_profile, stop_profile
 from .report import Counts, count_capture, counts
 from .transfer import InFlight, exchange, move, overwrite, to_device, to_host
 
@@ -29,6 +31,7 @@ __all__ = [
     "Program",
     "State",
     "agree",
+    "capture_began",
     "count_capture",
     "counts",
     "exchange",
@@ -41,6 +44,8 @@ __all__ = [
     "settled",
     "sharded_norms",
     "start",
+    "start_profile",
+    "stop_profile",
     "to_device",
     "to_host",
     "tracing",

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,11 +39,17 @@ _ATTEMPTS = 3
 _WORTH_GIVING = 1 << 24
 
 _tracing = False
+_capture_began: float | None = None
 
 
 def tracing() -> bool:
     """Whether a step is being traced right now: then a value on the device can't be read without breaking its graph."""
     return _tracing
+
+
+def capture_began() -> float | None:
+    """When the step that is being traced and compiled right now was begun, by `time.perf_counter`; else None."""
+    return _capture_began
 
 
 def launch(placement: Placement, role: str) -> None:
@@ -314,6 +321,7 @@ class Program:
         Returns:
             What the body returned; its tensors will hold values as soon as the device has got to them.
         """
+        global _capture_began
         if key in self._proven:
             return self._replay(self._graphs[key], inputs, seeds)
         if self._placement.on_host:
@@ -326,7 +334,11 @@ class Program:
         with pause():
             self._state.write_back()
             if not self.traced_because:
-                return self._prove(key, inputs, seeds)
+                _capture_began = perf_counter()
+                try:
+                    return self._prove(key, inputs, seeds)
+                finally:
+                    _capture_began = None
             outputs = self._trace(key, inputs, seeds, nullcontext())  # nobody needs to watch it, which takes time
             launch(self._placement, self._role)
             return outputs

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-ROLES = ("train", "eval", "predict", "init", "transfer", "metric")
+ROLES = ("train", "eval", "predict", "gradients", "init", "transfer", "metric")
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Counts:
     """A snapshot of the counters, since the process began or since an earlier snapshot.
 
     Attributes:
-        graphs: Graphs compiled, by role: `"train"`, `"eval"`, `"predict"`, `"init"`, `"transfer"`, `"metric"`.
+        graphs: Graphs compiled, by role: `"train"`, `"eval"`, `"predict"`, `"gradients"`, `"init"`, `"transfer"`,
+            `"metric"`.
         captures: How often a step was captured anew, by what had changed, e.g. `"momentum in ..."`; new shapes apart.
         waits: Waits for the device, by reason, e.g. `"logs"` or `"outputs"`.
         fallbacks: Operations that ran on the host for lack of a lowering, by name, e.g. `"aten::nonzero"`.

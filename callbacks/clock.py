@@ -1,0 +1,37 @@
+"""`Clock`: something done again and again while the program is busy elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event, Thread
+
+
+class Clock:
+    """Calls a function at an interval, in a thread of its own, until it is stopped.
+
+    Args:
+        tick: The function.
+        interval: Seconds from the end of a call to the next.
+
+    Example:
+        >>> ticked = Event()
+        >>> clock = Clock(ticked.set, interval=0.001)
+        >>> ticked.wait()
+        True
+        >>> clock.stop()
+    """
+
+    def __init__(self, tick: Callable[[], object], interval: float) -> None:
+        self._tick, self._interval = tick, interval
+        self._stopped = Event()
+        self._thread = Thread(target=self._run, name="tpufit-clock", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop it; when this returns, nothing is called any more."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            self._tick()

@@ -1,0 +1,118 @@
+"""What `fit` shows of itself where people look at it: in a terminal, in a pipe and in a notebook."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from screen import on_screen
+
+ROOT = Path(__file__).resolve().parent.parent
+FIT = """
+import numpy as np, torch, tpufit
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(100, 4)).astype("float32"), rng.integers(0, 3, 100)
+deep = [layer for _ in range(8) for layer in (torch.nn.Linear(4, 4), torch.nn.Tanh())]  # takes some time to compile
+model = tpufit.Model(torch.nn.Sequential(*deep, torch.nn.Linear(4, 3)))
+model.compile("adamw", "cross_entropy", ["accuracy"])
+class Printing(tpufit.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        print("printed", epoch)
+history = model.fit(x, y, batch_size=4, epochs=2, cores=8, validation_data=(x[:30], y[:30]), callbacks=[Printing()])
+result = model.evaluate(x, y, batch_size=4)
+"""
+HEAD = "8 cores (XLA:CPU, virtual) | batch 4 x 8 = 32 | lr 0.001 x 8 = 0.008 (linear) | fp32"
+BAR = "━" * 20
+LOGS = "loss: N - accuracy: N"
+ALL_LOGS = "loss: N - accuracy: N - val_loss: N - val_accuracy: N"
+
+pytestmark = pytest.mark.slow
+
+
+def without_numbers(line):
+    """The line without what differs from run to run: times are T, speeds S and logs N."""
+    line = re.sub(r" - waited for data: \d+%$", "", line)  # as a busy machine may
+    line = re.sub(r"\d+ samples/s", "S samples/s", line)
+    line = re.sub(r"(: )[\d.]+(e-\d+)?", r"\1N", line)
+    return re.sub(r"\b(\d+\.\d+s|\d+:\d\d)", "T", line)
+
+
+def environment(**more):
+    return {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", **more}
+
+
+def test_a_terminal_shows_bars_that_say_when_they_compile():
+    ours, theirs = pty.openpty()
+    environ = environment(TERM="xterm-256color", COLUMNS="110")
+    child = subprocess.Popen([sys.executable, "-c", FIT], stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    out = b""
+    while True:
+        try:
+            out += os.read(ours, 65536)
+        except OSError:  # how a terminal says that nobody writes to it any more
+            break
+    os.close(ours)
+    assert child.wait(timeout=60) == 0, out.decode()
+    assert [without_numbers(line) for line in on_screen(out.decode()) if "sharding_propagation" not in line] == [
+        HEAD,
+        "printed 0",
+        f"Epoch 1/2 {BAR} 4/4 T - S samples/s - {ALL_LOGS}",
+        "printed 1",
+        f"Epoch 2/2 {BAR} 4/4 T - S samples/s - {ALL_LOGS}",
+        f"Evaluate {BAR} 4/4 T - S samples/s - {LOGS}",
+    ]
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.decode())
+    assert re.search(rf"Epoch 1/2 {BAR} 0/4 compiling\.\.\. \d\.\ds", drawn)
+
+
+def test_a_pipe_gets_a_line_an_epoch(run_python):
+    done = run_python(FIT)
+    assert done.returncode == 0, done.stderr
+    assert [without_numbers(line) for line in done.stdout.splitlines()] == [
+        HEAD,
+        "printed 0",
+        f"Epoch 1/2 - T - 4 steps - S samples/s - {ALL_LOGS}",
+        "printed 1",
+        f"Epoch 2/2 - T - 4 steps - S samples/s - {ALL_LOGS}",
+        f"Evaluate - T - 4 steps - S samples/s - {LOGS}",
+    ]
+
+
+NOTEBOOK = """
+import json, nbclient, nbformat, sys
+cell = nbformat.v4.new_code_cell(sys.argv[1])
+notebook = nbformat.v4.new_notebook(cells=[cell])
+nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+print(json.dumps(cell.outputs))
+"""
+
+
+def test_a_notebook_keeps_one_output_a_bar(tmp_path):
+    """Each bar is one output that is drawn anew, of plain HTML and text: no widgets, and no empty lines are left."""
+    done = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK, FIT],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=tmp_path,
+        env=environment(IPYTHONDIR=str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    outputs = [o for o in json.loads(done.stdout.splitlines()[-1]) if o.get("name") != "stderr"]
+    shown = [o["text"] if o["output_type"] == "stream" else o["data"]["text/plain"] for o in outputs]
+    assert [without_numbers(text) for text in "".join(f"{text.strip()}\n" for text in shown).splitlines()] == [
+        HEAD,
+        f"Epoch 1/2 {BAR} 4/4 T - S samples/s - {ALL_LOGS}",
+        "printed 0",
+        f"Epoch 2/2 {BAR} 4/4 T - S samples/s - {ALL_LOGS}",
+        "printed 1",
+        f"Evaluate {BAR} 4/4 T - S samples/s - {LOGS}",
+    ]
+    bars = [o["data"] for o in outputs if o["output_type"] == "display_data"]
+    assert all(set(bar) == {"text/plain", "text/html"} for bar in bars) and len(bars) == 3
+    assert all(bar["text/html"].startswith("<pre") and "samples/s" in bar["text/html"] for bar in bars)

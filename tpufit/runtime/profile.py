@@ -1,0 +1,23 @@
+"""A profile of what the host and the device do, by the runtime's own profiler."""
+
+from __future__ import annotations
+
+import os
+
+
+def start_profile(folder: str | os.PathLike[str]) -> None:
+    """Begin to record. Only one profile can be recorded at a time in a process.
+
+    Args:
+        folder: Where to write it, as `plugins/profile/<time>/*.xplane.pb` and `*.trace.json.gz`.
+    """
+    import torch_xla.debug.profiler as profiler
+
+    profiler.start_trace(folder)
+
+
+def stop_profile() -> None:
+    """End the recording, and write it."""
+    import torch_xla.debug.profiler as profiler
+
+    profiler.stop_trace()
