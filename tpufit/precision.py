@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +63,16 @@ class Formats:
         return ""
 
 
+def retired_variables(environ: Mapping[str, str]) -> list[str]:
+    """Which variables are set that were once the way to another precision.
+
+    Example:
+        >>> retired_variables({"XLA_USE_BF16": "1", "XLA_USE_F16": "0"})
+        ['XLA_USE_BF16']
+    """
+    return [variable for variable in _RETIRED if environ.get(variable, "0") not in ("", "0")]
+
+
 def check(name: str) -> str:
     """The precision's name, or an error that says what to use instead.
 
@@ -81,7 +91,7 @@ def check(name: str) -> str:
         >>> check("bf16")
         'bf16'
     """
-    set_here = [variable for variable in _RETIRED if os.environ.get(variable, "0") not in ("", "0")]
+    set_here = retired_variables(os.environ)
     if set_here:
         warnings.warn(
             f"the environment sets {', '.join(set_here)}, a retired way to ask for another precision, which changes "

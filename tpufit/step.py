@@ -32,6 +32,7 @@ from .runtime import (
     HOST,
     InFlight,
     Layout,
+    Load,
     Placement,
     Program,
     State,
@@ -42,6 +43,7 @@ from .runtime import (
     to_device,
     to_host,
     tracing,
+    translate,
 )
 from .seeds import step_seed
 
@@ -538,8 +540,11 @@ class StepRunner:
             if self._role == "train" and model._formats is None:
                 model._note_formats(self._program.products)
         except RuntimeError as error:
+            fault = translate(error, self._load())
             if model._state.lost and not isinstance(error, StateLostError):
-                raise StateLostError(self._lost(error)) from error
+                raise StateLostError(self._lost(fault or error)) from error
+            if fault is not None:
+                raise fault from error
             raise
         self.steps += len(group)
         if self._role == "train":
@@ -589,7 +594,14 @@ class StepRunner:
 
     def results(self) -> dict[str, Any]:
         """The logs of the whole pass, as numbers. This is the pass's one wait for the device."""
-        return self._running.results("logs")
+        try:
+            return self._running.results("logs")
+        except RuntimeError as error:  # of a step that failed after it was started
+            fault = translate(error, self._load())
+            if fault is None:
+                raise
+            self._model._state.lost |= self._role == "train"  # its results are errors too
+            raise StateLostError(self._lost(fault)) if self._model._state.lost else fault from error
 
     def take_sums(self) -> tuple[dict[str, Tensor], int]:
         """The sums of what the steps returned since the last call, on the device, and of how many rows they are."""
@@ -664,12 +676,28 @@ class StepRunner:
         usual = type(batch) in (tuple, list) and 2 <= len(batch) <= 3 and self._role != "predict"
         return self._model._loss.label_range(batch[1]) if self._model._loss and usual else None
 
-    def _lost(self, error: RuntimeError) -> str:
+    def _load(self) -> Load:
+        """What a step has on each core of the device."""
+        model, cores = self._model, self._model._place.count
+        module = [*model.module.parameters(), *model.module.buffers()]
+        weights = sum(tensor.nbytes for tensor in module)
+        return Load(
+            role=self._role,
+            rows=max((fed.rows for fed in self._group), default=0),
+            cores=cores,
+            weights=weights,
+            learns=sum(tensor.nbytes for tensor in module if tensor.requires_grad),
+            optimizer=sum(tensor.nbytes for tensor in model._state.tensors) - weights,
+            batch=sum(fed.nbytes for fed in self._group) // cores,
+            precision=model._precision,
+        )
+
+    def _lost(self, error: Exception) -> str:
         saved = self._model._last_saved
         last = f"the last ones saved are in {saved}" if saved else "none have been saved"
         return (
             f"step {self._model._step} failed on the device after it had consumed the weights, which are lost with it; "
-            f"{last}. Build the module anew, load_weights, and try a smaller batch. The device says: {error}"
+            f"{last}. Build the module anew and load_weights. The device says: {error}"
         )
 
 

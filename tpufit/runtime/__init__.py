@@ -3,6 +3,8 @@
 | file | its idea |
 | --- | --- |
 | `devices` | find and start the cores |
+| `host` | what this host has, without starting anything |
+| `faults` | errors of the runtime, in a sentence |
 | `mesh` | where rows and parameters live |
 | `graph` | trace a step once, then replay its graph |
 | `transfer` | host to device and back; the one function that waits |
@@ -10,8 +12,21 @@
 | `report` | counters of compilations, waits and fallbacks |
 """
 
-from .devices import Cores, CoresArgument, agree, init, platform, set_matmul_precision, settled, start
+from .devices import (
+    Cores,
+    CoresArgument,
+    agree,
+    check_versions,
+    device_memory,
+    init,
+    platform,
+    set_matmul_precision,
+    settled,
+    start,
+)
+from .faults import Load, size, translate
 from .graph import Program, State, launch, tracing
+from .host import Chip, describe
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
 from .report import Counts, count_capture, counts
@@ -19,17 +34,22 @@ from .transfer import InFlight, exchange, move, overwrite, to_device, to_host
 
 __all__ = [
     "HOST",
+    "Chip",
     "Cores",
     "CoresArgument",
     "Counts",
     "InFlight",
     "Layout",
+    "Load",
     "Placement",
     "Program",
     "State",
     "agree",
+    "check_versions",
     "count_capture",
     "counts",
+    "describe",
+    "device_memory",
     "exchange",
     "init",
     "launch",
@@ -39,8 +59,10 @@ __all__ = [
     "set_matmul_precision",
     "settled",
     "sharded_norms",
+    "size",
     "start",
     "to_device",
     "to_host",
     "tracing",
+    "translate",
 ]

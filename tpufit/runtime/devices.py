@@ -17,6 +17,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import ArgumentError, CoresError, StartError, VersionError
+from . import host
+from .faults import translate_start
 
 CoresArgument = int | str | list[int] | None
 """What `cores=` takes: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
@@ -102,6 +104,7 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
         _agree(request, _settled, cores)
         return _settled
     check_versions(_version("torch"), _version("torch_xla"))
+    wish = os.environ.get("PJRT_DEVICE")  # torch_xla sets it when it is imported
     runtime = _import_runtime()
     started = runtime._XLAC._xla_runtime_is_initialized()
     platform = runtime.runtime.device_type()
@@ -111,11 +114,8 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     try:
         available = runtime.runtime.global_runtime_device_count()
         processes = runtime.runtime.process_count()
-    except RuntimeError as error:
-        raise StartError(
-            f"the {platform} runtime of torch_xla did not start. If another process holds the TPU, end it; if there is "
-            f"no TPU, unset PJRT_DEVICE (now {os.environ.get('PJRT_DEVICE')!r}). torch_xla says: {error}"
-        ) from error
+    except (RuntimeError, OSError) as error:
+        raise translate_start(error, platform, wish) from error
     if processes > 1:
         raise StartError(
             f"this is one of {processes} processes, and tpufit runs one process on one host so far. Start it on a "
@@ -140,6 +140,17 @@ def platform() -> str:
         return _settled.platform
     check_versions(_version("torch"), _version("torch_xla"))
     return str(_import_runtime().runtime.device_type())
+
+
+def device_memory() -> int | None:
+    """How many bytes of memory a core has, or None where the runtime doesn't tell, as on a CPU."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    try:
+        return int(xm.get_memory_info(torch_xla.device())["bytes_limit"])
+    except RuntimeError:
+        return None
 
 
 def set_matmul_precision(name: str) -> None:
@@ -187,6 +198,7 @@ def _version(package: str) -> str | None:
 def _import_runtime() -> Any:
     """Import torch_xla, quietly: it logs the platform it found, which `fit` prints better."""
     if "torch_xla" not in sys.modules:
+        host.drop_stale_variables()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
         logging.disable(logging.WARNING)
         try:
