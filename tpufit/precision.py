@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from .errors import ArgumentError, UnknownNameError
+from .host import retired_variables
 from .runtime import exchange
 
 PRECISIONS = ("bf16", "bf16-true", "fp32")
 MATMUL_PRECISIONS = ("default", "high", "highest")
-
-# Variables that were once the way to bfloat16 on TPUs. torch_xla still obeys some, behind PyTorch's back, so that
-# tensors say float32 and are not.
-_RETIRED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_F16")
 
 
 @dataclass(frozen=True)
@@ -61,16 +58,6 @@ class Formats:
         if self.loss is torch.bfloat16:
             return "the loss is computed in bfloat16, which has three digits: let train_step compute it in float32"
         return ""
-
-
-def retired_variables(environ: Mapping[str, str]) -> list[str]:
-    """Which variables are set that were once the way to another precision.
-
-    Example:
-        >>> retired_variables({"XLA_USE_BF16": "1", "XLA_USE_F16": "0"})
-        ['XLA_USE_BF16']
-    """
-    return [variable for variable in _RETIRED if environ.get(variable, "0") not in ("", "0")]
 
 
 def check(name: str) -> str:

@@ -5,6 +5,7 @@
 | `facts` | what there is: gathered, and not judged |
 | `checks` | facts to rows: each check is a function, and says what to do |
 | `trial` | a training of a few steps, in a process of its own |
+| `training` | what that process runs |
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Row", "doctor", "table"]
 def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
     """Check this machine, and print a table: what is there, whether it is right, and what to do if not.
 
-    It needs neither a TPU nor torch_xla, and starts nothing in this process. Nobody's process is ended.
+    It needs neither a TPU nor torch, and starts nothing in this process. Nobody's process is ended.
 
     Args:
         train: Whether to train a few steps on one core and on all of them, each in a process of its own (default: yes).
@@ -33,9 +34,9 @@ def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
         The rows of the table. All is well if none has the status `"error"`.
 
     Example:
-        >>> import tpufit
-        >>> rows = tpufit.doctor(train=False)  # doctest: +ELLIPSIS
-         ...
+        >>> import contextlib, io, tpufit
+        >>> with contextlib.redirect_stdout(io.StringIO()):
+        ...     rows = tpufit.doctor(train=False)
         >>> rows[0].name, rows[0].status
         ('Python', 'ok')
     """

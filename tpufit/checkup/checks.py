@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..errors import VersionError
-from ..precision import retired_variables
-from ..runtime import check_versions, describe, size
+from ..host import check_versions, describe, retired_variables, size
 from .facts import Facts
 from .trial import ALL, Trial
 
@@ -211,6 +210,8 @@ def _ended(trial: Trial) -> str:
         return (
             "it hangs: see the rows above for who holds the TPU and for variables of another run; then restart the TPU"
         )
+    if any(text in trial.failure for text in ("failed to map", "Cannot allocate memory", "MemoryError", "bad_alloc")):
+        return "this process may not use enough host memory: see that row"
     if trial.status == -9:
         return "the system has killed it, most likely for want of host memory"
     if trial.status < 0:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from ..runtime import host, settled
+from .. import host
 from .trial import ALL, Trial, run
 
 _PACKAGES = ("torch", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu")
@@ -60,10 +60,12 @@ def gather(train: bool, timeout: float) -> Facts:
         train: Whether to train.
         timeout: How many seconds each training may take.
     """
-    cores = settled()
+    # Loading the runtime loads torch, which may be what is wrong here.
+    runtime = sys.modules.get("tpufit.runtime")
+    cores = runtime.settled() if runtime else None
     return Facts(
         python=sys.version_info[:3],
-        versions={name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        versions={name: version for name in _PACKAGES if (version := host.version(name)) is not None},
         wants_libtpu=_wanted_libtpu(),
         environ=dict(os.environ),
         place=host.place(),
@@ -77,13 +79,6 @@ def gather(train: bool, timeout: float) -> Facts:
         disk=shutil.disk_usage(os.getcwd()).free,
         trials=tuple(run(cores, timeout) for cores in (1, ALL)) if train and cores is None else (),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _wanted_libtpu() -> str | None:

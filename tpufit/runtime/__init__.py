@@ -3,7 +3,6 @@
 | file | its idea |
 | --- | --- |
 | `devices` | find and start the cores |
-| `host` | what this host has, without starting anything |
 | `faults` | errors of the runtime, in a sentence |
 | `mesh` | where rows and parameters live |
 | `graph` | trace a step once, then replay its graph |
@@ -16,7 +15,6 @@ from .devices import (
     Cores,
     CoresArgument,
     agree,
-    check_versions,
     device_memory,
     init,
     platform,
@@ -24,9 +22,8 @@ from .devices import (
     settled,
     start,
 )
-from .faults import Load, size, translate
+from .faults import Load, translate
 from .graph import Program, State, launch, tracing
-from .host import Chip, describe
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
 from .report import Counts, count_capture, counts
@@ -34,7 +31,6 @@ from .transfer import InFlight, exchange, move, overwrite, to_device, to_host
 
 __all__ = [
     "HOST",
-    "Chip",
     "Cores",
     "CoresArgument",
     "Counts",
@@ -45,10 +41,8 @@ __all__ = [
     "Program",
     "State",
     "agree",
-    "check_versions",
     "count_capture",
     "counts",
-    "describe",
     "device_memory",
     "exchange",
     "init",
@@ -59,7 +53,6 @@ __all__ = [
     "set_matmul_precision",
     "settled",
     "sharded_norms",
-    "size",
     "start",
     "to_device",
     "to_host",

@@ -11,20 +11,16 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from torch import nn
 
-from ..errors import ArgumentError, CoresError, StartError, VersionError
-from . import host
+from .. import host
+from ..errors import ArgumentError, CoresError, StartError
 from .faults import translate_start
 
 CoresArgument = int | str | list[int] | None
 """What `cores=` takes: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
-
-# Everything about replay, sharding and seeds was measured with this version of both, and torch_xla is frozen there.
-SUPPORTED = "2.9"
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     if _settled is not None:
         _agree(request, _settled, cores)
         return _settled
-    check_versions(_version("torch"), _version("torch_xla"))
+    host.check_versions(host.version("torch"), host.version("torch_xla"))
     wish = os.environ.get("PJRT_DEVICE")  # torch_xla sets it when it is imported
     runtime = _import_runtime()
     started = runtime._XLAC._xla_runtime_is_initialized()
@@ -138,7 +134,7 @@ def platform() -> str:
     """What `"auto"` would compute on, e.g. `"TPU"` or `"CPU"`, without starting the runtime."""
     if _settled is not None:
         return _settled.platform
-    check_versions(_version("torch"), _version("torch_xla"))
+    host.check_versions(host.version("torch"), host.version("torch_xla"))
     return str(_import_runtime().runtime.device_type())
 
 
@@ -168,31 +164,6 @@ def set_matmul_precision(name: str) -> None:
 def agree(value: Any) -> Any:
     """The value that all hosts go by, wherever one decides which program runs next. With one host: that value."""
     return value
-
-
-def check_versions(torch_version: str | None, xla_version: str | None) -> None:
-    """Raise `VersionError` unless both are installed and of the release that tpufit was made for.
-
-    Args:
-        torch_version: The installed version of torch, or None.
-        xla_version: The installed version of torch_xla, or None.
-    """
-    cure = f"pip install torch=={SUPPORTED}.0 torch_xla=={SUPPORTED}.0 (on a TPU: 'torch_xla[tpu]=={SUPPORTED}.0')"
-    for name, version in (("torch", torch_version), ("torch_xla", xla_version)):
-        if version is None:
-            raise VersionError(f"{name} is not installed. Run: {cure}")
-    if [str(v).split(".")[:2] for v in (torch_version, xla_version)] != [SUPPORTED.split(".")] * 2:
-        raise VersionError(
-            f"tpufit needs torch {SUPPORTED} and torch_xla {SUPPORTED}, which belong together; here are torch "
-            f"{torch_version} and torch_xla {xla_version}. Run: {cure}"
-        )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _import_runtime() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from .. import host
 from ..errors import (
     CoresError,
     DeviceBusyError,
@@ -14,7 +15,6 @@ from ..errors import (
     StartError,
     TpufitError,
 )
-from . import host
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _full(text: str, load: Load | None) -> str:
     if "used" in asked:
         need = f": it needs {asked['used']} of {asked['of']}"
     elif "bytes" in asked:
-        need = f": {size(int(asked['bytes']))} more were asked for"
+        need = f": {host.size(int(asked['bytes']))} more were asked for"
     elif "more" in asked:
         need = f": {asked['more']} more were asked for, {asked['free']} are free"
     else:
@@ -184,34 +184,20 @@ def _full(text: str, load: Load | None) -> str:
     each = -(-load.rows // load.cores)
     if load.role == "train":
         have = (
-            f"weights {size(load.weights)}, optimizer {size(load.optimizer)}, gradients {size(load.learns)}, batch "
-            f"{size(load.batch)}; what is left are activations"
+            f"weights {host.size(load.weights)}, optimizer {host.size(load.optimizer)}, gradients "
+            f"{host.size(load.learns)}, batch {host.size(load.batch)}; what is left are activations"
         )
         cures = [f"a smaller batch_size ({max(1, each // 2)}) with compile(accumulate_steps=2)"] if each > 1 else []
         cures += ["compile(precision='bf16')"] if load.precision == "fp32" else []
         cures += ["torch_xla.utils.checkpoint around large layers, which computes activations twice"]
         cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
     else:
-        have = f"weights {size(load.weights)}, batch {size(load.batch)}; what is left are activations and outputs"
+        have = f"weights {host.size(load.weights)}, batch {host.size(load.batch)}; what is left are activations and outputs"
         cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
     return (
         f"the device has no room for a {load.role} step of {each} rows a core{need}. On each core are {have}. Try "
         f"{', or '.join(cures)}"
     )
-
-
-def size(number: float) -> str:
-    """Bytes in words.
-
-    Example:
-        >>> size(0), size(1536), size(3 << 30)
-        ('0 B', '1.5 KiB', '3 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} TiB"
 
 
 def _with(sentence: str, text: str) -> str:

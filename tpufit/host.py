@@ -1,4 +1,4 @@
-"""What this host has, read without starting the runtime: TPU chips, who holds them, where we are, how much memory.
+"""What this host has, read without torch: versions, TPU chips, who holds them, where we are, how much memory.
 
 All of it is read from files that Linux keeps. The functions take their root, so that a host that isn't here can be laid
 out in a folder.
@@ -11,7 +11,17 @@ import resource
 import warnings
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+
+from .errors import VersionError
+
+# Everything about replay, sharding and seeds was measured with this version of both, and torch_xla is frozen there.
+SUPPORTED = "2.9"
+
+# Variables that were once the way to bfloat16 on TPUs. torch_xla still obeys some, behind PyTorch's back, so that
+# tensors say float32 and are not.
+_RETIRED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_F16")
 
 _ROOT = Path("/")
 _VENDOR = "0x1ae0"  # Google's
@@ -43,6 +53,32 @@ CHIPS = {
     "0x0063": Chip("v5e", 1, 16),
     "0x006f": Chip("v6e", 1, 32),
 }
+
+
+def check_versions(torch_version: str | None, xla_version: str | None) -> None:
+    """Raise `VersionError` unless both are installed and of the release that tpufit was made for.
+
+    Args:
+        torch_version: The installed version of torch, or None.
+        xla_version: The installed version of torch_xla, or None.
+    """
+    cure = f"pip install torch=={SUPPORTED}.0 torch_xla=={SUPPORTED}.0 (on a TPU: 'torch_xla[tpu]=={SUPPORTED}.0')"
+    for name, version in (("torch", torch_version), ("torch_xla", xla_version)):
+        if version is None:
+            raise VersionError(f"{name} is not installed. Run: {cure}")
+    if [str(v).split(".")[:2] for v in (torch_version, xla_version)] != [SUPPORTED.split(".")] * 2:
+        raise VersionError(
+            f"tpufit needs torch {SUPPORTED} and torch_xla {SUPPORTED}, which belong together; here are torch "
+            f"{torch_version} and torch_xla {xla_version}. Run: {cure}"
+        )
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def chips(root: Path = _ROOT) -> list[Chip]:
@@ -121,6 +157,30 @@ def memory(root: Path = _ROOT) -> dict[str, int]:
     if limit not in (resource.RLIM_INFINITY, -1):
         found["ulimit -v (RLIMIT_AS)"] = limit
     return found
+
+
+def size(number: float) -> str:
+    """Bytes in words.
+
+    Example:
+        >>> size(0), size(1536), size(3 << 30)
+        ('0 B', '1.5 KiB', '3 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB"
+
+
+def retired_variables(environ: Mapping[str, str]) -> list[str]:
+    """Which variables are set that were once the way to another precision.
+
+    Example:
+        >>> retired_variables({"XLA_USE_BF16": "1", "XLA_USE_F16": "0"})
+        ['XLA_USE_BF16']
+    """
+    return [variable for variable in _RETIRED if environ.get(variable, "0") not in ("", "0")]
 
 
 def _read(path: Path) -> str:
