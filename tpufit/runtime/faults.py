@@ -192,7 +192,8 @@ def _full(text: str, load: Load | None) -> str:
         cures += ["torch_xla.utils.checkpoint around large layers, which computes activations twice"]
         cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
     else:
-        have = f"weights {host.size(load.weights)}, batch {host.size(load.batch)}; what is left are activations and outputs"
+        parts = f"weights {host.size(load.weights)}, batch {host.size(load.batch)}"
+        have = f"{parts}; what is left are activations and outputs"
         cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
     return (
         f"the device has no room for a {load.role} step of {each} rows a core{need}. On each core are {have}. Try "
