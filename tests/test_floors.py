@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "errors": 0,
     "files": 0,
+    "host": 0,
     "seeds": 0,
     "runtime": 0,
     "data": 1,
@@ -46,6 +47,7 @@ FLOORS = {
     "rehearsal": 4,
     "model": 4,
     "loading": 4,
+    "checkup": 4,
     "__init__": 5,
     "__main__": 5,
 }
@@ -130,14 +132,20 @@ def strings(tree):
                     yield text, getattr(node, "lineno", 0)
 
 
+# All but the first in messages only.
+_NAMES_IT = ("tpufit.runtime", "tpufit.errors", "tpufit.host", "tpufit.checkup")
+
+
 def test_torch_xla_is_named_in_the_runtime_only():
     named = [
         f"{path.relative_to(ROOT)}:{line}"
         for module, (path, tree) in SOURCES.items()
         for text, line in strings(tree)
-        if ("torch_xla" in text or "_XLAC" in text) and not module.startswith(("tpufit.runtime", "tpufit.errors"))
+        if ("torch_xla" in text or "_XLAC" in text) and not module.startswith(_NAMES_IT)
     ]
-    assert not named, f"only tpufit/runtime/ may name torch_xla (and tpufit/errors.py in messages): {named}"
+    assert not named, (
+        f"only tpufit/runtime/ may name torch_xla (and errors.py, host.py and checkup/ in messages): {named}"
+    )
 
 
 def test_importing_tpufit_leaves_the_device_alone(run_python):

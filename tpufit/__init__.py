@@ -1,9 +1,30 @@
 """Keras's `fit()` for PyTorch on TPUs: compile, fit, evaluate and predict on every core, from one process."""
 
-from .loading import load
-from .model import Model
-from .runtime import init
-from .seeds import set_random_seed
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from .checkup import doctor
+
+if TYPE_CHECKING:
+    from .loading import load
+    from .model import Model
+    from .runtime import init
+    from .seeds import set_random_seed
 
 __version__ = "0.1.0"
-__all__ = ["Model", "__version__", "init", "load", "set_random_seed"]
+__all__ = ["Model", "__version__", "doctor", "init", "load", "set_random_seed"]
+
+_WHERE = {"Model": "model", "init": "runtime", "load": "loading", "set_random_seed": "seeds"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for: the doctor must also run where torch can't be loaded."""
+    if name in _WHERE:
+        value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value

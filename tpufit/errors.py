@@ -21,7 +21,12 @@ TpufitError
 |   `-- CheckpointBusyError             another process trains into the same folder
 |-- StartError (RuntimeError)           the device runtime can't be started as asked
 |   |-- CoresError                      a number of cores that this host or process can't give
+|   |-- DeviceBusyError                 another process holds the TPU
 |   `-- VersionError                    torch and torch_xla versions that don't belong together
+|-- DeviceError (RuntimeError)          a step failed on the device; torch_xla's own words are below
+|   |-- OutOfMemoryError                the device has no room for it
+|   |-- DeviceLostError                 the device is gone, or in a state of error
+|   `-- PartitionError                  XLA could not divide it among the cores
 |-- PlacementError (RuntimeError)       a tensor that can't be moved to the device as it is
 |-- ReplayError (RuntimeError)          jit_compile=True, and a step that can't be replayed
 |-- StateLostError (RuntimeError)       a step failed after it had consumed the weights
@@ -180,6 +185,26 @@ class CoresError(StartError):
 
 class VersionError(StartError):
     """The installed versions of torch and torch_xla don't belong together."""
+
+
+class DeviceBusyError(StartError):
+    """Another process holds the TPU."""
+
+
+class DeviceError(TpufitError, RuntimeError):
+    """A step failed on the device, while it was compiled or run; torch_xla's error is its `__cause__`."""
+
+
+class OutOfMemoryError(DeviceError):
+    """The device has no room for a step: its weights, optimizer state, batch and activations."""
+
+
+class DeviceLostError(DeviceError):
+    """The device is gone, or in a state of error that only a restart ends."""
+
+
+class PartitionError(DeviceError):
+    """XLA's partitioner could not divide a step among the cores."""
 
 
 class PlacementError(TpufitError, RuntimeError):

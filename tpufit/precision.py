@@ -14,14 +14,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from .errors import ArgumentError, UnknownNameError
+from .host import retired_variables
 from .runtime import exchange
 
 PRECISIONS = ("bf16", "bf16-true", "fp32")
 MATMUL_PRECISIONS = ("default", "high", "highest")
-
-# Variables that were once the way to bfloat16 on TPUs. torch_xla still obeys some, behind PyTorch's back, so that
-# tensors say float32 and are not.
-_RETIRED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_F16")
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ def check(name: str) -> str:
         >>> check("bf16")
         'bf16'
     """
-    set_here = [variable for variable in _RETIRED if os.environ.get(variable, "0") not in ("", "0")]
+    set_here = retired_variables(os.environ)
     if set_here:
         warnings.warn(
             f"the environment sets {', '.join(set_here)}, a retired way to ask for another precision, which changes "

@@ -33,6 +33,7 @@ from .runtime import (
     HOST,
     InFlight,
     Layout,
+    Load,
     Placement,
     Program,
     State,
@@ -44,6 +45,7 @@ from .runtime import (
     to_device,
     to_host,
     tracing,
+    translate,
 )
 from .seeds import step_seed
 from .summary import noting_outputs
@@ -272,9 +274,30 @@ class Steps:
         except Exception as error:
             if not self._state.lost and _may_be_of_device(error):
                 self._state.examine()
+            fault = translate(error, self._load()) if isinstance(error, RuntimeError) else None
             if self._state.lost:
-                raise StateLostError(self._lost(error)) from error
+                raise StateLostError(self._lost(fault or error)) from error
+            if fault is not None:
+                raise fault from error
             raise
+
+    def _load(self) -> Load:
+        """What the step under way has on each core of the device."""
+        cores = self._place.count
+        runner = next((runner for runner in self._runners.values() if runner._running is self._running), None)
+        group = () if runner is None else runner._group
+        module = [*self.module.parameters(), *self.module.buffers()]
+        weights = sum(tensor.nbytes for tensor in module)
+        return Load(
+            role="train" if runner is None else runner._role,
+            rows=max((fed.rows for fed in group), default=0),
+            cores=cores,
+            weights=weights,
+            learns=sum(tensor.nbytes for tensor in module if tensor.requires_grad),
+            optimizer=sum(tensor.nbytes for tensor in self._state.tensors) - weights,
+            batch=sum(fed.nbytes for fed in group) // cores,
+            precision=self._precision,
+        )
 
     def _lost(self, error: Exception) -> str:
         saved = f"the last ones saved are in {self._last_saved}" if self._last_saved else "none have been saved"

@@ -3,6 +3,7 @@
 | file | its idea |
 | --- | --- |
 | `devices` | find and start the cores |
+| `faults` | errors of the runtime, in a sentence |
 | `mesh` | where rows and parameters live |
 | `graph` | trace a step once, then replay its graph |
 | `transfer` | host to device and back; the one function that waits |
@@ -12,7 +13,19 @@
 | `report` | counters of compilations, waits and fallbacks |
 """
 
-from .devices import Cores, CoresArgument, agree, init, platform, set_matmul_precision, settled, start, versions
+from .devices import (
+    Cores,
+    CoresArgument,
+    agree,
+    device_memory,
+    init,
+    platform,
+    set_matmul_precision,
+    settled,
+    start,
+    versions,
+)
+from .faults import Load, translate
 from .graph import Program, State, capture_began, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
@@ -27,6 +40,7 @@ __all__ = [
     "Counts",
     "InFlight",
     "Layout",
+    "Load",
     "Placement",
     "Program",
     "State",
@@ -34,6 +48,7 @@ __all__ = [
     "capture_began",
     "count_capture",
     "counts",
+    "device_memory",
     "exchange",
     "init",
     "launch",
@@ -49,5 +64,6 @@ __all__ = [
     "to_device",
     "to_host",
     "tracing",
+    "translate",
     "versions",
 ]

@@ -11,19 +11,17 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from torch import nn
 
-from ..errors import ArgumentError, CoresError, StartError, VersionError
+from .. import host
+from ..errors import ArgumentError, CoresError, StartError
+from .faults import translate_start
 from .lowered import lower_missing
 
 CoresArgument = int | str | list[int] | None
 """What `cores=` takes: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
-
-# Everything about replay, sharding and seeds was measured with this version of both, and torch_xla is frozen there.
-SUPPORTED = "2.9"
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,8 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     if _settled is not None:
         _agree(request, _settled, cores)
         return _settled
-    check_versions(_version("torch"), _version("torch_xla"))
+    host.check_versions(host.version("torch"), host.version("torch_xla"))
+    wish = os.environ.get("PJRT_DEVICE")  # torch_xla sets it when it is imported
     runtime = _import_runtime()
     started = runtime._XLAC._xla_runtime_is_initialized()
     platform = runtime.runtime.device_type()
@@ -112,11 +111,8 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     try:
         available = runtime.runtime.global_runtime_device_count()
         processes = runtime.runtime.process_count()
-    except RuntimeError as error:
-        raise StartError(
-            f"the {platform} runtime of torch_xla did not start. If another process holds the TPU, end it; if there is "
-            f"no TPU, unset PJRT_DEVICE (now {os.environ.get('PJRT_DEVICE')!r}). torch_xla says: {error}"
-        ) from error
+    except (RuntimeError, OSError) as error:
+        raise translate_start(error, platform, wish) from error
     if processes > 1:
         raise StartError(
             f"this is one of {processes} processes, and tpufit runs one process on one host so far. Start it on a "
@@ -140,8 +136,19 @@ def platform() -> str:
     """What `"auto"` would compute on, e.g. `"TPU"` or `"CPU"`, without starting the runtime."""
     if _settled is not None:
         return _settled.platform
-    check_versions(_version("torch"), _version("torch_xla"))
+    host.check_versions(host.version("torch"), host.version("torch_xla"))
     return str(_import_runtime().runtime.device_type())
+
+
+def device_memory() -> int | None:
+    """How many bytes of memory a core has, or None where the runtime doesn't tell, as on a CPU."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    try:
+        return int(xm.get_memory_info(torch_xla.device())["bytes_limit"])
+    except RuntimeError:
+        return None
 
 
 def set_matmul_precision(name: str) -> None:
@@ -161,39 +168,15 @@ def agree(value: Any) -> Any:
     return value
 
 
-def check_versions(torch_version: str | None, xla_version: str | None) -> None:
-    """Raise `VersionError` unless both are installed and of the release that tpufit was made for.
-
-    Args:
-        torch_version: The installed version of torch, or None.
-        xla_version: The installed version of torch_xla, or None.
-    """
-    cure = f"pip install torch=={SUPPORTED}.0 torch_xla=={SUPPORTED}.0 (on a TPU: 'torch_xla[tpu]=={SUPPORTED}.0')"
-    for name, version in (("torch", torch_version), ("torch_xla", xla_version)):
-        if version is None:
-            raise VersionError(f"{name} is not installed. Run: {cure}")
-    if [str(v).split(".")[:2] for v in (torch_version, xla_version)] != [SUPPORTED.split(".")] * 2:
-        raise VersionError(
-            f"tpufit needs torch {SUPPORTED} and torch_xla {SUPPORTED}, which belong together; here are torch "
-            f"{torch_version} and torch_xla {xla_version}. Run: {cure}"
-        )
-
-
 def versions() -> dict[str, str]:
     """The installed versions that the last digits of a training depend on."""
-    return {name: _version(name) or "none" for name in ("torch", "torch_xla")}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return {name: host.version(name) or "none" for name in ("torch", "torch_xla")}
 
 
 def _import_runtime() -> Any:
     """Import torch_xla, quietly: it logs the platform it found, which `fit` prints better."""
     if "torch_xla" not in sys.modules:
+        host.drop_stale_variables()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
         logging.disable(logging.WARNING)
         try:

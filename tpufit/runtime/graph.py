@@ -11,8 +11,8 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import ReplayError, StateLostError
 from . import report
@@ -153,6 +153,10 @@ class State:
         else:
             lost = changed if donates and outputs else []
             self._lost, self._under_way = lost, None
+
+    def lose(self, places: list[int]) -> None:
+        """Note that values are lost, by their places."""
+        self._lost = places
 
     def examine(self) -> None:
         """After an error, find out what is lost: no result of a failed step can be read. **This waits**, and reads."""
@@ -339,9 +343,7 @@ class Program:
                     return self._prove(key, inputs, seeds)
                 finally:
                     _capture_began = None
-            outputs = self._trace(key, inputs, seeds, nullcontext())  # nobody needs to watch it, which takes time
-            launch(self._placement, self._role)
-            return outputs
+            return self._run_traced(key, inputs, seeds)
 
     def _trace(
         self, key: Hashable, inputs: list[Tensor], seeds: list[int], watch: AbstractContextManager[object]
@@ -361,6 +363,22 @@ class Program:
         finally:
             _tracing = False
 
+    def _run_traced(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
+        """Trace the step and run it. If it fails, nothing of the trace may stay pending; what it changed is lost."""
+        import torch_xla
+
+        outputs = self._trace(key, inputs, seeds, nullcontext())  # nobody needs to watch it, which takes time
+        try:
+            launch(self._placement, self._role)
+        except BaseException:
+            state = self._state.tensors
+            waiting = torch_xla._XLAC._check_tensor_need_materialization(state) if state else []
+            self._state.lose([i for i, is_waiting in enumerate(waiting) if is_waiting])
+            returned = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            _empty([*returned, *self._sums.tensors, *(state if self._state.lost else ())])
+            raise
+        return outputs
+
     def _prove(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
         """Trace the step and compile its graph, or show that it is the one there is; then run that graph."""
         import torch_xla
@@ -374,6 +392,7 @@ class Program:
         earlier = self._graphs.get(key)
         places = _places({"state": state, "sum": sums.tensors, "input": inputs})
         python, looked, fallen = self.python_state(), report.looked_at(), report.counts().fallbacks
+        before = _same_memory(state)  # to go back to
         watch = Watch()
         outputs = self._trace(key, inputs, seeds, watch)
         self.products = watch.products
@@ -417,7 +436,8 @@ class Program:
             varies = self._varies(python, watch)
             difference = varies or unproven
             if unproven:
-                xla._xla_warm_up_cache(roots, [])
+                with self._going_back_to(before, [*returned, *escaped]):
+                    xla._xla_warm_up_cache(roots, [])
         if not difference:
             assert earlier is not None
             graph = earlier
@@ -434,7 +454,8 @@ class Program:
 
         taken = self._state.hold()
         left = [taken[i] for i in changed]
-        results = self._run(graph, values)
+        with self._going_back_to(before, [*returned, *escaped]):
+            results = self._run(graph, values, first=bool(unproven))
         # Nothing may stay pending: it would be computed from memory that is no longer there. What the body returned, or
         # left elsewhere, loses its history, which keeps more of the trace alive; the state's own may be kept alive by
         # the history of others.
@@ -454,8 +475,11 @@ class Program:
         pool = [*self._state.values, *self._sums.tensors, *inputs, *tensors, *graph.constants]
         return graph.returned(self._run(graph, list(graph.pick(pool))), inputs)
 
-    def _run(self, graph: _Graph, inputs: list[Tensor]) -> list[Tensor]:
-        """Start the graph, put its results where they belong, and give back those that the body returned."""
+    def _run(self, graph: _Graph, inputs: list[Tensor], first: bool = False) -> list[Tensor]:
+        """Start the graph, put its results where they belong, and give back those that the body returned.
+
+        What has no room usually fails the first time: that is waited for, as long as the state can be gone back to.
+        """
         import torch_xla
 
         state, sums = self._state, self._sums
@@ -463,11 +487,36 @@ class Program:
         # One call in C: no handler of a signal runs between the graph's start and its outputs being in the list, so
         # that an interrupt can't lose them when what they replace has been consumed.
         outputs.extend(chain([None], map(torch_xla._XLAC._run_cached_graph, [graph.hash], [inputs])))
+        if first and outputs[1]:
+            try:
+                torch_xla._XLAC._xla_get_cpu_tensors([min(outputs[1], key=torch.numel)])
+            except RuntimeError:
+                del outputs[1]
+                raise
         state.collect()
         out: list[Tensor] = outputs[1]
         middle, end = len(graph.changed), len(graph.changed) + len(graph.summed)
         sums.tensors = _replaced(sums.tensors, graph.summed, out[middle:end])
         return out[end:]
+
+    @contextmanager
+    def _going_back_to(self, before: list[Tensor], traced: Sequence[Tensor]) -> Iterator[None]:
+        """If the graph can't be compiled or run: undo its trace, so that the state is what it was, and nothing pends.
+
+        What stayed pending, because the error's traceback holds it, would be tried again with whatever is started next.
+        """
+        try:
+            yield
+        except BaseException:
+            state = self._state
+            if not state.held:
+                state.hold()
+            _empty([*traced, *state.values, *self._sums.tensors])
+            if not state.lost:
+                state.values = before.copy()
+                before.clear()  # in the traceback they would go on sharing the state's memory
+                state.write_back()
+            raise
 
     def _settle(self) -> None:
         """Finish what the user's code has begun to do to the state: a graph takes only finished values."""
@@ -585,6 +634,24 @@ def _places(lists: dict[str, list[Tensor]]) -> dict[int, tuple[str, int]]:
         if tensors
         for i, handle in enumerate(torch_xla._XLAC._get_tensors_handle(tensors))
     }
+
+
+def _empty(tensors: Iterable[Tensor]) -> None:
+    """Take the values out of tensors, and what is pending with them, whoever else holds the tensors."""
+    for tensor in tensors:
+        exchange(tensor, torch.empty_like(tensor, device="meta"), requires_grad=False)
+
+
+def _same_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Other tensors over the memory that these have now, on the device."""
+    import torch_xla
+
+    xla = torch_xla._XLAC
+    if not tensors:
+        return []
+    _, values = xla._get_tensors_xla_device_data_node(tensors)
+    by_handle = dict(zip(xla._get_tensors_handle(values), values, strict=True))
+    return [by_handle[handle] for handle in xla._get_tensors_handle(tensors)]
 
 
 def _recognise(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .devices import Cores
+from .faults import translate
 
 
 class Layout(Enum):
@@ -74,7 +75,10 @@ class Placement:
     def _mesh(self) -> Any:
         import torch_xla.distributed.spmd as spmd
 
-        return spmd.Mesh(np.arange(self.count), (self.count,), ("data",))
+        try:
+            return spmd.Mesh(np.arange(self.count), (self.count,), ("data",))
+        except AssertionError as error:
+            raise translate(error) or error from error
 
     def sharding(self, layout: Layout, ndim: int) -> Any:
         """torch_xla's sharding of a tensor of `ndim` dimensions, or None without a mesh."""

@@ -1,0 +1,61 @@
+"""A training of a few steps in a process of its own: how many cores a process has is settled once, and XLA may abort.
+
+python -m tpufit.checkup.trial 8     # on 8 cores; prints one line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ALL = 0  # cores: every core of a TPU; on a CPU 8 virtual ones
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a training gave, or how it ended.
+
+    Attributes:
+        cores: How many cores were asked for; 0 for all of them.
+        ran_on: The cores in words, or nothing if it failed.
+        first: Seconds of the first step, in which its graph is traced and compiled.
+        step: Seconds a step takes afterwards.
+        bandwidth: Bytes a second to the device and back.
+        memory: The device's memory in bytes, or None where the runtime doesn't tell.
+        failure: The last lines of what the process wrote, if it failed.
+        status: Its exit status; below 0 the signal that ended it; None if it was still running.
+    """
+
+    cores: int
+    ran_on: str = ""
+    first: float = 0.0
+    step: float = 0.0
+    bandwidth: float = 0.0
+    memory: int | None = None
+    failure: str = ""
+    status: int | None = 0
+
+
+def run(cores: int, timeout: float) -> Trial:
+    """Train in another process.
+
+    Args:
+        cores: How many cores; 0 for all of them.
+        timeout: After how many seconds it is ended.
+    """
+    command = [sys.executable, "-m", f"{__package__}.training", str(cores)]
+    here = str(Path(__file__).resolve().parents[2])  # this very tpufit, from wherever it was imported
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+    try:
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return Trial(cores, failure=f"no answer within {timeout:g} s", status=None)
+    if ended.returncode == 0:
+        return Trial(cores, **json.loads(ended.stdout.splitlines()[-1]))
+    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    raised = [i for i, line in enumerate(lines) if line[0] != " " and ("Error" in line or "Check failed" in line)]
+    return Trial(cores, failure="\n".join(lines[raised[-1] :] if raised else lines[-3:]), status=ended.returncode)

@@ -1,0 +1,190 @@
+"""What this host has, read without torch: versions, TPU chips, who holds them, where we are, how much memory.
+
+All of it is read from files that Linux keeps. The functions take their root, so that a host that isn't here can be laid
+out in a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import warnings
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from .errors import VersionError
+
+# Everything about replay, sharding and seeds was measured with this version of both, and torch_xla is frozen there.
+SUPPORTED = "2.9"
+
+# Variables that were once the way to bfloat16 on TPUs. torch_xla still obeys some, behind PyTorch's back, so that
+# tensors say float32 and are not.
+_RETIRED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_F16")
+
+_ROOT = Path("/")
+_VENDOR = "0x1ae0"  # Google's
+# What another run leaves behind: they make libtpu wait for processes that are not there. Kaggle's images set some.
+_OF_MANY_PROCESSES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A type of TPU.
+
+    Attributes:
+        name: What it is called, e.g. `"v5e"`.
+        devices: How many devices the runtime reports for one chip.
+        memory: What each of them has, in GB, as the vendor says; of `"v2 or v3"` that of a v2.
+    """
+
+    name: str
+    devices: int
+    memory: int
+
+
+# By the PCI device. Sources: torch_xla/_internal/tpu.py (torch_xla 2.9), jax/_src/hardware_utils.py (v5p),
+# cloud.google.com/tpu/docs/system-architecture-tpu-vm (memory).
+CHIPS = {
+    "0x0027": Chip("v2 or v3", 2, 8),
+    "0x005e": Chip("v4", 1, 32),
+    "0x0062": Chip("v5p", 1, 95),
+    "0x0063": Chip("v5e", 1, 16),
+    "0x006f": Chip("v6e", 1, 32),
+}
+
+
+def check_versions(torch_version: str | None, xla_version: str | None) -> None:
+    """Raise `VersionError` unless both are installed and of the release that tpufit was made for.
+
+    Args:
+        torch_version: The installed version of torch, or None.
+        xla_version: The installed version of torch_xla, or None.
+    """
+    cure = f"pip install torch=={SUPPORTED}.0 torch_xla=={SUPPORTED}.0 (on a TPU: 'torch_xla[tpu]=={SUPPORTED}.0')"
+    for name, version in (("torch", torch_version), ("torch_xla", xla_version)):
+        if version is None:
+            raise VersionError(f"{name} is not installed. Run: {cure}")
+    if [str(v).split(".")[:2] for v in (torch_version, xla_version)] != [SUPPORTED.split(".")] * 2:
+        raise VersionError(
+            f"tpufit needs torch {SUPPORTED} and torch_xla {SUPPORTED}, which belong together; here are torch "
+            f"{torch_version} and torch_xla {xla_version}. Run: {cure}"
+        )
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def chips(root: Path = _ROOT) -> list[Chip]:
+    """The TPU chips that are attached to this host.
+
+    Example:
+        >>> sum(chip.devices for chip in [CHIPS["0x0027"]] * 4)  # a v3-8 has four chips
+        8
+    """
+    found = []
+    for vendor in sorted(root.glob("sys/bus/pci/devices/*/vendor")):
+        device = vendor.with_name("device")
+        if _read(vendor) == _VENDOR and _read(device) in CHIPS:
+            found.append(CHIPS[_read(device)])
+    return found
+
+
+def holders(root: Path = _ROOT) -> dict[int, str]:
+    """Which processes have a TPU open: their commands, by process id. Those of other users show to root only."""
+    found = {}
+    for process in root.glob("proc/[0-9]*"):
+        try:
+            opened = [os.readlink(descriptor) for descriptor in (process / "fd").iterdir()]
+        except OSError:  # another user's, or just ended
+            continue
+        if any(path.startswith(("/dev/accel", "/dev/vfio/")) for path in opened):
+            found[int(process.name)] = _read(process / "cmdline").replace("\0", " ").strip() or "(ended)"
+    return dict(sorted(found.items()))
+
+
+def describe(holders: Mapping[int, str]) -> str:
+    """Process ids with their commands, in one line.
+
+    Example:
+        >>> describe({17: "python train.py", 18: "python -m ipykernel_launcher"})
+        '17 (python train.py), 18 (python -m ipykernel_launcher)'
+    """
+    return ", ".join(f"{pid} ({command[:60]})" for pid, command in holders.items())
+
+
+def place(root: Path = _ROOT) -> str:
+    """Where this runs: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`, by what is there.
+
+    Environment variables are not asked: they are copied, left over and forged.
+    """
+    if (root / "kaggle").is_dir():
+        return "Kaggle"
+    if (root / "content").is_dir() and any(root.glob("usr/local/lib/python3*/dist-packages/google/colab")):
+        return "Colab"
+    return "TPU VM" if chips(root) else "a machine without a TPU"
+
+
+def drop_stale_variables(environ: MutableMapping[str, str] = os.environ, root: Path = _ROOT) -> None:
+    """On Kaggle, remove what a run of many processes has left in the environment, and say so.
+
+    Only there, and only with a TPU: elsewhere they may be meant. It must come before torch_xla is imported.
+    """
+    stale = [name for name in _OF_MANY_PROCESSES if name in environ]
+    if stale and place(root) == "Kaggle" and chips(root):
+        removed = " and ".join(f"{name}={environ.pop(name)!r}" for name in stale)
+        warnings.warn(
+            f"removed {removed} from the environment: left from a run of several processes, for which the TPU would "
+            "wait in vain",
+            stacklevel=3,
+        )
+
+
+def memory(root: Path = _ROOT) -> dict[str, int]:
+    """How many bytes of memory this process may use, by what says so; `"RAM"` is always among them."""
+    found = {"RAM": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    for path in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = _read(root / path)
+        if text.isdecimal() and int(text) < found["RAM"]:
+            found["the container (cgroup)"] = int(text)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit not in (resource.RLIM_INFINITY, -1):
+        found["ulimit -v (RLIMIT_AS)"] = limit
+    return found
+
+
+def size(number: float) -> str:
+    """Bytes in words.
+
+    Example:
+        >>> size(0), size(1536), size(3 << 30)
+        ('0 B', '1.5 KiB', '3 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB"
+
+
+def retired_variables(environ: Mapping[str, str]) -> list[str]:
+    """Which variables are set that were once the way to another precision.
+
+    Example:
+        >>> retired_variables({"XLA_USE_BF16": "1", "XLA_USE_F16": "0"})
+        ['XLA_USE_BF16']
+    """
+    return [variable for variable in _RETIRED if environ.get(variable, "0") not in ("", "0")]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,205 @@
+"""What torch_xla, XLA and libtpu say when something fails, put into a sentence that says what to do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .. import host
+from ..errors import (
+    CoresError,
+    DeviceBusyError,
+    DeviceLostError,
+    OutOfMemoryError,
+    PartitionError,
+    StartError,
+    TpufitError,
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step had on the device, in bytes on each core where it is a size.
+
+    Attributes:
+        role: `"train"`, `"eval"` or `"predict"`.
+        rows: Rows of its batches, of all cores.
+        cores: How many cores shared them.
+        weights: Parameters and buffers.
+        learns: Those parameters that get a gradient.
+        optimizer: The optimizer's state, accumulated gradients and averages.
+        batch: The batches.
+        precision: That of `compile`.
+    """
+
+    role: str
+    rows: int
+    cores: int
+    weights: int
+    learns: int
+    optimizer: int
+    batch: int
+    precision: str
+
+
+# As the runtimes write them: XLA:CPU; XLA:TPU at compile time; libtpu loading a program, or making room for a tensor.
+_FULL = re.compile(r"RESOURCE_EXHAUSTED|out of memory|std::bad_alloc|cannot allocate memory", re.IGNORECASE)
+_SCRATCH = re.compile(r"memory space (vmem|smem)")
+_ASKED = re.compile(
+    r"Used (?P<used>[\d.]+[KMGT]?) of (?P<of>[\d.]+[KMGT]?) hbm"
+    r"|allocating (?P<bytes>\d+) bytes"
+    r"|Attempting to (?:allocate|reserve) (?P<more>[\d.]+[KMGT]?)\b.*?There are (?P<free>[\d.]+[KMGT]?) free",
+    re.DOTALL,
+)
+_BUSY = re.compile(r"already in use|device or resource busy|in used? by another process", re.IGNORECASE)
+_CLOSED = re.compile(r"/dev/(?:accel|vfio)\S*\)?:? .*(?:Operation not permitted|Permission denied)", re.IGNORECASE)
+_LOST = re.compile(
+    r"halted (?:unexpectedly|prematurely)|health check|heartbeat|preempted|\b(?:UNAVAILABLE|DATA_LOSS|ABORTED)\b"
+    r"|socket closed|already in an error state",
+    re.IGNORECASE,
+)
+_MESH = re.compile(r"device IDs|match mesh (?:size|dimensions)|mesh_shape", re.IGNORECASE)
+_PARTITION = re.compile(r"spmd|sharding|tile.assignment|partition(?:er|ing)\b", re.IGNORECASE)
+
+
+def translate(error: BaseException, load: Load | None = None) -> TpufitError | None:
+    """The error of tpufit for one of the runtime, its own text below the sentence; raise it `from error`.
+
+    Args:
+        error: What torch_xla raised while a step was compiled or run.
+        load: What the step had on the device, as far as known.
+
+    Returns:
+        The error to raise, or None for what isn't known: that is best left as it is.
+
+    Example:
+        >>> print(translate(RuntimeError("INTERNAL: Core halted unexpectedly")))
+        the device was lost while it computed. Restart the process (in a notebook: the kernel) and go on from the last checkpoint; if it happens again, restart the TPU, or get another: python -m tpufit doctor tries it
+        torch_xla says: INTERNAL: Core halted unexpectedly
+        >>> translate(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    """  # noqa: E501
+    if isinstance(error, TpufitError) or not isinstance(error, (RuntimeError, AssertionError)):
+        return None
+    text = str(error)
+    if _SCRATCH.search(text):
+        return OutOfMemoryError(
+            _with(
+                "an operation needs more of a core's scratch memory than there is, a fault of the compiler, not of the "
+                "batch size. Try another size of the layer that the text below names, or set "
+                "LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=65536 before the start",
+                text,
+            )
+        )
+    if _FULL.search(text):
+        return OutOfMemoryError(_with(_full(text, load), text))
+    if _MESH.search(text) and isinstance(error, AssertionError):
+        return CoresError(
+            _with(
+                "the cores that tpufit has settled are not those that the runtime has now. Something else has changed "
+                "them in this process: restart it (in a notebook: the kernel), and leave them to tpufit.init()",
+                text,
+            )
+        )
+    if _LOST.search(text):
+        return DeviceLostError(
+            _with(
+                "the device was lost while it computed. Restart the process (in a notebook: the kernel) and go on from "
+                "the last checkpoint; if it happens again, restart the TPU, or get another: python -m tpufit doctor "
+                "tries it",
+                text,
+            )
+        )
+    if _PARTITION.search(text):
+        return PartitionError(
+            _with(
+                "XLA could not divide this step among the cores. Find the operation with cores=1, where nothing is "
+                "divided, and fewer layers; unset XLA_AUTO_SPMD and XLA_AUTO_SPMD_MESH if they are set; a metric that "
+                "causes it can be computed from model.predict(...) instead",
+                text,
+            )
+        )
+    return None
+
+
+def translate_start(error: BaseException, platform: str | None, wish: str | None) -> StartError:
+    """The error of tpufit for a runtime that doesn't start.
+
+    Args:
+        error: What torch_xla raised.
+        platform: What was to start, e.g. `"TPU"`.
+        wish: The value of `PJRT_DEVICE` in the user's environment, or None.
+
+    Example:
+        >>> print(translate_start(OSError("libtpu not found"), "TPU", "TPU"))
+        PJRT_DEVICE='TPU' asks for a TPU, but libtpu, its driver, is not installed. On a TPU run: pip install 'torch_xla[tpu]==2.9.0'; without one unset PJRT_DEVICE
+        torch_xla says: libtpu not found
+    """  # noqa: E501
+    text = str(error)
+    held = host.holders()
+    asks = f"PJRT_DEVICE={wish!r} asks for a {platform}, but"
+    if ("libtpu" in text and ("not found" in text or "cannot open" in text)) or "Failed to open" in text:
+        said = (
+            f"{asks} libtpu, its driver, is not installed. On a TPU run: pip install 'torch_xla[tpu]==2.9.0'; "
+            "without one unset PJRT_DEVICE"
+        )
+    elif platform is None or "PJRT_DEVICE is not set" in text or "Missing XLA configuration" in text:
+        said = "no device is chosen. Set PJRT_DEVICE=TPU (or CPU), and unset PJRT_SELECT_DEFAULT_DEVICE"
+    elif "No PjRtPlugin" in text:
+        said = f"{asks} torch_xla knows only TPU and CPU here. Unset PJRT_DEVICE: then a TPU is taken, if there is one"
+    elif _BUSY.search(text) or _CLOSED.search(text):
+        who = f"process {host.describe(held)}" if held else "another process, of another user or in another container"
+        return DeviceBusyError(
+            _with(
+                f"the TPU is held by {who}. End it yourself, e.g. an old notebook kernel or run; tpufit kills nothing. "
+                "If nobody holds it, remove /tmp/libtpu_lockfile, or run as a user that may open /dev/accel* and "
+                "/dev/vfio/*",
+                text,
+            )
+        )
+    elif platform == "TPU" and not host.chips():
+        said = f"{asks} this host has no TPU chip on its PCI bus. Choose a TPU machine, or unset PJRT_DEVICE"
+    else:
+        who = f" ({host.describe(held)} has it open)" if held else ""
+        said = (
+            f"the {platform} runtime of torch_xla did not start. If another process holds the TPU{who}, end it; if "
+            f"there is no TPU, unset PJRT_DEVICE (now {wish!r}); python -m tpufit doctor looks for more"
+        )
+    return StartError(_with(said, text))
+
+
+def _full(text: str, load: Load | None) -> str:
+    """The sentence for a full memory."""
+    found = _ASKED.search(text)
+    asked = {name: value for name, value in found.groupdict().items() if value} if found else {}
+    if "used" in asked:
+        need = f": it needs {asked['used']} of {asked['of']}"
+    elif "bytes" in asked:
+        need = f": {host.size(int(asked['bytes']))} more were asked for"
+    elif "more" in asked:
+        need = f": {asked['more']} more were asked for, {asked['free']} are free"
+    else:
+        need = ""
+    if load is None:
+        return f"the device has no room{need}. Take a smaller batch_size"
+    each = -(-load.rows // load.cores)
+    if load.role == "train":
+        have = (
+            f"weights {host.size(load.weights)}, optimizer {host.size(load.optimizer)}, gradients "
+            f"{host.size(load.learns)}, batch {host.size(load.batch)}; what is left are activations"
+        )
+        cures = [f"a smaller batch_size ({max(1, each // 2)}) with compile(accumulate_steps=2)"] if each > 1 else []
+        cures += ["compile(precision='bf16')"] if load.precision == "fp32" else []
+        cures += ["torch_xla.utils.checkpoint around large layers, which computes activations twice"]
+        cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
+    else:
+        parts = f"weights {host.size(load.weights)}, batch {host.size(load.batch)}"
+        have = f"{parts}; what is left are activations and outputs"
+        cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
+    return (
+        f"the device has no room for a {load.role} step of {each} rows a core{need}. On each core are {have}. Try "
+        f"{', or '.join(cures)}"
+    )
+
+
+def _with(sentence: str, text: str) -> str:
+    return f"{sentence}\ntorch_xla says: {text}"
