@@ -195,5 +195,13 @@ def test_its_state_goes_through_json_into_another_object(job, make):
     assert (weights is None) == (loaded_weights is None)
 
 
+def test_a_progress_bar_of_ones_own_is_the_only_one(job, capsys):
+    model, size = job.start(), 8 // job.cores
+    model.fit(X, Y, size, verbose=2, callbacks=[callbacks.ProgbarLogger()])
+    assert capsys.readouterr().out.count("Epoch 1/1") == 1
+    model.evaluate(X, Y, size, verbose=2, callbacks=callbacks.ProgbarLogger())
+    assert capsys.readouterr().out.count("Evaluate") == 1
+
+
 # Here goes the fourth: a training that is cut off with the callback and resumed with another object of its kind gives
 # what one gives that was never cut off.
