@@ -94,7 +94,7 @@ def test_after_an_error_the_old_files_are_there_and_nothing_else(cores, tmp_path
 
 def test_rows_of_another_shape_are_an_error_and_leave_nothing(cores, tmp_path):
     model = tpufit.Model(nn.ReLU())
-    data = [(torch.zeros(8, width),) for width in (4, 4, 5, 5)]
+    data = [(torch.zeros(8 // cores, width),) for width in (4, 4, 5) for _ in range(cores)]  # joined by the cores
     with pytest.raises(CallbackError, match=r"after 16 rows of shape \(4,\) and float32 came some of \(5,\)"):
         model.predict(data, verbose=0, callbacks=[PredictionWriter(tmp_path)], cores=cores)
     assert files(tmp_path) == []
