@@ -2,9 +2,9 @@
 
     python examples/one_cycle.py [--cores 8] [--epochs 5] [--run-dir runs/one_cycle]
 
-One sees how the loss falls as the rate grows (also in the run directory, lr_find.png), and then the accuracy on held-out
-digits after equally many epochs of SGD: at the rate it was compiled with, and in one cycle up to the suggested rate.
-Without a TPU the cores are virtual ones of the CPU.
+One sees how the loss falls as the rate grows (also as lr_find.png in the run directory), and then the accuracy on
+held-out digits after equally many epochs of SGD: at the rate it was compiled with, and in one cycle up to the suggested
+rate. Without a TPU the cores are virtual ones of the CPU.
 """
 
 import argparse
