@@ -260,11 +260,12 @@ class Callback:
         """
 
     def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """The prediction of a batch has been started.
+        """The prediction of a batch has been started. It comes for every batch, with `steps_per_execution=k` too.
 
         Args:
             batch: Its number, from 0.
-            logs: `"outputs"`: what the module returned, still on the device.
+            logs: `"outputs"`: what the module returned, still on the device. A callback that takes them out of the logs
+                keeps them from `predict`, which then neither fetches nor returns them.
         """
 
     def on_save(self, step: int, logs: Logs | None = None) -> None:

@@ -79,8 +79,6 @@ class PredictionWriter(Callback):
             return
         while self._flying:
             self._write_oldest()
-        for file in self._files.values():
-            file.close()
         self._drafts.close()
 
     def _write_oldest(self) -> None:
@@ -89,8 +87,9 @@ class PredictionWriter(Callback):
             for path, output in paths:
                 name = ".".join(["outputs", *map(_part, path), "npy"])
                 if name not in self._files:
-                    draft = self._drafts.enter_context(replacing(self.folder / name))
-                    self._files[name] = NpyFile(draft)
+                    file = NpyFile(self._drafts.enter_context(replacing(self.folder / name)))
+                    self._drafts.callback(file.close)  # before it takes its place, or goes
+                    self._files[name] = file
                 self._files[name].append(_as_rows(output, name))
         except BaseException:
             self._drop()  # a callback that raised isn't ended later
@@ -98,8 +97,6 @@ class PredictionWriter(Callback):
 
     def _drop(self) -> None:
         self._flying.clear()
-        for file in self._files.values():
-            file.close()
         self._drafts.__exit__(*sys.exc_info())
 
 

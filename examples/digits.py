@@ -2,7 +2,8 @@
 
     python examples/digits.py [--bf16] [--cores 8] [--epochs 15] [--run-dir runs/digits]
 
-Without a TPU the cores are virtual ones of the CPU. Afterwards: tensorboard --logdir runs/digits
+Without a TPU the cores are virtual ones of the CPU. Afterwards the run directory has two pictures, history.png and
+confusion.png; and: tensorboard --logdir runs/digits
 """
 
 import argparse
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import nn
+from torch import nn, tensor
+from torchmetrics.functional import confusion_matrix
 
 import tpufit
 from tpufit.callbacks import EarlyStopping, ModelCheckpoint, TensorBoard
@@ -45,7 +47,7 @@ model.compile(
     precision="bf16" if args.bf16 else "fp32",
 )
 model.summary()
-model.fit(
+history = model.fit(
     x,
     y,
     batch_size=8,
@@ -60,4 +62,9 @@ model.fit(
 )
 loss, accuracy = model.evaluate(x_test, y_test, verbose=0)
 print(f"held-out digits: loss {loss:.4f}, accuracy {accuracy:.2%}")
-print(f"predicted {model.predict(x_test[:5], verbose=0).argmax(1)}, labelled {y_test[:5]}")
+predicted = model.predict(x_test, verbose=0).argmax(1)
+print(f"predicted {predicted[:5]}, labelled {y_test[:5]}")
+
+history.plot().savefig(args.run_dir / "history.png")
+matrix = confusion_matrix(tensor(predicted), tensor(y_test), task="multiclass", num_classes=10)
+tpufit.plots.confusion_matrix(matrix).savefig(args.run_dir / "confusion.png")

@@ -42,6 +42,19 @@ def test_min_delta():
     assert train(EarlyStopping(patience=2, min_delta=0.1), values) == 3
 
 
+def test_a_value_equal_to_the_best_is_no_better():
+    stopping = EarlyStopping(patience=2, restore_best_weights=True)
+    assert train(stopping, [0.5, 0.5, 0.5, 0.4]) == 3
+    assert (stopping.best_epoch, stopping.model.weight) == (0, 0)
+
+
+def test_min_delta_and_baseline_where_higher_is_better():
+    assert train(EarlyStopping("accuracy", min_delta=0.1, patience=1), [0.5, 0.65, 0.7, 0.9], "accuracy") == 3
+    assert train(EarlyStopping("accuracy", min_delta=-0.1, patience=1), [0.5, 0.65, 0.7, 0.9], "accuracy") == 3
+    assert train(EarlyStopping("accuracy", baseline=0.8, patience=2), [0.6, 0.7, 0.9], "accuracy") == 2
+    assert train(EarlyStopping("accuracy", baseline=0.6, patience=2), [0.6, 0.7, 0.65, 0.6, 0.9], "accuracy") == 4
+
+
 @pytest.mark.parametrize(
     ("monitor", "mode", "directions", "epochs"),
     [
@@ -91,6 +104,8 @@ def test_start_from_epoch():
     stopping = EarlyStopping(start_from_epoch=2, restore_best_weights=True)
     assert train(stopping, values) == 4
     assert (stopping.best, stopping.best_epoch, stopping.model.weight) == (0.8, 2, 2)
+    assert train(EarlyStopping(start_from_epoch=2, patience=2), values) == 5  # patience begins to run there
+    assert train(EarlyStopping(start_from_epoch=9), values) == 5
 
 
 def test_nan_is_no_better_and_runs_patience_out():

@@ -93,24 +93,24 @@ def test_after_an_error_the_old_files_are_there_and_nothing_else(cores, tmp_path
 
 
 def test_rows_of_another_shape_are_an_error_and_leave_nothing(cores, tmp_path):
-    model = tpufit.Model(nn.Identity())
-    data = [(torch.zeros(8, width),) for width in (4, 4, 5, 5)]
+    model = tpufit.Model(nn.ReLU())
+    data = [(torch.zeros(8 // cores, width),) for width in (4, 4, 5) for _ in range(cores)]  # joined by the cores
     with pytest.raises(CallbackError, match=r"after 16 rows of shape \(4,\) and float32 came some of \(5,\)"):
         model.predict(data, verbose=0, callbacks=[PredictionWriter(tmp_path)], cores=cores)
     assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    ("output", "message"),
+    ("name", "value", "message"),
     [
-        ({"a/b": 1}, r"becomes part of a file's, and \['a/b'\] can't"),
-        ({"a": "text"}, "outputs.a.npy would hold 'text'"),
+        ("a/b", 1.0, r"becomes part of a file's, and \['a/b'\] can't"),
+        ("note", "text", "outputs.note.npy would hold 'text'"),
     ],
 )
-def test_outputs_that_cant_be_written(cores, tmp_path, output, message):
+def test_outputs_that_cant_be_written(cores, tmp_path, name, value, message):
     class Odd(nn.Module):
         def forward(self, x):
-            return {name: x if value == 1 else value for name, value in output.items()}
+            return {"a": x + 1, name: x + value if isinstance(value, float) else value}
 
     with pytest.raises(CallbackError, match=message):
         predict(tpufit.Model(Odd()), cores, PredictionWriter(tmp_path))

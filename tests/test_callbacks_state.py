@@ -139,9 +139,8 @@ def test_one_cycle(first, steps):
 def test_history():
     history, again = History(), History()
     for epoch in range(4):
-        history.on_epoch_end(
-            epoch, {"loss": 0.5, "recall": np.array([0.25, 0.5])} | ({"val_loss": 1} if epoch % 2 else {})
-        )
+        validation = {"val_loss": 1} if epoch % 2 else {}
+        history.on_epoch_end(epoch, {"loss": 0.5, "recall": np.array([0.25, 0.5]), **validation})
     again.load_state_dict(through_json(history.state_dict()))
     assert again.epoch == [0, 1, 2, 3] and again.history["val_loss"] == [1, 1]
     assert again.history["recall"] == [[0.25, 0.5]] * 4

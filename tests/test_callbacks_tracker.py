@@ -55,12 +55,12 @@ def test_epochs_by_steps():
 
 
 @pytest.mark.parametrize(
-    ("update_freq", "joined", "steps"), [("batch", 1, [1, 2, 3, 4]), (2, 1, [2, 4]), (2, 2, [2, 4])]
+    ("update_freq", "joined", "steps"), [("batch", 1, [1, 2, 3, 4]), (2, 1, [2, 4]), (2, 2, [2, 4]), (3, 2, [4])]
 )
 def test_batches_too(update_freq, joined, steps):
     logger = Noting()
     train(begun(logger, update_freq=update_freq), epochs=1, batches=4, joined=joined)
-    assert [call for call in logger.calls[1:-1]] == [(step, {"batch_loss": step - 1.0}) for step in steps]
+    assert logger.calls[1:-1] == [(step, {"batch_loss": step - 1.0}) for step in steps]
 
 
 def test_steps_go_on_in_the_next_fit():

@@ -26,6 +26,8 @@ def test_digits_reach_97_percent(run_python, tmp_path, flags):
     assert float(re.search(r"accuracy ([\d.]+)%", output)[1]) >= 97
     assert (tmp_path / "runs/digits/best.safetensors").is_file()
     assert {folder.name for folder in (tmp_path / "runs/digits/logs").iterdir()} == {"train", "validation"}
+    for picture in ("history.png", "confusion.png"):
+        assert (tmp_path / "runs/digits" / picture).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -35,9 +37,10 @@ def test_custom_callback(run_python):
 
 
 @pytest.mark.slow
-def test_one_cycle_beats_one_rate(run_python):
+def test_one_cycle_beats_one_rate(run_python, tmp_path):
     output = run(run_python, "examples/one_cycle.py")
     assert 1e-3 < float(re.search(r"suggested learning rate: ([\d.e-]+)", output)[1]) < 1
+    assert (tmp_path / "runs/one_cycle/lr_find.png").read_bytes().startswith(b"\x89PNG")
     one_rate, one_cycle = (float(share) for share in re.findall(r"^held-out digits .*: ([\d.]+)%", output, re.M))
     assert one_cycle >= 95 and one_cycle > one_rate
 

@@ -441,6 +441,7 @@ def test_the_plot(monkeypatch):
     axes = curve.plot()
     assert axes.get_xscale() == "log" and len(axes.lines) == 3
     assert list(axes.lines[1].get_ydata()) == curve.smoothed
+    assert 0 < axes.get_ylim()[0] < 0.8 and 2 < axes.get_ylim()[1] < 5  # the fall, and not where training breaks down
     assert curve.plot(axes) is axes
     nothing = LRCurve.of([], [], 0.9).plot(pyplot.figure().subplots())
     assert len(nothing.lines) == 2

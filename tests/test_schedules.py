@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 import tpufit
 from tpufit import runtime
-from tpufit.callbacks import Callback, LearningRateScheduler, LRScheduler, OneCycle, ReduceLROnPlateau
+from tpufit.callbacks import Callback, CSVLogger, LearningRateMonitor, LearningRateScheduler, LRScheduler, OneCycle
 from tpufit.errors import ArgumentError, CallbackError
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300)
@@ -119,32 +119,6 @@ def test_a_function_of_the_epoch(cores):
         fit(cores, LearningRateScheduler(lambda epoch: None))
 
 
-@pytest.mark.parametrize("cooldown", [0, 2])
-def test_plateau_as_keras_counts(cooldown):
-    """Against Keras's rule, written out: it looks at the cooldown before it looks at the value."""
-    from fake_model import FakeModel
-
-    values = [1.0, 0.9, 0.9, 0.95, 0.9, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]
-    model, plateau = FakeModel(lr=1.0), ReduceLROnPlateau("loss", 0.5, 2, cooldown=cooldown, min_lr=0.2)
-    plateau.set_model(model)
-    plateau.on_train_begin()
-    rate, best, wait, cooling = 1.0, float("inf"), 0, 0
-    for epoch, value in enumerate(values):
-        logs = {"loss": value}
-        plateau.on_epoch_end(epoch, logs)
-        assert logs["learning_rate"] == rate
-        if cooling:
-            cooling, wait = cooling - 1, 0
-        if value < best - 1e-4:
-            best, wait = value, 0
-        elif not cooling:
-            wait += 1
-            if wait >= 2 and rate > 0.2:
-                rate, cooling, wait = max(rate * 0.5, 0.2), cooldown, 0
-        assert model.learning_rate == rate
-    assert rate < 1
-
-
 def test_one_cycle_has_the_true_length_and_pytorchs_rates(cores):
     callback = OneCycle(max_lr=0.5, cycle_momentum=False)
     model, rates, history, counts = fit(cores, callback)
@@ -202,6 +176,45 @@ def test_one_cycle_must_know_its_length(cores):
     assert len(rates.rates) == 16 and max(rates.rates) > 0.4
 
 
+@pytest.mark.parametrize("monitor_first", [True, False])
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_the_monitor_logs_the_rates_of_the_steps_wherever_it_stands(cores, tmp_path, monitor_first, interval):
+    class Batches(Callback):
+        reads_weights = False
+
+        def __init__(self):
+            self.rates = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            if "learning_rate" in logs:
+                self.rates.append(logs["learning_rate"])
+
+    schedule, monitor, batches = LRScheduler(SCHEDULES[0], interval), LearningRateMonitor(2), Batches()
+    both = [monitor, schedule] if monitor_first else [schedule, monitor]
+    rates, log = Rates(), CSVLogger(tmp_path / "log.csv")
+    model = tpufit.Model(net())
+    model.compile(SGD, "cross_entropy", scale_lr=None)
+    before = runtime.counts()
+    history = model.fit(X, Y, 16 // cores, 2, verbose=0, callbacks=[*both, batches, rates, log], cores=cores).history
+    assert history["learning_rate"] == rates.rates[9::10]
+    assert batches.rates == rates.rates[1::2]
+    assert "batch logs" not in (runtime.counts() - before).waits
+    assert (tmp_path / "log.csv").read_text().startswith("epoch,learning_rate,loss\n")
+
+
+def test_the_monitor_tells_groups_apart(cores):
+    module = net()
+    groups = [
+        {"params": module[0].parameters(), "name": "body"},
+        {"params": module[2].weight, "lr": 0.02},
+        {"params": module[2].bias, "lr": 0.3, "name": "head"},
+    ]
+    model = tpufit.Model(module)
+    model.compile(torch.optim.SGD(groups, lr=0.1), "cross_entropy", scale_lr=None)
+    history = model.fit(X, Y, 16 // cores, 1, verbose=0, callbacks=[LearningRateMonitor()], cores=cores).history
+    assert [history[f"learning_rate{end}"] for end in ("", "_1", "_head")] == [[0.1], [0.02], [0.3]]
+
+
 def test_the_rate_has_keras_names_and_groups_keep_their_proportions(cores):
     module = net()
     groups = [{"params": module[0].parameters(), "lr": 0.2}, {"params": module[2].parameters(), "lr": 0.02}]
@@ -221,7 +234,7 @@ def test_the_rate_has_keras_names_and_groups_keep_their_proportions(cores):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ReduceLROnPlateau(factor=1.0), "below 1"),
+        (lambda: LearningRateMonitor("step"), "update_freq must be 'epoch', 'batch' or a number"),
         (lambda: LearningRateScheduler(0.1), r"function of \(epoch, lr\), got 0.1"),
         (lambda: LRScheduler(lr_scheduler.StepLR, interval="batch"), "'epoch' or 'step', got 'batch'"),
         (lambda: LRScheduler(0.1), "a function of the optimizer"),

@@ -142,6 +142,12 @@ class LRCurve:
         if self.suggestion is not None:
             ax.axvline(self.suggestion, linestyle="--", color="gray", label=f"suggestion: {self.suggestion:.2g}")
         ax.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        if self.smoothed:
+            # Where training breaks down the loss may be a thousand times what it was, and nothing else would be seen.
+            lowest = min(self.smoothed)
+            fall = max(self.smoothed[: self.smoothed.index(lowest) + 1]) - lowest
+            if fall:
+                ax.set_ylim(lowest - 0.2 * fall, lowest + 1.5 * fall)
         ax.legend()
         return ax
 

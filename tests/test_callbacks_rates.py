@@ -1,0 +1,185 @@
+"""ReduceLROnPlateau and LearningRateScheduler, from lists of numbers and no training."""
+
+import inspect
+
+import pytest
+from fake_model import FakeModel
+
+from tpufit import callbacks
+from tpufit.callbacks import LearningRateScheduler, ReduceLROnPlateau
+from tpufit.errors import ArgumentError
+
+
+def rates(plateau, values, name="val_loss", model=None):
+    """Feed one value an epoch. Returns the rate of each epoch."""
+    plateau.set_model(model or FakeModel(lr=1.0))
+    plateau.on_train_begin({})
+    seen = []
+    for epoch, value in enumerate(values):
+        logs = {name: value}
+        plateau.on_epoch_end(epoch, logs)
+        seen.append(logs["learning_rate"])
+    return seen
+
+
+@pytest.mark.parametrize("cooldown", [0, 2])
+def test_plateau_as_keras_counts(cooldown):
+    """Against Keras's rule, written out: it looks at the cooldown before it looks at the value."""
+    values = [1.0, 0.9, 0.9, 0.95, 0.9, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]
+    model, plateau = FakeModel(lr=1.0), ReduceLROnPlateau("loss", 0.5, 2, cooldown=cooldown, min_lr=0.2)
+    plateau.set_model(model)
+    plateau.on_train_begin()
+    rate, best, wait, cooling = 1.0, float("inf"), 0, 0
+    for epoch, value in enumerate(values):
+        logs = {"loss": value}
+        plateau.on_epoch_end(epoch, logs)
+        assert logs["learning_rate"] == rate
+        if cooling:
+            cooling, wait = cooling - 1, 0
+        if value < best - 1e-4:
+            best, wait = value, 0
+        elif not cooling:
+            wait += 1
+            if wait >= 2 and rate > 0.2:
+                rate, cooling, wait = max(rate * 0.5, 0.2), cooldown, 0
+        assert model.learning_rate == rate
+    assert rate < 1
+
+
+@pytest.mark.parametrize(
+    ("patience", "expected"), [(0, [1, 1, 0.5, 0.25, 0.125]), (1, [1, 1, 0.5, 0.25, 0.125]), (2, [1, 1, 1, 0.5, 0.5])]
+)
+def test_patience(patience, expected):
+    assert rates(ReduceLROnPlateau(factor=0.5, patience=patience), [1.0] * 5) == expected
+
+
+def test_a_better_value_renews_patience():
+    assert rates(ReduceLROnPlateau(factor=0.5, patience=2), [5, 6, 4, 5, 3, 4, 4, 4]) == [1] * 7 + [0.5]
+
+
+def test_min_delta():
+    values = [1.0, 0.95, 0.9, 0.85]
+    assert rates(ReduceLROnPlateau(factor=0.5, patience=1, min_delta=0.01), values) == [1, 1, 1, 1]
+    assert rates(ReduceLROnPlateau(factor=0.5, patience=1, min_delta=0.2), values) == [1, 1, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "directions", "last"),
+    [
+        ("val_loss", "auto", {}, 0.25),
+        ("val_accuracy", "auto", {}, 1),
+        ("val_loss", "max", {}, 1),
+        ("val_accuracy", "min", {}, 0.25),
+        ("val_likelihood", "auto", {"likelihood": True}, 1),
+    ],
+)
+def test_mode(monitor, mode, directions, last):
+    """Rising values: reduced after the second and third if lower is better, else never."""
+    plateau = ReduceLROnPlateau(monitor, 0.5, 1, mode=mode)
+    assert rates(plateau, [1, 2, 3, 4], monitor, FakeModel(directions, lr=1.0))[-1] == last
+
+
+def test_the_rate_stays_at_its_minimum():
+    assert rates(ReduceLROnPlateau(factor=0.1, patience=1, min_lr=0.05), [1.0] * 5) == [1, 1, 0.1, 0.05, 0.05]
+
+
+def test_cooldown():
+    expected = [1, 1, 0.5, 0.5, 0.25, 0.25]
+    assert rates(ReduceLROnPlateau(factor=0.5, patience=1, cooldown=2), [1.0] * 6) == expected
+
+
+def test_each_fit_begins_anew_but_for_the_rate():
+    plateau, model = ReduceLROnPlateau(factor=0.5, patience=1, cooldown=5), FakeModel(lr=1.0)
+    assert rates(plateau, [1.0, 1.0, 1.0], model=model) == [1, 1, 0.5]
+    assert rates(plateau, [9.0, 9.0, 9.0], model=model) == [0.5, 0.5, 0.25]
+
+
+def test_a_missing_log_warns_once_and_reduces_nothing():
+    with pytest.warns(UserWarning, match="ReduceLROnPlateau can't find 'val_loss'.*Available: learning_rate, loss"):
+        assert rates(ReduceLROnPlateau(patience=1), [1, 1, 1], "loss") == [1, 1, 1]
+
+
+def test_verbose_says_each_reduction(capsys):
+    rates(ReduceLROnPlateau(factor=0.5, patience=1), [1.0, 1.0])
+    assert capsys.readouterr().out == ""
+    rates(ReduceLROnPlateau(factor=0.5, patience=1, verbose=1), [1.0, 1.0])
+    assert capsys.readouterr().out == "Epoch 2: ReduceLROnPlateau reduces the learning rate to 0.5\n"
+
+
+def test_a_factor_must_be_below_one():
+    with pytest.raises(ArgumentError, match="below 1"):
+        ReduceLROnPlateau(factor=1.0)
+
+
+@pytest.mark.parametrize("schedule", [lambda epoch: 1 / (2 + epoch), lambda epoch, lr: 1 / (2 + epoch)])
+def test_a_schedule_of_the_epoch_says_what_it_sets_if_asked(capsys, schedule):
+    for verbose, said in [(0, ""), (1, "Epoch 1: learning rate 0.5\nEpoch 2: learning rate 0.333333\n")]:
+        scheduler, logs = LearningRateScheduler(schedule, verbose), {"loss": 1.0}
+        scheduler.set_model(FakeModel())
+        for epoch in range(2):
+            scheduler.on_epoch_begin(epoch, {})
+            scheduler.on_epoch_end(epoch, logs)
+        assert logs["learning_rate"] == scheduler.model.learning_rate == 1 / 3
+        assert capsys.readouterr().out == said
+
+
+NEEDED = inspect.Parameter.empty
+# The arguments of Keras 3's callbacks in their order, each with its default.
+KERAS = {
+    "CSVLogger": {"filename": NEEDED, "separator": ",", "append": False},
+    "EarlyStopping": {
+        "monitor": "val_loss",
+        "min_delta": 0,
+        "patience": 0,
+        "verbose": 0,
+        "mode": "auto",
+        "baseline": None,
+        "restore_best_weights": False,
+        "start_from_epoch": 0,
+    },
+    "History": {},
+    "LambdaCallback": {
+        "on_epoch_begin": None,
+        "on_epoch_end": None,
+        "on_train_begin": None,
+        "on_train_end": None,
+        "on_train_batch_begin": None,
+        "on_train_batch_end": None,
+        "kwargs": NEEDED,
+    },
+    "LearningRateScheduler": {"schedule": NEEDED, "verbose": 0},
+    "ModelCheckpoint": {
+        "filepath": NEEDED,
+        "monitor": "val_loss",
+        "verbose": 0,
+        "save_best_only": False,
+        "save_weights_only": False,
+        "mode": "auto",
+        "save_freq": "epoch",
+        "initial_value_threshold": None,
+    },
+    "ReduceLROnPlateau": {
+        "monitor": "val_loss",
+        "factor": 0.1,
+        "patience": 10,
+        "verbose": 0,
+        "mode": "auto",
+        "min_delta": 0.0001,
+        "cooldown": 0,
+        "min_lr": 0.0,
+    },
+    "RemoteMonitor": {
+        "root": "http://localhost:9000",
+        "path": "/publish/epoch/end/",
+        "field": "data",
+        "headers": None,
+        "send_as_json": False,
+    },
+    "SwapEMAWeights": {"swap_on_epoch": False},
+}
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_arguments_begin_as_keras_do(name):
+    ours = [(p.name, p.default) for p in inspect.signature(getattr(callbacks, name)).parameters.values()]
+    assert ours[: len(KERAS[name])] == list(KERAS[name].items())
