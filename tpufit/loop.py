@@ -169,7 +169,8 @@ def _closing(callbacks: CallbackList, model: Trainee) -> Iterator[None]:
     """Whatever happens, end the callbacks, put the weights back, and leave each layer in the mode that it began in."""
     with modes_kept(model):
         try:
-            yield
+            with model._noticing_loss():
+                yield
         except BaseException as error:
             callbacks.close_after_error(error)
             raise

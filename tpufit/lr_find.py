@@ -263,7 +263,7 @@ class _Before:
     def put_back(self) -> None:
         """Make it so again, whatever has happened since."""
         model = self._model
-        model._state.lost = False  # all of it gets its values anew
+        model._state.revive()  # all of it gets its values anew
         model.write_back()
         for now, before in self._dicts + self._states:
             for key in now.keys() - before.keys():

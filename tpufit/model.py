@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -582,12 +583,16 @@ class Model(loop.Trainee):
     def state_dict(self) -> dict[str, Tensor]:
         """The module's parameters and buffers as host tensors, by name. This waits for the device, once.
 
+        Raises:
+            StateLostError: A step failed on the device, and the weights are lost with it.
+
         Source: `torch.nn.Module.state_dict`.
         """
         self.write_back()
         own = named_tensors(self.module)
         unique = {id(tensor): tensor for tensor in own.values()}
-        host = dict(zip(unique, fetch(list(unique.values()), "state"), strict=True))
+        with self._noticing_loss():
+            host = dict(zip(unique, fetch(list(unique.values()), "state"), strict=True))
         # On the host a fetched tensor is the module's own memory; a state must not change when training goes on.
         copies = {key: value.clone() if unique[key].device.type == "cpu" else value for key, value in host.items()}
         return {name: copies[id(tensor)] for name, tensor in own.items()}
@@ -595,16 +600,23 @@ class Model(loop.Trainee):
     def load_state_dict(self, state: Mapping[str, Tensor], skip_mismatch: bool = False) -> None:
         """Put weights into the module in place, wherever it is.
 
+        If the ones there were lost with a step that failed on the device, the optimizer begins anew, with a warning.
+
         Args:
             state: Host tensors by name, as `state_dict` gives them.
             skip_mismatch: Load what fits and warn of the rest, instead of raising.
 
         Raises:
             WeightsError: A name is missing or unknown, or a shape differs.
+            StateLostError: A tensor that was lost is not among them.
         """
-        self.write_back()
         own = named_tensors(self.module)
         fitting = match_weights(own, state, skip_mismatch)
+        if self._state.lost:
+            self.begin_anew({id(own[name]): value for name, value in fitting.items()})
+            warnings.warn("the optimizer begins anew: its state was lost with a step that failed", stacklevel=2)
+            return
+        self.write_back()
         overwrite([own[name] for name in fitting], list(fitting.values()), self._place)
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
@@ -724,7 +736,8 @@ class Model(loop.Trainee):
         with loop.modes_kept(self):
             self.module.train(training)
             try:
-                return run([run.prepare(as_tensors(parts[:used]))])
+                with self._noticing_loss():
+                    return run([run.prepare(as_tensors(parts[:used]))])
             finally:
                 self._expose()
 

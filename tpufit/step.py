@@ -7,8 +7,8 @@ the device can't be looked at inside.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from .runtime import (
     Placement,
     Program,
     State,
+    exchange,
     launch,
     move,
     overwrite,
@@ -226,7 +227,7 @@ class Steps:
         `fit` does it before it calls user code, so it is needed only to look at the weights at another moment.
 
         Raises:
-            StateLostError: A step failed on the device after it had consumed the weights.
+            StateLostError: A step failed on the device, and the weights are lost with it.
         """
         self._state.write_back()
         self._counters.catch_up()
@@ -235,6 +236,67 @@ class Steps:
         """Let user code see the weights; after a fault of the device there are none to be seen."""
         if not self._state.lost:
             self.write_back()
+
+    @contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """A context in which an error of the device that has cost the weights becomes a `StateLostError`.
+
+        Most errors of a step come out later than it: where something waits for the device.
+        """
+        try:
+            yield
+        except StateLostError:
+            raise
+        except Exception as error:
+            if not self._state.lost and _may_be_of_device(error):
+                self._state.examine()
+            if self._state.lost:
+                raise StateLostError(self._lost(error)) from error
+            raise
+
+    def _lost(self, error: Exception) -> str:
+        saved = f"the last ones saved are in {self._last_saved}" if self._last_saved else "none have been saved"
+        return (
+            f"step {self._step} failed on the device, or one shortly before it, and the weights are lost with it; "
+            f"{saved}. Load them with load_weights, upon which the optimizer begins anew, and try a smaller batch. The "
+            f"device says: {error}"
+        )
+
+    def begin_anew(self, weights: Mapping[int, Tensor]) -> None:
+        """After a step that has cost the weights: be on the host as before the first step, with these weights.
+
+        The module and the loss keep their tensors, with new values in place; the optimizers lose their state, the
+        gradients and averages that were kept are gone. The next `fit` makes these, and moves all to the device.
+
+        Args:
+            weights: Host tensors by the `id` of the module's or the loss's tensor that they are for, of its shape and
+                dtype. Tensors that aren't lost may be left out, and then keep their values.
+
+        Raises:
+            StateLostError: One that is lost was left out. Nothing has changed.
+        """
+        owned = {id(t): (name, t) for module in self._modules() for name, t in _tensors(module)}
+        lost = {id(self._state.tensors[place]) for place in self._state.lost}
+        missing = [name for key, (name, _) in owned.items() if key in lost - weights.keys()]
+        if missing:
+            raise StateLostError(
+                f"{', '.join(missing[:8])}{' ...' * (len(missing) > 8)} can't be brought back: lost with a step that "
+                "failed on the device, and not among the weights given. Begin with a new module"
+            )
+        self._state.revive()
+        kept = [tensor for key, (_, tensor) in owned.items() if key not in weights]
+        values = dict(zip(map(id, kept), fetch(kept, "state"), strict=True)) | dict(weights)
+        for key, (_, tensor) in owned.items():
+            tensor.grad = None
+            exchange(tensor, values[key].detach().clone())
+        for optimizer in self._optimizers():
+            optimizer.state.clear()
+        self._accumulators.clear()
+        self._averages.clear()
+        self._rates.clear()
+        self._programs.clear()
+        self._counters, self._batches_waiting = optimizers.Counters(), 0
+        self._place, self._state = HOST, State([])
 
     def swap_ema_weights(self, to: bool | None = None) -> None:
         """Let the weights and their moving averages (`compile(use_ema=True)`) change places. Nothing is copied.
@@ -278,8 +340,8 @@ class Steps:
         """What training changes, and what it is called, both by `id`."""
         names: dict[int, str] = {}
         tensors: dict[int, Tensor] = {}
-        for module in (self.module, *(self._loss.modules if self._loss else ())):
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        for module in self._modules():
+            for name, tensor in _tensors(module):
                 names.setdefault(id(tensor), name)
                 tensors.setdefault(id(tensor), tensor)
         for optimizer in self._optimizers():
@@ -287,6 +349,10 @@ class Steps:
         parts: list[Accumulator | Averages] = [*self._accumulators.values(), *self._averages.values()]
         tensors |= {id(t): t for part in parts for t in part.tensors}
         return tensors, names
+
+    def _modules(self) -> list[nn.Module]:
+        """The module, and those of the loss."""
+        return [self.module, *(self._loss.modules if self._loss else ())]
 
     def _note_formats(self, products: set[torch.dtype]) -> None:
         """Note in which formats the first step has computed, and warn if they aren't those that were asked for."""
@@ -507,7 +573,6 @@ class StepRunner:
 
         Raises:
             LabelError: A label of a batch is none of the module's classes.
-            StateLostError: The device failed, and the weights are lost with it.
         """
         model = self._model
         inputs: list[Tensor] = []
@@ -525,22 +590,17 @@ class StepRunner:
         self._group = group
         self._updates = model._next_updates(len(group), last) if self._role == "train" else []
         model._running = self._running
-        try:
-            key = (self._guard_number, self._transform_number, *(fed.signature for fed in group), *self._updates)
-            if self._program.knows(key):
+        key = (self._guard_number, self._transform_number, *(fed.signature for fed in group), *self._updates)
+        if self._program.knows(key):
+            outputs = self._program(key, inputs, seeds, pause)
+            if self._program.replays(key):
+                model._counters.replayed((self._role, key))
+        else:
+            with model._counters.traced((self._role, key), model._optimizers()):
                 outputs = self._program(key, inputs, seeds, pause)
-                if self._program.replays(key):
-                    model._counters.replayed((self._role, key))
-            else:
-                with model._counters.traced((self._role, key), model._optimizers()):
-                    outputs = self._program(key, inputs, seeds, pause)
-                model._take_in_new_state()
-            if self._role == "train" and model._formats is None:
-                model._note_formats(self._program.products)
-        except RuntimeError as error:
-            if model._state.lost and not isinstance(error, StateLostError):
-                raise StateLostError(self._lost(error)) from error
-            raise
+            model._take_in_new_state()
+        if self._role == "train" and model._formats is None:
+            model._note_formats(self._program.products)
         self.steps += len(group)
         if self._role == "train":
             model._step += len(group)
@@ -664,13 +724,17 @@ class StepRunner:
         usual = type(batch) in (tuple, list) and 2 <= len(batch) <= 3 and self._role != "predict"
         return self._model._loss.label_range(batch[1]) if self._model._loss and usual else None
 
-    def _lost(self, error: RuntimeError) -> str:
-        saved = self._model._last_saved
-        last = f"the last ones saved are in {saved}" if saved else "none have been saved"
-        return (
-            f"step {self._model._step} failed on the device after it had consumed the weights, which are lost with it; "
-            f"{last}. Build the module anew, load_weights, and try a smaller batch. The device says: {error}"
-        )
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module, with their names."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _may_be_of_device(error: BaseException | None) -> bool:
+    """Whether an error, or one that led to it, may be the device's; torch_xla has no class of its own for these."""
+    while error is not None and type(error) is not RuntimeError:
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def steps_worth_joining(seconds: float) -> int:

@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from ..errors import ReplayError, StateLostError
 from . import report
 from .devices import platform
 from .mesh import Placement
-from .transfer import exchange
+from .transfer import exchange, overwrite, to_host
 from .watch import Watch
 
 # How many traces in a row may differ from the one before until a step counts as one that can't be replayed. One differs
@@ -73,39 +74,100 @@ class State:
         self.tensors = list(tensors)
         self.values: list[Tensor] = []
         self.held = False
-        self.lost = False
+        self._lost: list[int] = []
+        self._under_way: _UnderWay | None = None
         self._empty: list[Tensor] = []
 
-    def hold(self, values: Sequence[Tensor] | None = None) -> None:
-        """Take the values out of the user's tensors.
+    @property
+    def lost(self) -> list[int]:
+        """Which values are lost with a step that failed on the device, by their places; usually none."""
+        self.collect()
+        return self._lost
 
-        Args:
-            values: What the values are by now (default: what the tensors have).
+    def hold(self) -> list[Tensor]:
+        """Take the values out of the user's tensors. An interrupt leaves a state that `write_back` puts in order.
+
+        Returns:
+            What the user's tensors were; it is needed by nobody but a trace, which may still have to compute it.
         """
         empty = self._empty or [torch.empty_like(t, device="meta") for t in self.tensors]
-        taken = [exchange(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
-        self.values = taken if values is None else list(values)
-        self._empty = []
-        self.held = True
+        self.values = [tensor.detach() for tensor in self.tensors]
+        self.held, self._empty = True, []
+        return [exchange(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
 
     def replace(self, tensors: Iterable[Tensor]) -> None:
         """Go on with other tensors, while nothing is held."""
         self.tensors, self._empty = list(tensors), []
 
     def write_back(self) -> None:
-        """Put the values back into the user's tensors.
+        """Put the values back into the user's tensors. If it is interrupted, it may be called again.
 
         Raises:
             StateLostError: A step failed on the device after it had consumed them.
         """
         if self.lost:
             raise StateLostError(
-                "the weights on the device are lost: a step failed there after it had consumed them. Begin anew with a "
-                "new module, and load the last good weights into it with load_weights"
+                "the weights on the device are lost: a step failed there after it had consumed them. Load the last "
+                "good ones with load_weights; the optimizer then begins anew"
             )
         if self.held:
-            values, self.values, self.held = self.values, [], False
-            self._empty = [exchange(tensor, value) for tensor, value in zip(self.tensors, values, strict=True)]
+            empty = [exchange(tensor, value) for tensor, value in zip(self.tensors, self.values, strict=True)]
+            self.values, self.held = [], False
+            self._empty = empty if all(tensor.is_meta for tensor in empty) else []
+
+    def expect(self, graph: _Graph, donates: bool) -> list[Any]:
+        """A graph is about to be started.
+
+        Args:
+            graph: The graph.
+            donates: Whether it consumes the values that it replaces.
+
+        Returns:
+            A list for whoever starts it: None as it is started, and then its outputs.
+        """
+        self._under_way = _UnderWay(graph.changed, donates, [])
+        return self._under_way.outputs
+
+    def collect(self) -> None:
+        """Take the new values from the graph that was started last, once; or note what is lost because it failed."""
+        if self._under_way is None:
+            return
+        changed, donates, outputs = self._under_way
+        if len(outputs) == 2:
+            values = _replaced(self.values, changed, outputs[1][: len(changed)])
+            self.values, self._under_way = values, None
+        else:
+            lost = changed if donates and outputs else []
+            self._lost, self._under_way = lost, None
+
+    def examine(self) -> None:
+        """After an error, find out what is lost: no result of a failed step can be read. **This waits**, and reads."""
+        import torch_xla
+
+        tensors = self.values if self.held else self.tensors
+        known = self.lost
+        there = [i for i, tensor in enumerate(tensors) if tensor.device.type == "xla" and i not in known]
+        pending = torch_xla._XLAC._check_tensor_need_materialization([tensors[i] for i in there]) if there else []
+        for i, is_pending in zip(there, pending, strict=True):
+            if not is_pending:  # an error in a step's Python may have left it half traced; that is not the device's
+                try:
+                    to_host([tensors[i]], "after an error")
+                except RuntimeError:
+                    self._lost = [*self._lost, i]
+
+    def revive(self) -> None:
+        """Let lost values count as there, because all of them are about to be replaced. Until then none may be read."""
+        self.collect()
+        self._lost = []
+        self.write_back()
+
+
+class _UnderWay(NamedTuple):
+    """A graph that is being started, what of the state it replaces, and whether it consumes that."""
+
+    changed: list[int]
+    donates: bool
+    outputs: list[Any]
 
 
 class Sums(Protocol):
@@ -289,6 +351,7 @@ class Program:
         launch(self._placement, "transfer")  # what the user has left pending is none of the graph's
         report.count_wait("capture")  # memory that is still to be computed can't be told apart
         xla._xla_wait_device_ops([])
+        self._part()
         earlier = self._graphs.get(key)
         places = _places({"state": state, "sum": sums.tensors, "input": inputs})
         python, looked, fallen = self.python_state(), report.looked_at(), report.counts().fallbacks
@@ -348,8 +411,8 @@ class Program:
             if max(self._varied, self._differed[key]) >= _ATTEMPTS:
                 self._give_up(difference)
 
-        self._state.hold()
-        left = [self._state.values[i] for i in changed]
+        taken = self._state.hold()
+        left = [taken[i] for i in changed]
         results = self._run(graph, values)
         # Nothing may stay pending: it would be computed from memory that is no longer there. What the body returned, or
         # left elsewhere, loses its history, which keeps more of the trace alive; the state's own may be kept alive by
@@ -375,13 +438,13 @@ class Program:
         import torch_xla
 
         state, sums = self._state, self._sums
-        try:
-            out: list[Tensor] = torch_xla._XLAC._run_cached_graph(graph.hash, inputs)
-        except BaseException:
-            state.lost = self._donate and bool(graph.changed)
-            raise
+        outputs = state.expect(graph, self._donate)
+        # One call in C: no handler of a signal runs between the graph's start and its outputs being in the list, so
+        # that an interrupt can't lose them when what they replace has been consumed.
+        outputs.extend(chain([None], map(torch_xla._XLAC._run_cached_graph, [graph.hash], [inputs])))
+        state.collect()
+        out: list[Tensor] = outputs[1]
         middle, end = len(graph.changed), len(graph.changed) + len(graph.summed)
-        state.values = _replaced(state.values, graph.changed, out[:middle])
         sums.tensors = _replaced(sums.tensors, graph.summed, out[middle:end])
         return out[end:]
 
@@ -393,6 +456,18 @@ class Program:
             launch(self._placement, "transfer")
             report.count_wait("changed weights")
             torch_xla._XLAC._xla_wait_device_ops([])
+        self._part()
+
+    def _part(self) -> None:
+        """Give tensors that share memory, as one does that was copied from another, memory that can be given away."""
+        import torch_xla
+
+        tensors = self._state.tensors
+        handles = torch_xla._XLAC._get_tensors_handle(tensors) if tensors else []
+        if len(set(handles)) < len(handles):
+            first = dict(zip(reversed(handles), reversed(tensors), strict=True))
+            doubles = [t for t, handle in zip(tensors, handles, strict=True) if t is not first[handle]]
+            overwrite(doubles, to_host(doubles, "changed weights"), self._placement)
 
     def _seed(self, seed: int) -> Tensor:
         import torch_xla

@@ -1,0 +1,216 @@
+"""The device runs out of memory, or Ctrl-C comes in the middle of a step: what is left, and how training goes on."""
+
+import signal
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit import runtime
+from tpufit.callbacks import Callback
+from tpufit.errors import StateLostError
+from tpufit.runtime import graph
+
+pytestmark = pytest.mark.cores(1, 8, timeout=300)
+
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(256, 12)).astype("float32")
+Y = GENERATOR.integers(0, 4, 256)
+
+
+class Greedy(nn.Module):
+    """With its momentum 17 MB, enough for its memory to be given to each step; on demand it asks for a terabyte."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(12, 4096), nn.BatchNorm1d(4096), nn.ReLU(), nn.Linear(4096, 512), nn.Linear(512, 4)
+        )
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+        self.greedy = False
+
+    def forward(self, x):
+        h = self.layers(x) * self.scale
+        if self.greedy:
+            numbers = torch.arange(2**19, device=h.device) * h.sum()
+            h = h + (numbers[:, None] - numbers).sort(1).values[0, :4]
+        return h
+
+
+def large(**compiling):
+    torch.manual_seed(0)
+    model = tpufit.Model(Greedy())
+    model.compile(partial(torch.optim.SGD, lr=0.01, momentum=0.9), "cross_entropy", **compiling)
+    return model
+
+
+def fit(model, cores, epochs=1, **options):
+    torch.manual_seed(1)
+    return model.fit(X, Y, 32 // cores, epochs, verbose=0, cores=cores, **options).history
+
+
+class Notes(Callback):
+    """What it finds when training ends."""
+
+    def on_train_end(self, logs=None):
+        self.lost = bool(self.model._state.lost)
+
+
+@pytest.mark.parametrize("jit_compile", ["auto", False])
+def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores, tmp_path, jit_compile):
+    """A real one: the error comes out where something waits, several steps later."""
+    model, notes = large(jit_compile=jit_compile), Notes()
+    tensors = list(model.module.parameters())
+    fit(model, cores)
+    model.save_weights(tmp_path / "good.safetensors")
+    model.module.greedy = True
+    with pytest.raises(StateLostError, match=r"step \d+ failed.*good\.safetensors.*Out of memory.*\d{13} bytes"):
+        fit(model, cores, callbacks=notes)
+    assert notes.lost
+    for use in (
+        model.state_dict,
+        partial(model.save_weights, tmp_path / "bad.safetensors"),
+        partial(fit, model, cores),
+    ):
+        with pytest.raises(StateLostError, match="load_weights"):
+            use()
+    assert not (tmp_path / "bad.safetensors").exists()
+
+    model.module.greedy = False
+    with pytest.warns(UserWarning, match="the optimizer begins anew"):
+        model.load_weights(tmp_path / "good.safetensors")
+    assert all(one is other for one, other in zip(model.module.parameters(), tensors, strict=True))
+    fresh = large(jit_compile=jit_compile)
+    fresh.load_weights(tmp_path / "good.safetensors")
+    assert fit(model, cores, 2) == fit(fresh, cores, 2)
+    state = fresh.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_whole_state_is_given_new_values_where_it_is(cores):
+    model = large(use_ema=True)
+    fit(model, cores)
+    tensors = list(model._state_tensors()[0].values())
+    values = runtime.to_host(tensors, "test")
+    fit(model, cores)
+    expected = runtime.to_host(tensors, "test")
+    model.module.greedy = True
+    with pytest.raises(StateLostError):
+        fit(model, cores)
+    model.module.greedy = False
+    model._state.revive()
+    runtime.overwrite(tensors, values, model._place)
+    fit(model, cores)
+    assert all(torch.equal(*pair) for pair in zip(runtime.to_host(tensors, "test"), expected, strict=True))
+
+
+def test_weights_that_were_copied_from_others_are_trained_on(cores):
+    """A copy on the device shares its memory with the original, and can be given away only once."""
+
+    class CopiesALayer(Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            with torch.no_grad():
+                self.model.module.layers[0].weight[:, :1].copy_(self.model.module.layers[0].weight[:, 1:2])
+                self.model.module.layers[4].bias.copy_(self.model.module.layers[4].weight[:, 0])
+                self.model.module.layers[1].bias.copy_(self.model.module.layers[1].weight)
+
+    histories = [fit(large(jit_compile=jit), cores, 3, callbacks=CopiesALayer()) for jit in (True, False)]
+    assert histories[0] == histories[1]
+
+
+def test_weights_that_are_not_all_there_bring_nothing_back(cores):
+    model = large()
+    fit(model, cores)
+    weights = model.state_dict()
+    model.module.greedy = True
+    with pytest.raises(StateLostError):
+        fit(model, cores)
+    part = {name: value for name, value in weights.items() if "4.bias" not in name}
+    with (
+        pytest.warns(UserWarning, match=r"missing in the weights: layers\.4\.bias"),
+        pytest.raises(StateLostError, match=r"^layers\.4\.bias can't be brought back"),
+    ):
+        model.load_state_dict(part, skip_mismatch=True)
+    assert model._state.lost
+
+
+def test_an_evaluation_that_runs_out_of_memory_costs_no_weights(cores):
+    model = large()
+    fit(model, cores)
+    before = model.state_dict()
+    model.module.greedy = True
+    with pytest.raises(RuntimeError, match="Out of memory") as error:
+        model.evaluate(X, Y, verbose=0)
+    assert not isinstance(error.value, StateLostError)
+    model.module.greedy = False
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert np.isfinite(fit(model, cores)["loss"]).all()
+
+
+def test_an_interrupt_right_after_the_start_of_a_step_loses_nothing(cores, monkeypatch):
+    def then_interrupted(function, *arguments):
+        """As `map`, with a signal before anything of Python's runs."""
+        calls.append(1)
+        started = map(function, *arguments)
+        return chain(started, filter(signal.raise_signal, [signal.SIGINT])) if len(calls) == 5 else started
+
+    model, calls = large(), []
+    fit(model, cores)
+    monkeypatch.setattr(graph, "map", then_interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, cores, 2)
+    assert len(calls) == 5 and not model._state.lost
+    interrupted = model.state_dict()
+    monkeypatch.undo()
+
+    same = large()
+    fit(same, cores)
+    fit(same, cores, 1, steps_per_epoch=5)
+    assert all(torch.equal(value, interrupted[name]) for name, value in same.state_dict().items())
+    assert np.isfinite(fit(model, cores)["loss"]).all()
+
+
+class Looks(Callback):
+    """Has the weights put back into the module before each step, and taken out again for it."""
+
+    def on_train_batch_begin(self, batch, logs=None): ...
+
+
+@pytest.mark.parametrize("at", range(4, 60, 9))
+def test_an_interrupt_while_weights_are_handed_over_loses_nothing(cores, monkeypatch, at):
+    real, countdown = graph.exchange, iter(range(at))
+
+    def exchange(*arguments):
+        value = real(*arguments)
+        if next(countdown, None) is None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return value
+
+    torch.manual_seed(0)
+    model = tpufit.Model(nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
+    model.compile("adamw", "cross_entropy")
+    fit(model, cores, 2, callbacks=Looks())
+    seen, begun = {}, model._step
+
+    class Sees(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen[self.model._step] = self.model.state_dict()
+
+    monkeypatch.setattr(graph, "exchange", exchange)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, cores, callbacks=Looks())
+    left, steps = model.state_dict(), model._step
+    assert next(countdown, None) is None and begun <= steps < begun + 8
+
+    torch.manual_seed(0)
+    same = tpufit.Model(nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
+    same.compile("adamw", "cross_entropy")
+    fit(same, cores, 2)
+    fit(same, cores, callbacks=Sees())
+    assert all(torch.equal(value, left[name]) for name, value in seen[steps].items())
+    assert np.isfinite(fit(model, cores)["loss"]).all()
