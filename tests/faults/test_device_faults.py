@@ -44,7 +44,7 @@ class Greedy(nn.Module):
 def large(**compiling):
     torch.manual_seed(0)
     model = tpufit.Model(Greedy())
-    model.compile(partial(torch.optim.SGD, lr=0.01, momentum=0.9), "cross_entropy", **compiling)
+    model.compile(partial(torch.optim.SGD, lr=0.01, momentum=0.9), "cross_entropy", scale_lr=None, **compiling)
     return model
 
 
@@ -193,7 +193,7 @@ def test_an_interrupt_while_weights_are_handed_over_loses_nothing(cores, monkeyp
 
     torch.manual_seed(0)
     model = tpufit.Model(nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
-    model.compile("adamw", "cross_entropy")
+    model.compile("adamw", "cross_entropy", scale_lr=None)
     fit(model, cores, 2, callbacks=Looks())
     seen, begun = {}, model._step
 
@@ -209,7 +209,7 @@ def test_an_interrupt_while_weights_are_handed_over_loses_nothing(cores, monkeyp
 
     torch.manual_seed(0)
     same = tpufit.Model(nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
-    same.compile("adamw", "cross_entropy")
+    same.compile("adamw", "cross_entropy", scale_lr=None)
     fit(same, cores, 2)
     fit(same, cores, callbacks=Sees())
     assert all(torch.equal(value, left[name]) for name, value in seen[steps].items())

@@ -77,12 +77,18 @@ class State:
         self._lost: list[int] = []
         self._under_way: _UnderWay | None = None
         self._empty: list[Tensor] = []
+        self._versions: list[int] = []  # of the user's tensors as they were given back
 
     @property
     def lost(self) -> list[int]:
         """Which values are lost with a step that failed on the device, by their places; usually none."""
         self.collect()
         return self._lost
+
+    @property
+    def touched(self) -> bool:
+        """Whether user code has changed a tensor in place since they were given back."""
+        return self._versions != [tensor._version for tensor in self.tensors]
 
     def hold(self) -> list[Tensor]:
         """Take the values out of the user's tensors. An interrupt leaves a state that `write_back` puts in order.
@@ -114,6 +120,7 @@ class State:
             empty = [exchange(tensor, value) for tensor, value in zip(self.tensors, self.values, strict=True)]
             self.values, self.held = [], False
             self._empty = empty if all(tensor.is_meta for tensor in empty) else []
+            self._versions = [tensor._version for tensor in self.tensors]
 
     def expect(self, graph: _Graph, donates: bool) -> list[Any]:
         """A graph is about to be started.
@@ -452,14 +459,19 @@ class Program:
         """Finish what the user's code has begun to do to the state: a graph takes only finished values."""
         import torch_xla
 
-        if any(torch_xla._XLAC._check_tensor_need_materialization(self._state.tensors)):
+        is_pending = any(torch_xla._XLAC._check_tensor_need_materialization(self._state.tensors))
+        if is_pending:
             launch(self._placement, "transfer")
+        if is_pending or self._state.touched:
             report.count_wait("changed weights")
             torch_xla._XLAC._xla_wait_device_ops([])
-        self._part()
+            self._part()
 
     def _part(self) -> None:
-        """Give tensors that share memory, as one does that was copied from another, memory that can be given away."""
+        """Give tensors that share memory, as one does that was copied from another, memory that can be given away.
+
+        What is still to be computed must have been waited for: it has no memory yet.
+        """
         import torch_xla
 
         tensors = self._state.tensors
