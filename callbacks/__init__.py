@@ -11,6 +11,7 @@ from .progress import ProgbarLogger
 from .reduce_lr_on_plateau import ReduceLROnPlateau
 from .swap_ema_weights import SwapEMAWeights
 from .tensorboard import TensorBoard
+from .terminate_on_nan import TerminateOnNaN
 from .torch_scheduler import TorchScheduler
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "ReduceLROnPlateau",
     "SwapEMAWeights",
     "TensorBoard",
+    "TerminateOnNaN",
     "TorchScheduler",
 ]

@@ -22,9 +22,11 @@ class TrainedModel(Protocol):
         optimizer: The optimizer.
         learning_rate: The actual learning rate, to be read and set; that of the first group, if there are several.
         input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
+        first_bad_step: The first training step that returned a scalar which is not finite, as far as is known.
     """
 
     stop_training: bool
+    first_bad_step: int | None
     optimizer: torch.optim.Optimizer | None
     learning_rate: float
     input_bound: float | None

@@ -19,6 +19,7 @@ class FakeModel:
         self.module: nn.Module = nn.Linear(1, 1, bias=False)
         self.optimizer: torch.optim.Optimizer | None = torch.optim.SGD(self.module.parameters(), lr=lr)
         self.input_bound: float | None = None
+        self.first_bad_step: int | None = None
         self.stop_training = False
         self.saved: list[str] = []
         self._directions = directions or {}

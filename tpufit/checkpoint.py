@@ -110,6 +110,21 @@ def match_weights(
     }
 
 
+def first_not_finite(weights: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor that holds NaN or an infinity; None if all are finite. Integers always are.
+
+    A loss can be finite when the update that follows it is not.
+
+    Args:
+        weights: Host tensors by name.
+
+    Example:
+        >>> first_not_finite({"weight": torch.ones(2), "bias": torch.tensor([0.0, float("nan")])})
+        'bias'
+    """
+    return next((name for name, tensor in weights.items() if not torch.isfinite(tensor).all()), None)
+
+
 def weights_path(path: str | os.PathLike[str]) -> Path:
     """The path of a weights file, or an error that names the one format there is.
 

@@ -47,6 +47,7 @@ class Trainee(Steps):
     """What the loop needs of a model: its steps, where a callback asks to stop, and the share of time without data."""
 
     input_bound: float | None
+    first_bad_step: int | None
     stop_training: bool
     stop_evaluating: bool
     stop_predicting: bool
@@ -95,6 +96,7 @@ def fit(
         return bool(agree(model.stop_training))
 
     model.stop_training = False
+    model.first_bad_step = None
     model.swap_ema_weights(to=False)
     advised = False
     logs: dict[str, Any] = {}

@@ -66,6 +66,8 @@ class Model(loop.Trainee):
         metrics: The metrics of `compile`.
         history: The `History` of the last `fit`.
         input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1.
+        first_bad_step: The first training step of the last `fit`, counted from 1 over all of them, that returned a loss
+            or another scalar which is not finite; None if none is known. It is found out at no cost, a few steps late.
         stop_training: Set it to True in a callback to end training after the current batch.
 
     Example:

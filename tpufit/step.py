@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from .data.shapes import ShapeWatch
 from .errors import ArgumentError, DataError, NotCompiledError, StateLostError
 from .gradients import Accumulator, Gradients, Update
 from .guard import Guard, Guards, options
-from .metrics import LazyLogs, Metric, Running
+from .metrics import LazyLogs, Metric, Running, first_bad
 from .runtime import (
     HOST,
     InFlight,
@@ -52,6 +52,11 @@ class Steps:
 
     Args:
         module: Any `torch.nn.Module`.
+
+    Attributes:
+        first_bad_step: The first step since `fit` began, counted from 1 over all training of the model, that returned
+            a loss or another scalar which is not finite; None if none is known. It is found out where something waits
+            for the device anyway: at most 64 graphs later, and at the end of each epoch.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -87,6 +92,7 @@ class Steps:
         self._label_range: Any = None
         self._step = 0  # training steps taken since the model was made; the seed of each is a function of it
         self._seed = 0
+        self.first_bad_step: int | None = None
         self._last_saved: str | None = None
         self._own = {*vars(self), "_own"}
 
@@ -518,6 +524,7 @@ class StepRunner:
         self._program, self._running = model._programs[role]
         self._program.body, self._program.python_state = self._body, self._python_state
         self._running.reset()
+        self._running.on_finite = partial(self._note_finite, model._step)
         self._group: Sequence[Fed] = ()
         self._updates: list[Update] = []
         self._guard: Guard | None = None
@@ -535,9 +542,16 @@ class StepRunner:
 
         Args:
             batch: A nest of host tensors, with the rows of all cores.
+
+        Raises:
+            DataError: It has no rows.
         """
         leaves, spec = _flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        rows = count_rows(tensors)
+        if not rows:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise DataError(f"a batch has no rows: its tensors have the shapes {shapes}. Leave such batches out")
         structure = (spec, [(t.shape, t.dtype) for t in tensors])
         try:
             signature = self._signatures.index(structure)
@@ -549,7 +563,7 @@ class StepRunner:
             to_device(tensors, self._model._place, Layout.ROWS),
             [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             spec,
-            count_rows(tensors),
+            rows,
             sum(t.nbytes for t in tensors),
             self._labels(batch),
             signature,
@@ -607,9 +621,32 @@ class StepRunner:
         if self._role == "predict":
             return outputs
         self._running.count(sum(fed.rows for fed in group), outputs)
+        finite = self._running.finite
         if self._running.tensors and not model._place.on_host:
-            self._in_flight.add(self._running.tensors[0], sum(fed.nbytes for fed in group))
+            small = self._running.tensors[0] if finite is None else finite
+            reached = self._in_flight.add(small, sum(fed.nbytes for fed in group))
+            finite = None if finite is None else reached
+        if finite is not None:
+            self._running.on_finite(finite)
         return None
+
+    def look(self) -> int | None:
+        """The model's `first_bad_step`, up to the last step. **This waits** for it."""
+        finite = self._running.finite
+        if finite is not None:
+            self._running.on_finite(to_host([finite], "finite")[0])
+        return self._model.first_bad_step
+
+    def _note_finite(self, before: int, finite: Tensor) -> None:
+        """Note what is known of the steps of this pass.
+
+        Args:
+            before: How many steps there were before it.
+            finite: See `Running.finite`; on the host.
+        """
+        bad = first_bad(finite)
+        if bad is not None and self._model.first_bad_step is None:
+            self._model.first_bad_step = before + bad
 
     @property
     def group_size(self) -> int:
@@ -671,7 +708,7 @@ class StepRunner:
 
     def _build(self) -> tuple[Program, Running]:
         model = self._model
-        running = Running(model.metrics if self._role != "predict" else [], model._place)
+        running = Running(model.metrics if self._role != "predict" else [], model._place, self._role == "train")
         program = Program(
             self._body,
             placement=model._place,
