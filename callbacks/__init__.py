@@ -21,6 +21,7 @@ from .remote_monitor import RemoteMonitor
 from .swap_ema_weights import SwapEMAWeights
 from .tensorboard import TensorBoard
 from .tensorboard_run import TensorBoardRun
+from .terminate_on_nan import TerminateOnNaN
 from .tracker import Tracker
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "SwapEMAWeights",
     "TensorBoard",
     "TensorBoardRun",
+    "TerminateOnNaN",
     "Tracker",
 ]

@@ -33,12 +33,14 @@ class TrainedModel(Protocol):
         learning_rate: The actual learning rate, to be read and set; that of the first group, if there are several.
         input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1; while one is
             under way, of its time so far.
+        first_bad_step: The first training step that returned a scalar which is not finite, as far as is known.
         steps_taken: How many steps of training it has taken since it was made.
         rows_seen: How many rows it has been given since it was made, to train, evaluate or predict.
     """
 
     stop_training: bool
     out_of_time: bool
+    first_bad_step: int | None
     optimizer: torch.optim.Optimizer | None
     learning_rate: float
     input_bound: float | None

@@ -23,6 +23,7 @@ class FakeModel:
         self.input_bound: float | None = None
         self.stop_training = self.out_of_time = False
         self.rows_seen = self.steps_taken = 0
+        self.first_bad_step: int | None = None
         self.saved: list[str] = []
         self.wanted: list[tuple[Writer, Metric | None]] = []
         self._directions = directions or {}

@@ -61,6 +61,7 @@ class Trainee(Steps):
 
     input_bound: float | None
     out_of_time: bool
+    first_bad_step: int | None
     stop_training: bool
     stop_evaluating: bool
     stop_predicting: bool
@@ -106,6 +107,7 @@ def fit(
         resumed: What to go on from; the epochs before its own are left out.
     """
     model.stop_training = model.out_of_time = False
+    model.first_bad_step = None
     model.swap_ema_weights(to=False)
     model.module.eval()  # what it is left in, ready to be used
     with _closing(callbacks, model), Interruption() as interruption:

@@ -418,18 +418,21 @@ class Running:
     Args:
         metrics: The metrics of the pass.
         place: Where its steps run.
+        watches: Whether to note the first step that returns a scalar which is not finite.
 
     Attributes:
         tensors: The sums as they stand.
         begun: The sums that the step being traced began with, those that it made itself among them.
         kept: What metrics without sums of their own keep of the step being traced: nests of tensors.
+        on_finite: Called with `finite` on the host whenever the sums have been fetched.
     """
 
-    def __init__(self, metrics: Sequence[Metric], place: Placement) -> None:
-        self.place = place
+    def __init__(self, metrics: Sequence[Metric], place: Placement, watches: bool = False) -> None:
+        self.place, self._watches = place, watches
         self.tensors: list[Tensor] = []
         self.begun: list[Tensor] = []
         self.kept: list[tuple[Tensor, ...]] = []
+        self.on_finite: Callable[[Tensor], None] = lambda finite: None
         self._metrics = list(metrics)
         self._places: dict[Any, int] = {}  # where each sum is in the lists; those of a mean go by its name
         self._defaults: list[Tensor] = []
@@ -494,7 +497,8 @@ class Running:
             rows: How many rows the batch has.
         """
         noted, self._noted = self._noted, {}
-        for name, value in [*logs.items(), *((name, noted[name]) for name in noted if name not in logs)]:
+        values = {**logs, **{name: noted[name] for name in noted if name not in logs}}
+        for name, value in values.items():
             if not isinstance(value, Tensor) or value.numel() != 1:
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ArgumentError(f"a step must return scalar tensors by name, got {name!r}: {what}")
@@ -507,6 +511,16 @@ class Running:
             new = total + addend
             self.set((name, "total"), new)
             self.set((name, "lost"), (new - total) - addend)
+        if self._watches and values:
+            steps = self.get(_FINITE, torch.zeros((), dtype=torch.int32))
+            finite = torch.stack([value.detach().float().reshape(()) for value in values.values()]).isfinite().all()
+            self.set(_FINITE, torch.where(steps < 0, steps, torch.where(finite, steps + 1, -1 - steps)))
+
+    @property
+    def finite(self) -> Tensor | None:
+        """How many steps were finite so far, on the device, or None before the first: see `first_bad`."""
+        place = self._places.get(_FINITE)
+        return None if place is None else self.tensors[place]
 
     def update_metrics(self, y_pred: Any, y: Any, sample_weight: Any = None) -> None:
         """Add a batch to every metric, inside a step."""
@@ -588,7 +602,8 @@ class Running:
         return LazyLogs(self.names, lambda: snapshot("batch logs"))
 
     def _snapshot(self) -> Callable[[str], dict[str, Any]]:
-        rows, sums, kept = self._rows, self.tensors, self._batches
+        rows, sums, kept, finite = self._rows, self.tensors, self._batches, self._places.get(_FINITE)
+        tell = self.on_finite  # that of this pass, also when it is read after it
         sizes = [len(batches) for batches in kept]
 
         def read(reason: str) -> dict[str, Any]:
@@ -596,6 +611,8 @@ class Running:
             flat = [tensor for b in batches for arguments in b for tensor in arguments]
             host = to_host([*sums, *flat], reason)
             rest = iter(host[len(sums) :])
+            if finite is not None:
+                tell(host[finite])
             values: dict[str, Any] = {
                 name: float(np.float64(host[self._places[name, "total"]].item()) / rows) for name in self._means
             }
@@ -606,6 +623,24 @@ class Running:
             return values
 
         return read
+
+
+# The key of a sum that counts the finite steps. At the first that isn't it becomes negative, and stays what it is then:
+# one number tells both. A replayed step doesn't know its own.
+_FINITE = (None, "finite")
+
+
+def first_bad(finite: Tensor) -> int | None:
+    """Which step of a pass, from 1, was the first to return a scalar that is not finite; None if none did.
+
+    Args:
+        finite: `Running.finite`, on the host.
+
+    Example:
+        >>> first_bad(torch.tensor(5)), first_bad(torch.tensor(-6))
+        (None, 6)
+    """
+    return -int(finite) if finite < 0 else None
 
 
 def build(

@@ -49,7 +49,7 @@ from .runtime import (
 from .saver import find_checkpoint, outside_of_fit
 from .step import StepRunner, fetch
 from .summary import memory, noting_outputs, table
-from .training_state import take
+from .training_state import begin_anew, take
 from .weights import first_broken, match_weights, named_tensors, read_weights, write_weights
 from .writer import Writer
 
@@ -75,6 +75,8 @@ class Model(loop.Trainee):
         history: The `History` of the last `fit`.
         input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1; while one is
             under way, of its time so far.
+        first_bad_step: The first training step of the last `fit`, counted from 1 over all of them, that returned a loss
+            or another scalar which is not finite; None if none is known. It is found out at no cost, a few steps late.
         stop_training: Set it to True in a callback to end training after the current batch.
         out_of_time: Whether the last `fit` has ended because its `max_time` was over.
 
@@ -329,7 +331,7 @@ class Model(loop.Trainee):
             for part in (train, validation.stream) if validation is not None else (train,):
                 part.limit(limit)
         if resumed is not None and self._state.lost:
-            self._state.revive()  # all of it gets its values anew
+            begin_anew(self, resumed)
         self._move_to(place)
         params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
         if dry_run is False:

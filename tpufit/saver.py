@@ -141,7 +141,7 @@ class Saver:
             batches = self._train.load_state_dict(state["data"])
             if run is not None:
                 own = {n.removeprefix("metric/"): t for n, t in checkpoint.training.items() if n.startswith("metric/")}
-                run.load_sums(state["metrics"], own)
+                run.load_sums(state["metrics"], own, batches)
         except DataError as error:
             raise CheckpointMismatchError(f"{error}. resume='next_epoch' leaves out the rest of that epoch") from error
         _warn_of_differences(checkpoint, self._model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from traceback import walk_tb
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from .data.shapes import ShapeWatch, fields, listed
 from .errors import ArgumentError, BatchError, DataError, NotCompiledError, StateLostError
 from .gradients import Accumulator, Gradients, Update
 from .guard import Guard, Guards, options
-from .metrics import LazyLogs, Metric, Running
+from .metrics import LazyLogs, Metric, Running, first_bad
 from .runtime import (
     HOST,
     InFlight,
@@ -59,6 +59,9 @@ class Steps:
 
     Attributes:
         rows_seen: How many rows it has been given since it was made, in steps of any kind.
+        first_bad_step: The first step since `fit` began, counted from 1 over all training of the model, that returned
+            a loss or another scalar which is not finite; None if none is known. It is found out where something waits
+            for the device anyway: at most 64 graphs later, and at the end of each epoch.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -97,6 +100,7 @@ class Steps:
         self._step = 0  # training steps taken since the model was made; the seed of each is a function of it
         self._seed = 0
         self.rows_seen = 0
+        self.first_bad_step: int | None = None
         self._last_saved: str | None = None
         self._recipe: dict[str, Any] | None = None  # the arguments of `compile`, as far as a checkpoint can hold them
         self._wanted_saves: list[Any] = []  # what callbacks want written, and where, once the step is over
@@ -571,6 +575,7 @@ class StepRunner:
         self._program, self._running = model._programs[role]
         self._program.body, self._program.python_state = self._body, self._python_state
         self._running.reset()
+        self._running.on_finite = partial(self._note_finite, model._step)
         self._group: Sequence[Fed] = ()
         self._updates: list[Update] = []
         self._guard: Guard | None = None
@@ -684,9 +689,32 @@ class StepRunner:
         if self._role in ("predict", "gradients"):
             return outputs
         self._running.count(rows, outputs)
+        finite = self._running.finite
         if self._running.tensors and not model._place.on_host:
-            self._in_flight.add(self._running.tensors[0], sum(fed.nbytes for fed in group))
+            small = self._running.tensors[0] if finite is None else finite
+            reached = self._in_flight.add(small, sum(fed.nbytes for fed in group))
+            finite = None if finite is None else reached
+        if finite is not None:
+            self._running.on_finite(finite)
         return None
+
+    def look(self) -> int | None:
+        """The model's `first_bad_step`, up to the last step. **This waits** for it."""
+        finite = self._running.finite
+        if finite is not None:
+            self._running.on_finite(to_host([finite], "finite")[0])
+        return self._model.first_bad_step
+
+    def _note_finite(self, before: int, finite: Tensor) -> None:
+        """Note what is known of the steps of this pass.
+
+        Args:
+            before: How many steps there were before it.
+            finite: See `Running.finite`; on the host.
+        """
+        bad = first_bad(finite)
+        if bad is not None and self._model.first_bad_step is None:
+            self._model.first_bad_step = before + bad
 
     @property
     def group_size(self) -> int:
@@ -732,9 +760,16 @@ class StepRunner:
         """The sums of the pass so far, for a checkpoint: numbers, and tensors by name."""
         return self._running.state_dict()
 
-    def load_sums(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Go on with the sums of a checkpoint, before the first step."""
+    def load_sums(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor], batches: int) -> None:
+        """Go on with the sums of a checkpoint, before the first step.
+
+        Args:
+            state: What `sums` gave,
+            tensors: and its tensors, on the host.
+            batches: How many steps they are of.
+        """
         self._running.load_state_dict(state, tensors)
+        self._running.on_finite = partial(self._note_finite, self._model._step - batches)
 
     def take_sums(self) -> tuple[dict[str, Tensor], int]:
         """The sums of what the steps returned since the last call, on the device, and of how many rows they are."""
@@ -756,7 +791,8 @@ class StepRunner:
 
     def _build(self) -> tuple[Program, Running]:
         model = self._model
-        running = Running(model.metrics if self._role in ("train", "eval") else [], model._place)
+        learns = self._role == "train"
+        running = Running(model.metrics if learns or self._role == "eval" else [], model._place, learns)
         program = Program(
             self._body,
             placement=model._place,

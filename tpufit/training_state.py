@@ -103,6 +103,20 @@ def put_back(model: Steps, checkpoint: Checkpoint) -> None:
         model._averages[id(optimizer)].swapped = numbers["swapped"].get(name, False)
 
 
+def begin_anew(model: Steps, checkpoint: Checkpoint) -> None:
+    """After a step that has cost the weights: be on the host, with those of a checkpoint. `put_back` does the rest.
+
+    Raises:
+        CheckpointMismatchError: It is of another net.
+    """
+    own = named_tensors(model.module)
+    check_weights(own, checkpoint.weights)
+    values = {id(tensor): checkpoint.weights[name] for name, tensor in own.items()}
+    kept = {name: t for name, t in _training_tensors(model).items() if name.startswith(("buffer/", "loss/"))}
+    values |= {id(t): checkpoint.training[name] for name, t in kept.items() if name in checkpoint.training}
+    model.begin_anew(values)
+
+
 def check_weights(own: Mapping[str, Tensor], given: Mapping[str, Tensor], dtypes: bool = True) -> None:
     """Make sure that weights are those of a module.
 

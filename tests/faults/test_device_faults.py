@@ -11,7 +11,7 @@ from torch import nn
 
 import tpufit
 from tpufit import runtime
-from tpufit.callbacks import Callback
+from tpufit.callbacks import Callback, ModelCheckpoint
 from tpufit.errors import StateLostError
 from tpufit.runtime import graph
 
@@ -68,7 +68,9 @@ def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores,
     fit(model, cores)
     model.save_weights(tmp_path / "good.safetensors")
     model.module.greedy = True
-    with pytest.raises(StateLostError, match=r"step \d+ failed.*good\.safetensors.*Out of memory.*\d{13} bytes"):
+    with pytest.raises(
+        StateLostError, match=r"(?s)step \d+ failed.*good\.safetensors.*no room.*Out of memory.*\d{13} bytes"
+    ):
         fit(model, cores, callbacks=notes)
     assert notes.lost
     for use in (
@@ -106,6 +108,24 @@ def test_a_whole_state_is_given_new_values_where_it_is(cores):
     runtime.overwrite(tensors, values, model._place)
     fit(model, cores)
     assert all(torch.equal(*pair) for pair in zip(runtime.to_host(tensors, "test"), expected, strict=True))
+
+
+def test_fit_goes_on_from_a_checkpoint_in_the_same_process(cores, tmp_path):
+    expected, model = large(use_ema=True), large(use_ema=True)
+    history = fit(expected, cores, 3)
+
+    class Greed(Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.module.greedy = epoch == 2
+
+    checkpoint = ModelCheckpoint(tmp_path)
+    with pytest.raises(StateLostError):
+        fit(model, cores, 3, callbacks=[checkpoint, Greed()])
+    assert checkpoint.writer.run.steps() == [8, 16]  # nothing was saved of the epoch that failed
+    model.module.greedy = False
+    assert fit(model, cores, 3, callbacks=[checkpoint], resume=True) == history
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name]), name
 
 
 def test_weights_that_were_copied_from_others_are_trained_on(cores):

@@ -6,9 +6,10 @@ import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import DataError
 
@@ -20,15 +21,21 @@ def read(loader: DataLoader[Any]) -> Iterator[Any]:
         loader: Any loader, with workers or without.
 
     Raises:
-        DataError: A worker died, or gave nothing within the loader's `timeout`. An error of the data set is raised as
-            PyTorch raises it: of its own type, with the worker's number and traceback in its message.
+        DataError: A worker died, or gave nothing within the loader's `timeout`; or a sample raised `StopIteration`,
+            which to PyTorch is the end of the data. Another error of the data set is raised as PyTorch raises it: of
+            its own type, with the worker's number and traceback in its message.
     """
     with _forking():
         batches = iter(loader)
     while True:
         try:
             batch = next(batches)
-        except StopIteration:
+        except StopIteration as end:
+            if _is_of_a_sample(loader, end):
+                raise DataError(
+                    f"{type(loader.dataset).__name__}.__getitem__ raised StopIteration, which would end the epoch "
+                    "early: an iterator that it reads has ended"
+                ) from end
             return
         except RuntimeError as error:
             message = _explained(loader, batches, str(error))
@@ -77,6 +84,12 @@ def _explained(loader: DataLoader[Any], batches: Any, message: str) -> str | Non
             "DataLoader(..., timeout=...)"
         )
     return None
+
+
+def _is_of_a_sample(loader: DataLoader[Any], end: StopIteration) -> bool:
+    """Whether the end of the loader came from reading a sample, here or in a worker, and not from its sampler."""
+    frames = [frame.f_code.co_name for frame, _ in walk_tb(end.__traceback__)]
+    return not isinstance(loader.dataset, IterableDataset) and not {"fetch", "reraise"}.isdisjoint(frames)
 
 
 def _ending(exitcode: int) -> str:

@@ -138,7 +138,10 @@ def overwrite(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Pl
                 target.copy_(value)
         return
     for target, value in zip(targets, to_device(values, placement, Layout.WHOLE), strict=True):
-        target.data = value
+        if target.is_meta:  # a step that failed has left nothing of it
+            exchange(target, value)
+        else:
+            target.data = value
 
 
 def _refuse_shared_memory(tensors: Sequence[Tensor], names: dict[int, str]) -> None:
@@ -200,22 +203,25 @@ class InFlight:
         self._new = 0
         self._last_wait = perf_counter()
 
-    def add(self, result: Tensor, nbytes: int) -> None:
+    def add(self, result: Tensor, nbytes: int) -> Tensor | None:
         """Note the step just started. **This may wait** for one of half the limit's steps ago.
 
         Args:
             result: Something small that it computes.
             nbytes: The size of its batches.
+
+        Returns:
+            The result of the step that was waited for, on the host; None if none was.
         """
         self._started.append(result)
         self._new += 1
         if len(self._started) < self._limit:
-            return
+            return None
         import torch_xla
 
         half = self._limit // 2
         report.count_wait("throttle")
-        torch_xla._XLAC._xla_get_cpu_tensors([self._started[half - 1]])
+        reached: Tensor = torch_xla._XLAC._xla_get_cpu_tensors([self._started[half - 1]])[0]
         del self._started[:half]
         now = perf_counter()
         each = (now - self._last_wait) / self._new
@@ -223,3 +229,4 @@ class InFlight:
         if self._new >= _LONG_RUN:
             self.pace = each
         self._new, self._last_wait = 0, now
+        return reached

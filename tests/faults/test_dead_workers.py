@@ -1,0 +1,45 @@
+"""A program on 8 cores whose loader's worker raises, is killed or hangs: it ends, in time, and says why."""
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+WORKERS = """
+    import os, signal, time
+    import numpy as np, torch, tpufit
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 80
+
+        def __getitem__(self, i):
+            if i == 70:
+                {fault}
+            return np.ones(4, "float32"), i % 3
+
+    model = tpufit.Model(nn.Linear(4, 3))
+    model.compile("adam", "cross_entropy")
+    loader = DataLoader(Rows(), 4, num_workers=2, timeout=5)
+    try:
+        model.fit(loader, epochs=3, verbose=0, cores=8)
+    finally:
+        model.save_weights("after.safetensors")  # they are there, and the device still answers
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raise ValueError('sample 70 is broken')", "Caught ValueError in DataLoader worker process"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9"),
+        ("time.sleep(600)", "gave nothing for 5 s (its timeout)"),
+    ],
+    ids=["raises", "killed", "hangs"],
+)
+def test_a_program_whose_worker_fails_ends_in_time(run_python, tmp_path, fault, said):
+    ended = run_python(WORKERS.format(fault=fault), timeout=120)
+    assert ended.returncode == 1 and said in ended.stderr
+    assert (tmp_path / "after.safetensors").exists()
+    assert "worker" in ended.stderr.splitlines()[-1] or "sample 70 is broken" in ended.stderr.splitlines()[-1]
