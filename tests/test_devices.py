@@ -120,7 +120,7 @@ def test_one_process_of_several(monkeypatch):
 
 def test_a_runtime_that_does_not_start(monkeypatch):
     fake_torch_xla.install(monkeypatch, fails="The TPU is already in use by process with pid 17")
-    with pytest.raises(StartError, match=r"did not start.*another process holds the TPU.*pid 17"):
+    with pytest.raises(StartError, match=r"(?s)the TPU is held by.*End it yourself.*pid 17"):
         start("auto")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -527,7 +527,7 @@ class StepRunner:
         self._group = group
         self._updates = model._next_updates(len(group), last) if self._role == "train" else []
         model._running = self._running
-        try:
+        with self._faults(started=False):
             key = (self._guard_number, self._transform_number, *(fed.signature for fed in group), *self._updates)
             if self._program.knows(key):
                 outputs = self._program(key, inputs, seeds, pause)
@@ -539,13 +539,6 @@ class StepRunner:
                 model._take_in_new_state()
             if self._role == "train" and model._formats is None:
                 model._note_formats(self._program.products)
-        except RuntimeError as error:
-            fault = translate(error, self._load())
-            if model._state.lost and not isinstance(error, StateLostError):
-                raise StateLostError(self._lost(fault or error)) from error
-            if fault is not None:
-                raise fault from error
-            raise
         self.steps += len(group)
         if self._role == "train":
             model._step += len(group)
@@ -553,7 +546,8 @@ class StepRunner:
             return outputs
         self._running.count(sum(fed.rows for fed in group), outputs)
         if self._running.tensors and not model._place.on_host:
-            self._in_flight.add(self._running.tensors[0], sum(fed.nbytes for fed in group))
+            with self._faults(started=True):
+                self._in_flight.add(self._running.tensors[0], sum(fed.nbytes for fed in group))
         return None
 
     @property
@@ -594,14 +588,8 @@ class StepRunner:
 
     def results(self) -> dict[str, Any]:
         """The logs of the whole pass, as numbers. This is the pass's one wait for the device."""
-        try:
+        with self._faults(started=True):
             return self._running.results("logs")
-        except RuntimeError as error:  # of a step that failed after it was started
-            fault = translate(error, self._load())
-            if fault is None:
-                raise
-            self._model._state.lost |= self._role == "train"  # its results are errors too
-            raise StateLostError(self._lost(fault)) if self._model._state.lost else fault from error
 
     def take_sums(self) -> tuple[dict[str, Tensor], int]:
         """The sums of what the steps returned since the last call, on the device, and of how many rows they are."""
@@ -675,6 +663,25 @@ class StepRunner:
         """The range of the batch's class labels, where it is of the usual form; a step of one's own may take others."""
         usual = type(batch) in (tuple, list) and 2 <= len(batch) <= 3 and self._role != "predict"
         return self._model._loss.label_range(batch[1]) if self._model._loss and usual else None
+
+    @contextmanager
+    def _faults(self, started: bool) -> Iterator[None]:
+        """Put an error of the device into a sentence.
+
+        Args:
+            started: Whether it is of a step started before: then the weights that this gave are errors too.
+        """
+        state = self._model._state
+        try:
+            yield
+        except RuntimeError as error:
+            fault = translate(error, self._load())
+            state.lost = state.lost or (started and fault is not None and self._role == "train")
+            if state.lost and not isinstance(error, StateLostError):
+                raise StateLostError(self._lost(fault or error)) from error
+            if fault is not None:
+                raise fault from error
+            raise
 
     def _load(self) -> Load:
         """What a step has on each core of the device."""
