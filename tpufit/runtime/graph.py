@@ -25,7 +25,7 @@ from ..errors import ReplayError, StateLostError
 from . import report
 from .devices import platform
 from .mesh import Placement
-from .transfer import exchange
+from .transfer import exchange, to_host
 from .watch import Watch
 
 # How many traces in a row may differ from the one before until a step counts as one that can't be replayed. One differs
@@ -389,18 +389,19 @@ class Program:
     def _run(self, graph: _Graph, inputs: list[Tensor], first: bool = False) -> list[Tensor]:
         """Start the graph, put its results where they belong, and give back those that the body returned.
 
-        What has no room usually fails the first time: that is waited for, as long as the state can be gone back to.
+        What has no room usually fails the first time: that is waited for where the state can still be gone back to.
         """
         import torch_xla
 
         state, sums = self._state, self._sums
+        gives = self._donate and bool(graph.changed)
         try:
             out: list[Tensor] = torch_xla._XLAC._run_cached_graph(graph.hash, inputs)
-            if first and out:
-                torch_xla._XLAC._xla_get_cpu_tensors([min(out, key=torch.numel)])
         except BaseException:
-            state.lost = self._donate and bool(graph.changed)
+            state.lost = gives
             raise
+        if first and out and not gives:
+            to_host([min(out, key=torch.numel)], "capture")
         middle, end = len(graph.changed), len(graph.changed) + len(graph.summed)
         state.values = _replaced(state.values, graph.changed, out[:middle])
         sums.tensors = _replaced(sums.tensors, graph.summed, out[middle:end])
