@@ -182,7 +182,7 @@ def test_training_goes_on_after_a_full_memory(cores):
     assert np.isfinite(fed.evaluate(*data(), batch_size=8 // cores, verbose=0))
 
     large = model(1 << 20)  # large enough for its memory to be given to the step, and so lost with it
-    with pytest.raises(StateLostError, match=r"step 0 failed.*none have been saved.*no room for a train step"):
+    with pytest.raises(StateLostError, match=r"step \d failed.*none have been saved.*no room for a train step"):
         large.fit(*data(1 << 20), batch_size=8 // cores, verbose=0)
     assert np.isfinite(fed.fit(*data(), batch_size=8 // cores, verbose=0).history["loss"]).all()
 

@@ -68,9 +68,7 @@ def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores,
     fit(model, cores)
     model.save_weights(tmp_path / "good.safetensors")
     model.module.greedy = True
-    with pytest.raises(
-        StateLostError, match=r"(?s)step \d+ failed.*good\.safetensors.*no room.*Out of memory.*\d{13} bytes"
-    ):
+    with pytest.raises(StateLostError, match=r"(?s)step \d+ failed.*good\.safetensors.*no room.*Out of memory.*\d{13}"):
         fit(model, cores, callbacks=notes)
     assert notes.lost
     for use in (

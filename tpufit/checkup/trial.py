@@ -1,7 +1,4 @@
-"""A training of a few steps in a process of its own: how many cores a process has is settled once, and XLA may abort.
-
-python -m tpufit.checkup.trial 8     # on 8 cores; prints one line of JSON
-"""
+"""A training of a few steps in a process of its own: how many cores a process has is settled once, and XLA may abort."""
 
 from __future__ import annotations
 

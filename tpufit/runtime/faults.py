@@ -53,13 +53,13 @@ _ASKED = re.compile(
 )
 _BUSY = re.compile(r"already in use|device or resource busy|in used? by another process", re.IGNORECASE)
 _CLOSED = re.compile(r"/dev/(?:accel|vfio)\S*\)?:? .*(?:Operation not permitted|Permission denied)", re.IGNORECASE)
+# Words that a user's own error may hold must not be enough here.
 _LOST = re.compile(
-    r"halted (?:unexpectedly|prematurely)|health check|heartbeat|preempted|\b(?:UNAVAILABLE|DATA_LOSS|ABORTED)\b"
-    r"|socket closed|already in an error state",
-    re.IGNORECASE,
+    r"halted (?:unexpectedly|prematurely)|health check failed|\b(?:UNAVAILABLE|DATA_LOSS|ABORTED): |Socket closed"
+    r"|already in an error state"
 )
 _MESH = re.compile(r"device IDs|match mesh (?:size|dimensions)|mesh_shape", re.IGNORECASE)
-_PARTITION = re.compile(r"spmd|sharding|tile.assignment|partition(?:er|ing)\b", re.IGNORECASE)
+_PARTITION = re.compile(r"spmd_partitioner|SPMD partition|GSPMD|hlo_sharding|[Ss]harding.propagation|tile_assignment")
 
 
 def translate(error: BaseException, load: Load | None = None) -> TpufitError | None:

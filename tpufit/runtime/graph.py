@@ -478,7 +478,7 @@ class Program:
     def _run(self, graph: _Graph, inputs: list[Tensor], first: bool = False) -> list[Tensor]:
         """Start the graph, put its results where they belong, and give back those that the body returned.
 
-        What has no room usually fails the first time: that is waited for, as long as the state can be gone back to.
+        What has no room usually fails the first time: that is waited for where the state can still be gone back to.
         """
         import torch_xla
 
@@ -487,9 +487,9 @@ class Program:
         # One call in C: no handler of a signal runs between the graph's start and its outputs being in the list, so
         # that an interrupt can't lose them when what they replace has been consumed.
         outputs.extend(chain([None], map(torch_xla._XLAC._run_cached_graph, [graph.hash], [inputs])))
-        if first and outputs[1]:
+        if first and outputs[1] and not (self._donate and graph.changed):
             try:
-                torch_xla._XLAC._xla_get_cpu_tensors([min(outputs[1], key=torch.numel)])
+                to_host([min(outputs[1], key=torch.numel)], "capture")
             except RuntimeError:
                 del outputs[1]
                 raise
