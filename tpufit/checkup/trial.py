@@ -1,4 +1,4 @@
-"""A training of a few steps in a process of its own: how many cores a process has is settled once, and XLA may abort."""
+"""A training of a few steps in a process of its own: a process has one number of cores for life, and XLA may abort it."""
 
 from __future__ import annotations
 
