@@ -12,7 +12,7 @@ from torch import nn
 import tpufit
 from tpufit.callbacks import ModelCheckpoint
 from tpufit.checkpoint import RunFolder
-from tpufit.errors import CheckpointDamagedError, CheckpointMismatchError
+from tpufit.errors import ArgumentError, CheckpointDamagedError, CheckpointMismatchError
 
 X, Y = torch.ones(8, 4), torch.tensor([0, 1] * 4)
 
@@ -164,3 +164,24 @@ def test_a_checkpoint_of_another_net_is_refused_and_changes_nothing(tmp_path, ma
     with pytest.raises(CheckpointMismatchError, match=message):
         tpufit.load(tmp_path / "saved", net)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("run/{loss.__class__}.safetensors", "must be a plain name.*'loss.__class__'"),
+        ("run/{epoch}/../../{loss!s}.safetensors", "must be a plain name"),
+        ("run/{a/b}.safetensors", "is no template"),
+        ("run/\0{epoch}.safetensors", "without NUL"),
+        ("ru\0n", "without NUL"),
+        ("a" * 300, "at most 200 bytes"),
+        ("run/{epoch}" + "a" * 300 + ".safetensors", "at most 200 bytes"),
+        ("run/{epoch:0300d}.safetensors", "longer than 200"),
+    ],
+)
+def test_names_that_lead_elsewhere(tmp_path, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=message):
+        ModelCheckpoint(path)
+    assert not list(tmp_path.iterdir())
+
