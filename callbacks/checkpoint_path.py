@@ -16,6 +16,7 @@ from .scalars import as_scalar
 _SUFFIX = ".safetensors"
 _WORD = re.compile(r"\.[A-Za-z]\w*")  # what looks like a suffix: ".h5", but not the ".1" of "run-0.1"
 _SAFE = re.compile(r"[A-Za-z0-9._=+-]+")
+_LONGEST = 200  # what most file systems allow is 255 bytes, and a draft's name is a little longer than its target's
 # Every kind of number that a field may meet: a format must hold for all of them, now and not after hours of training.
 _TRIALS = (0.5, -1234567.5, 1e-9, float("nan"), float("inf"))
 
@@ -46,6 +47,11 @@ class CheckpointPath:
         path = os.fspath(filepath)
         if not isinstance(path, str) or not path:
             raise ArgumentError(f"filepath must be a path, got {filepath!r}")
+        if "\0" in path or any(len(os.fsencode(part)) > _LONGEST for part in Path(path).parts):
+            raise ArgumentError(
+                f"filepath must be one that a file system can hold, its names of at most {_LONGEST} bytes and without "
+                f"NUL, got {path!r}"
+            )
         # The folder is taken as it is; a template fills its last component only, so no log can lead elsewhere.
         self._folder, self._name = Path(path).parent, Path(path).name
         self.fields = frozenset[str]()
@@ -141,4 +147,6 @@ class CheckpointPath:
             raise ArgumentError(
                 f"the file name {name!r}, made from {self._name!r}, may only have letters, digits and . _ = + -"
             )
+        if len(name) > _LONGEST:
+            raise ArgumentError(f"the file name {name!r}, made from {self._name!r}, is longer than {_LONGEST} letters")
         return name

@@ -289,7 +289,9 @@ class RunFolder:
             CheckpointDamagedError: There are some, and all are damaged; the message says how each.
         """
         numbers = self._numbers()
-        return self._first_whole(sorted(self._store.names(), key=lambda name: -numbers.get(name, math.inf)))
+        return self._first_whole(
+            sorted(self._store.names(), key=lambda name: (numbers.get(name, math.inf), _number(name)), reverse=True)
+        )
 
     def best(self) -> Checkpoint | None:
         """The best checkpoint by its metric that is whole; None if there has never been one with a metric."""

@@ -1,4 +1,4 @@
-"""A training of a few steps in a process of its own: a process has one number of cores for life, and XLA may abort it."""
+"""A training of a few steps in a process of its own, which has one number of cores for life, and may be aborted."""
 
 from __future__ import annotations
 

@@ -1,0 +1,79 @@
+"""Callbacks that count, in a new process: they go on where they were."""
+
+import json
+import signal
+
+import children
+import pytest
+
+pytestmark = pytest.mark.slow
+
+COUNTED = """
+    import json, os, signal
+    from training import *
+    from tpufit.callbacks import EarlyStopping, ReduceLROnPlateau
+
+    class Leave(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.model._step == {leave}:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    tpufit.set_random_seed(SEED)
+    model = tpufit.Model(net())
+    model.compile("adamw", "cross_entropy", scale_lr=None)
+    stopping = EarlyStopping("loss", patience=4, min_delta=10.0)
+    plateau = ReduceLROnPlateau("loss", factor=0.5, patience=2, min_delta=10.0, verbose=0)
+    rates = []
+
+    class Rates(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            rates.append((epoch, self.model.learning_rate))
+
+    keep = [ModelCheckpoint("run")] if {keep} else []
+    model.fit(Noisy(), batch_size=BATCH // 8, epochs=12, cores=8, verbose=0, resume={resume},
+              callbacks=[stopping, plateau, *keep, Leave(), Rates()])
+    print(json.dumps([stopping.stopped_epoch, model._step, rates[-2:]]))
+    """
+
+
+def test_early_stopping_and_a_falling_rate_in_a_new_process(run_python):
+    expected = run_python(COUNTED.format(leave=-1, keep=False, resume=False), env=children.ENV)
+    assert expected.returncode == 0, expected.stderr
+    epoch, step, rates = json.loads(expected.stdout)
+    assert (epoch, step, len(rates)) == (4, 20, 2)
+    left = run_python(COUNTED.format(leave=13, keep=True, resume=True), env=children.ENV)
+    assert left.returncode == 143, left.stderr
+    ended = run_python(COUNTED.format(leave=-1, keep=True, resume=True), env=children.ENV)
+    assert ended.stdout == expected.stdout, ended.stderr
+
+
+def test_tensorboard_has_each_step_once_after_a_kill(tmp_path, run_python):
+    code = """
+        from training import *
+        from tpufit.callbacks import TensorBoard
+        run(8, "run", Say(), TensorBoard("logs", update_freq=1), every=4, resume=True, validation_data=(X[:30], Y[:30]))
+        """
+    with children.started(code, tmp_path) as child:
+        child.wait_for("saved 8")
+        child.wait_for("done 11")
+        child.send(signal.SIGKILL)
+        child.end()
+    ended = run_python(code, env=children.ENV)
+    assert ended.returncode == 0, ended.stderr
+    read = run_python(
+        """
+        import json
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        found = {}
+        for run in ("train", "validation"):
+            events = EventAccumulator(f"logs/{run}")
+            events.Reload()
+            found |= {f"{run}/{tag}": [e.step for e in events.Tensors(tag)] for tag in events.Tags()["tensors"]}
+            found |= {f"{run}/{tag}": [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+        print(json.dumps(found))
+        """
+    )
+    steps = json.loads(read.stdout)
+    assert steps["train/batch_loss"] == [*range(1, 17)], read.stderr
+    assert steps["train/epoch_loss"] == steps["validation/epoch_loss"] == [0, 1, 2, 3]
+    assert steps["validation/evaluation_loss_vs_iterations"] == [4, 8, 12, 16]

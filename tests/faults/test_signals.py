@@ -1,0 +1,140 @@
+"""SIGTERM and Ctrl-C, from outside and at any moment: the step is finished, saved, and gone on from to the bit."""
+
+import re
+import signal
+
+import children
+import pytest
+
+from tpufit.checkpoint import RunFolder
+
+pytestmark = pytest.mark.slow
+
+TERMINATED = -signal.SIGTERM  # what Popen calls a death by the signal; a shell shows it as 143, as it does exit(143)
+
+
+def steps(folder):
+    """The checkpoints; each of them is whole."""
+    run = RunFolder(folder / "run")
+    assert run.newest().step == run.steps()[-1]
+    return run.steps()
+
+
+def test_sigterm_in_a_step_and_a_new_process_goes_on(tmp_path, run_python):
+    with children.started("from training import *; run(8, 'run', Say(), every=5)", tmp_path) as child:
+        child.wait_for("step 6")
+        child.send(signal.SIGTERM)
+        assert child.end() == 143
+    assert "SIGTERM: finishing the step" in child.errors
+    begun = [int(step) for step in re.findall(r"step (\d+)", child.output)]
+    done = [int(step) for step in re.findall(r"done (\d+)", child.output)]
+    assert begun[-1] + 1 == done[-1] == steps(tmp_path)[-1]  # the step under way is the last one, and it is saved
+    ended = run_python("from training import *; print(run(8, 'run', resume=True))", env=children.ENV)
+    assert ended.stdout.strip() == children.reference(8), ended.stderr
+
+
+def test_sigterm_while_the_first_step_compiles(tmp_path):
+    with children.started("from training import *; run(8, 'run', Say())", tmp_path) as child:
+        child.wait_for("step 0")
+        child.send(signal.SIGTERM)
+        assert child.end() == 143
+    assert steps(tmp_path) == [1]
+    assert "step 1" not in child.output
+
+
+SLOW = """
+    import time
+    from training import *
+    from tpufit.checkpoint import RunFolder
+
+    class Slow(RunFolder):
+        def write(self, checkpoint):
+            if checkpoint.step >= 2:
+                say("writing", checkpoint.step)
+                time.sleep({seconds})
+            return super().write(checkpoint)
+
+    keep = ModelCheckpoint("run", save_freq=1, keep_last=None)
+    keep.writer.run.__class__ = Slow
+    run(1, None, Say(), keep)
+    """
+
+
+def test_sigterm_while_a_checkpoint_is_written(tmp_path):
+    with children.started(SLOW.format(seconds=1), tmp_path) as child:
+        child.wait_for("writing 2")
+        child.send(signal.SIGTERM)
+        assert child.end() == 143
+    done = re.findall(r"done (\d+)", child.output)
+    assert steps(tmp_path) == [*range(1, int(done[-1]) + 1)]  # the one under way, and the last one
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, TERMINATED), (signal.SIGINT, 1)])
+def test_a_second_signal_does_not_wait_for_a_slow_disk(tmp_path, number, status):
+    with children.started(SLOW.format(seconds=3600), tmp_path, timeout=120) as child:
+        child.wait_for("writing 2")
+        child.send(number)
+        note = {signal.SIGTERM: "SIGTERM: finishing", signal.SIGINT: "interrupted: finishing"}[number]
+        while note not in child.errors:
+            child.wait_for("writing 2")
+        child.send(number)
+        ended = child.end()
+    # After a second Ctrl-C Python ends itself by the signal, so that a shell sees it.
+    assert ended in (status, -number)
+    assert steps(tmp_path) == [1]
+
+
+def test_ctrl_c_at_forty_random_moments(tmp_path, run_python):
+    ended = run_python(
+        """
+        import os, random, signal, threading, time, warnings
+        from training import *
+        from tpufit.checkpoint import RunFolder
+
+        warnings.simplefilter("ignore")
+        moments = random.Random(0)
+        epochs = 80
+        expected = run(8, epochs=epochs)
+        model = compiled()
+        keep = ModelCheckpoint("run", save_freq=7)
+        cut = 0
+        while True:
+            begun = threading.Event()
+            done = threading.Event()
+
+            def interrupt():
+                begun.wait()
+                time.sleep(moments.uniform(0, 0.05))
+                if not done.is_set():
+                    os.kill(os.getpid(), signal.SIGINT)
+
+            class Begin(Callback):
+                def on_train_batch_begin(self, batch, logs=None):
+                    time.sleep(0.003)
+                    if cut < 40:
+                        begun.set()
+
+            thread = threading.Thread(target=interrupt, daemon=True)
+            thread.start()
+            before = model._step
+            try:
+                history = fit(model, 8, Begin(), keep, epochs=epochs, resume=True)
+                done.set()
+                break
+            except KeyboardInterrupt:
+                cut += 1
+                newest = RunFolder("run").newest()
+                step = newest.state["model"]["step"]
+                counts = {float(t) for n, t in newest.training.items() if n.startswith("optimizer/step/")}
+                seen = [s["state"]["dict"][0][1] for s in newest.state["callbacks"] if s["class"] == "Warm"]
+                assert counts == {float(step)} and seen == [step] and newest.step == step, (counts, seen, step)
+                assert step == model._step > before, (before, step, model._step)
+                rate = newest.state["optimizers"]["optimizer"]["groups"][0]["lr"]
+                assert rate == 1e-3 * (1 + 0.1 * step), (rate, step)
+        assert digest(model, history) == expected
+        say("interrupted", cut)
+        """,
+        env=children.ENV,
+        timeout=240,
+    )
+    assert ended.stdout.splitlines()[-1:] == ["interrupted 40"], ended.stdout + ended.stderr

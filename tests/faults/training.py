@@ -1,0 +1,118 @@
+"""The training that faults are injected into: tiny, with all that is hard to go on with to the bit.
+
+It has dropout, batch norm, AdamW, a moving average of the weights, a rate that a callback changes and noise that the
+data draw on the host. In a child: `from training import *`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import tpufit
+from tpufit.callbacks import Callback, ModelCheckpoint
+
+ROWS, BATCH, EPOCHS = 120, 32, 4  # four batches an epoch, the last one short: 16 steps in all
+SEED = 11
+X = torch.from_numpy(np.random.default_rng(0).normal(size=(ROWS, 8)).astype(np.float32))
+Y = (X.sum(1) > 0).long() + (X[:, 0] > 1).long()
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Rows with noise from NumPy's and PyTorch's global generators, as an augmentation draws it."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return X[i] + 0.1 * torch.randn(8) + float(np.random.random()), Y[i]
+
+
+class Warm(Callback):
+    """A rate that grows with the steps that it has seen."""
+
+    seen = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen += 1
+        self.model.learning_rate = 1e-3 * (1 + 0.1 * self.seen)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+class Say(Callback):
+    """Says on standard output what has begun and what is on disk, so that somebody outside can time a fault."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        say("step", self.model._step)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        say("done", self.model._step)
+
+    def on_save(self, step: int, logs: Any = None) -> None:
+        say("saved", step)
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def net(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 3))
+
+
+def compiled(**options: Any) -> tpufit.Model:
+    tpufit.set_random_seed(SEED)
+    model = tpufit.Model(net())
+    chosen = {"optimizer": "adamw", "loss": "cross_entropy", "scale_lr": None, "use_ema": True} | options
+    model.compile(**chosen)
+    return model
+
+
+def fit(model: tpufit.Model, cores: int, *callbacks: Callback, epochs: int = EPOCHS, **options: Any) -> Any:
+    """Train with the callbacks, after the one that sets the rate."""
+    chosen = {"x": Noisy(), "batch_size": BATCH // cores, "verbose": 0} | options
+    return model.fit(epochs=epochs, cores=cores, callbacks=[Warm(), *callbacks], **chosen).history
+
+
+def digest(model: tpufit.Model, history: dict[str, list[float]]) -> str:
+    """A hash of what must be equal to the bit: weights, optimizer, last logs, and the random numbers that come next."""
+    found = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        found.update(tensor.numpy().tobytes())
+    for state in model.optimizer.state.values():
+        for value in state.values():
+            found.update(torch.as_tensor(value).cpu().numpy().tobytes())
+    last = {name: values[-1] for name, values in sorted(history.items())}
+    found.update(repr((last, model._step, model.learning_rate, np.random.random(), torch.rand(2).tolist())).encode())
+    return found.hexdigest()
+
+
+def run(
+    cores: int, folder: str | None = None, *callbacks: Callback, resume: Any = False, every: int = 1, **options: Any
+) -> str:
+    """A whole training in a new model, or what is left of one. Returns its digest."""
+    model = compiled()
+    keeping = [] if folder is None else [ModelCheckpoint(folder, save_freq=every, keep_last=options.pop("keep", None))]
+    return digest(model, fit(model, cores, *callbacks, *keeping, resume=resume, **options))
+
+
+def prints(folder: Path) -> dict[str, str]:
+    """A hash of each checkpoint's tensors, by its name: those of two equal trainings are equal."""
+    return {path.name: "".join(map(_print, sorted(path.glob("*.safetensors")))) for path in folder.glob("step-*")}
+
+
+def _print(file: Path) -> str:
+    """The hash of a file's tensors, without its head, in which safetensors mixes the order of what is no tensor."""
+    data = file.read_bytes()
+    return hashlib.sha256(data[8 + int.from_bytes(data[:8], "little") :]).hexdigest()
