@@ -10,8 +10,8 @@ from torch import nn
 import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, TerminateOnNaN
-from tpufit.checkpoint import first_not_finite
 from tpufit.errors import CallbackError
+from tpufit.weights import first_broken
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300)
 
@@ -65,7 +65,8 @@ def test_training_ends_soon_and_names_the_step(cores, capsys, options):
     assert capsys.readouterr().out == f"step {STEPS + BAD} returned a loss that is not finite: training ends\n"
     assert BAD <= counts.batches <= BAD + 64 * options.get("steps_per_execution", 1)
     assert set(waits) <= {"capture", "throttle", "logs"} and waits["logs"] <= 1
-    assert first_not_finite(model.state_dict()) == "0.weight"
+    weights = model.state_dict()
+    assert first_broken(weights, weights) == "0.weight"
 
 
 def test_without_a_callback_it_is_known_after_the_epoch(cores):
@@ -77,7 +78,8 @@ def test_without_a_callback_it_is_known_after_the_epoch(cores):
     assert fresh.first_bad_step == STEPS
     fit(fresh, with_nan(STEPS), cores)
     assert fresh.first_bad_step == STEPS + 1  # its weights were bad from the start
-    assert first_not_finite(fresh.state_dict()) is not None
+    weights = fresh.state_dict()
+    assert first_broken(weights, weights) is not None
 
 
 def test_it_may_be_an_error(cores):
