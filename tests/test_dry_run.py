@@ -151,7 +151,7 @@ def test_callbacks_may_be_left_out_or_be_of_any_class(cores, capsys):
         IMAGES, LABELS, 256 // cores, verbose=2, callbacks=[Silent(), own], dry_run=1, cores=cores
     ).history
     assert own.seen == 0 and len(history["loss"]) == 1
-    assert capsys.readouterr().out.endswith(": trained and predicted on 1 batches with Own. Everything is as it was\n")
+    assert capsys.readouterr().out.endswith(": trained and predicted on 1 batch with Own. Everything is as it was\n")
 
 
 @on_cores

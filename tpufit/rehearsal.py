@@ -58,7 +58,8 @@ def rehearse(
         before.put_back()
     *passes, last = ["trained", *["validated"] * (validation is not None), *["predicted"] * predicts]
     tried = f"{', '.join(passes)} and {last}" if passes else last
-    return history, f"{tried} on {batches} batches{told and f' with {told}'}. Everything is as it was"
+    size = f"{batches} batch{'es' * (batches != 1)}"
+    return history, f"{tried} on {size}{told and f' with {told}'}. Everything is as it was"
 
 
 def _stand_in(callback: Any, folder: Path) -> Any:
