@@ -17,7 +17,7 @@ TpufitError
 |   `-- VersionError                    torch and torch_xla versions that don't belong together
 |-- PlacementError (RuntimeError)       a tensor that can't be moved to the device as it is
 |-- ReplayError (RuntimeError)          jit_compile=True, and a step that can't be replayed
-|-- StateLostError (RuntimeError)       a step failed after it had consumed the weights
+|-- StateLostError (RuntimeError)       a step failed on the device, and the weights are lost with it
 `-- CallbackError (RuntimeError)        a callback's hook raised; the cause is chained to it
 """
 
@@ -136,7 +136,7 @@ class ReplayError(TpufitError, RuntimeError):
 
 
 class StateLostError(TpufitError, RuntimeError):
-    """A step failed on the device after it had consumed the weights, whose memory it was to reuse."""
+    """A step failed on the device, and the weights are lost with it: they were to be its result, or its memory."""
 
 
 class CallbackError(TpufitError, RuntimeError):

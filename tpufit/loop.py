@@ -47,7 +47,6 @@ class Trainee(Steps):
     """What the loop needs of a model: its steps, where a callback asks to stop, and the share of time without data."""
 
     input_bound: float | None
-    first_bad_step: int | None
     stop_training: bool
     stop_evaluating: bool
     stop_predicting: bool
