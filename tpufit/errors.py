@@ -29,7 +29,7 @@ TpufitError
 |   `-- PartitionError                  XLA could not divide it among the cores
 |-- PlacementError (RuntimeError)       a tensor that can't be moved to the device as it is
 |-- ReplayError (RuntimeError)          jit_compile=True, and a step that can't be replayed
-|-- StateLostError (RuntimeError)       a step failed after it had consumed the weights
+|-- StateLostError (RuntimeError)       a step failed on the device, and the weights are lost with it
 `-- CallbackError (RuntimeError)        a callback's hook raised; the cause is chained to it
 """
 
@@ -216,7 +216,7 @@ class ReplayError(TpufitError, RuntimeError):
 
 
 class StateLostError(TpufitError, RuntimeError):
-    """A step failed on the device after it had consumed the weights, whose memory it was to reuse."""
+    """A step failed on the device, and the weights are lost with it: they were to be its result, or its memory."""
 
 
 class CallbackError(TpufitError, RuntimeError):

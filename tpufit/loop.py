@@ -61,7 +61,6 @@ class Trainee(Steps):
 
     input_bound: float | None
     out_of_time: bool
-    first_bad_step: int | None
     stop_training: bool
     stop_evaluating: bool
     stop_predicting: bool
