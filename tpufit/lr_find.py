@@ -147,7 +147,7 @@ class LRCurve:
             lowest = min(self.smoothed)
             fall = max(self.smoothed[: self.smoothed.index(lowest) + 1]) - lowest
             if fall:
-                ax.set_ylim(lowest - 0.2 * fall, lowest + 1.5 * fall)
+                ax.set_ylim(min(self.losses) - 0.2 * fall, lowest + 1.5 * fall)
         ax.legend()
         return ax
 
