@@ -44,6 +44,7 @@ FACTORIES = {
     "RemoteMonitor": lambda folder, url: callbacks.RemoteMonitor(url),
     "SwapEMAWeights": lambda folder, url: callbacks.SwapEMAWeights(),
     "TensorBoard": lambda folder, url: callbacks.TensorBoard(folder / "logs"),
+    "TerminateOnNaN": lambda folder, url: callbacks.TerminateOnNaN(),
     "Tracker": lambda folder, url: callbacks.Tracker(callbacks.CSVFile(folder / "steps.csv")),
 }
 EVERY = sorted(
