@@ -109,9 +109,7 @@ def run(
 
 def prints(folder: Path) -> dict[str, str]:
     """A hash of each checkpoint's tensors, by its name: those of two equal trainings are equal."""
-    return {
-        path.name: "".join(map(_print, sorted(path.glob("*.safetensors")))) for path in folder.glob("step-*")
-    }
+    return {path.name: "".join(map(_print, sorted(path.glob("*.safetensors")))) for path in folder.glob("step-*")}
 
 
 def _print(file: Path) -> str:
