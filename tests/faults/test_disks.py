@@ -83,7 +83,7 @@ def test_a_disk_that_fills_up(tmp_path, run_python):
     ended = run_python((tmp_path / "program").read_text(), env=children.ENV)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
-    where = lines[-2].split()
+    (where,) = (line.split() for line in lines if line.startswith("step "))
     step, newest, kept = int(where[1]), where[3], int(where[5])
     words = r"no room in disk/run \(need .*, free .*\)|File too large"
     failed = [line for line in lines if line.startswith("warning: the checkpoint of step")]
