@@ -351,6 +351,7 @@ class RunFolder:
         head = f"the checkpoint of step {checkpoint.step} was not written: "
         if error.errno in DISK_FULL:
             need = sum(t.nbytes for t in (*checkpoint.weights.values(), *checkpoint.training.values()))
+            need += len(json.dumps(checkpoint.state))
             free = shutil.disk_usage(self.path).free
             return f"{head}no room in {self.path} (need {_size(need)}, free {_size(free)}). {self._last_good()}"
         return f"{head}{error}. {self._last_good()}"

@@ -34,8 +34,7 @@ from tpufit import saver
 from tpufit.callbacks import Callback, ModelCheckpoint
 from tpufit.checkpoint import Checkpoint, RunFolder, read
 from tpufit.files import flush
-from tpufit.saver import outside_of_fit
-from tpufit.snapshot import take
+from tpufit.saver import outside_of_fit, take
 
 WIDTHS = (1024, 4096, 3072, 32)
 QUICK = (64, 128, 64, 32)
