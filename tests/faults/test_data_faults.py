@@ -85,7 +85,7 @@ def test_no_data(cores, data):
 
 
 def test_a_batch_without_rows(cores):
-    with pytest.raises(DataError, match=r"a batch must have rows, but the data gave x: float32 \(0, 4\), y: int64 \(0,\)"):
+    with pytest.raises(DataError, match=r"must have rows, but the data gave x: float32 \(0, 4\), y: int64 \(0,\)"):
         compiled().fit([(X[:0], Y[:0])] * cores, epochs=1, verbose=0, cores=cores)
 
 
