@@ -36,7 +36,8 @@ from .data import Stream
 from .data.direct import Direct
 from .data.feed import Feed
 from .data.meter import advice
-from .runtime import agree
+from .diagnosis import Pass
+from .runtime import add_seconds, agree, timing
 from .step import Fed, StepRunner, Steps, fetch
 
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
@@ -44,9 +45,10 @@ _OUTPUTS_IN_FLIGHT = 2
 
 
 class Trainee(Steps):
-    """What the loop needs of a model: its steps, where a callback asks to stop, and the share of time without data."""
+    """What the loop needs of a model: its steps, where a callback asks to stop, and the passes that there have been."""
 
     input_bound: float | None
+    _passes: deque[Pass]
     stop_training: bool
     stop_evaluating: bool
     stop_predicting: bool
@@ -109,6 +111,7 @@ def fit(
             waited = _run_pass(model, run, train, epoch, callbacks, "train", stops)
             logs = run.results()
             elapsed = perf_counter() - began
+            model._passes.append(Pass("train", run.steps, run.rows, elapsed, waited))
             model.input_bound = waited / elapsed
             if not advised and (said := advice(waited, elapsed)):
                 advised = True
@@ -133,8 +136,10 @@ def evaluate(model: Trainee, data: Stream, callbacks: CallbackList) -> dict[str,
         callbacks.call("on_test_begin")
         run = StepRunner(model, "eval", data.device_transform)
         model.module.eval()
-        _run_pass(model, run, data, 0, callbacks, "test", lambda: agree(model.stop_evaluating))
+        began = perf_counter()
+        waited = _run_pass(model, run, data, 0, callbacks, "test", lambda: agree(model.stop_evaluating))
         logs = run.results()
+        model._passes.append(Pass("eval", run.steps, run.rows, perf_counter() - began, waited))
         callbacks.call("on_test_end", logs)
     return logs
 
@@ -202,6 +207,8 @@ def _run_pass(
     begin, end = f"on_{name}_batch_begin", f"on_{name}_batch_end"
     tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
     index = started = 0
+    step = timing("steps", run.__call__) if callbacks.measures else run.__call__
+    run.warm = data.passed
 
     def begin_step() -> None:
         nonlocal started
@@ -212,13 +219,14 @@ def _run_pass(
         run.before_step = begin_step
     batches = data.epoch(epoch)
     ahead = max(4, 2 * run.group_size)
-    with Direct(batches, run.prepare) if data.quick else Feed(batches, run.prepare, ahead) as feed:
+    alone = data.quick
+    with Direct(batches, run.prepare) if alone else Feed(batches, run.prepare, ahead) as feed:
         accumulates = name == "train" and model._gradients.accumulate_steps > 1
         for group, last in _knowing_the_last(_groups(feed, lambda: run.group_size), look=accumulates):
             if tell_begin:
                 callbacks.call(begin, index)
                 run.hooked()
-            outputs = run(group, feed.paused, last)
+            outputs = step(group, feed.paused, last)
             index += len(group)
             if tell_end:
                 callbacks.call(end, index - 1, {"outputs": outputs[-1]} if collect else run.logs())
@@ -228,6 +236,9 @@ def _run_pass(
             if stop():
                 break
     data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)
+    add_seconds("data", feed.seconds_busy if alone else feed.seconds_waited)
+    add_seconds("read", feed.seconds_busy - feed.seconds_prepared, beside=True)
+    add_seconds("prepare", feed.seconds_prepared, beside=True)
     return feed.seconds_waited
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from . import loop, losses, optimizers
 from . import metrics as metric_objects
@@ -21,8 +23,9 @@ from .callbacks.dispatch import CallbackList
 from .callbacks.progress import ProgbarLogger, resolve_verbose
 from .checkpoint import match_weights, named_tensors, read_weights, write_weights
 from .class_weight import ClassWeight
-from .data import Stream, hold_out, stream
-from .data.batches import as_tensors
+from .data import Stream, hold_out, stream, unpack
+from .data.batches import as_tensors, count_rows
+from .diagnosis import Pass, Report
 from .errors import ArgumentError, NotCompiledError, WeightsError
 from .gradients import Gradients
 from .losses import LossArgument, LossByOutput, LossWeightsArgument
@@ -35,14 +38,20 @@ from .runtime import (
     CoresArgument,
     Placement,
     State,
+    available,
+    chip,
+    counts,
+    metrics_report,
     overwrite,
     platform,
     set_matmul_precision,
     settled,
     start,
+    users_line,
 )
 from .step import StepRunner, fetch
 from .summary import table
+from .utilisation import Utilisation, flops_of
 
 Callbacks = Callback | Sequence[Callback] | None
 _SCALINGS: dict[str | None, Callable[[int], float]] = {
@@ -89,6 +98,8 @@ class Model(loop.Trainee):
         super().__init__(module)
         self.history: History | None = None
         self.input_bound: float | None = None
+        self._passes: deque[Pass] = deque(maxlen=1000)
+        self._counted = counts()  # when the last fit began
         self.stop_training = self.stop_evaluating = self.stop_predicting = False
         self._batch_runs: dict[str, StepRunner] = {}
         self._scale_lr: str | None = "linear"
@@ -220,6 +231,7 @@ class Model(loop.Trainee):
         *,
         limit: int | float | None = None,
         max_time: float | timedelta | None = None,
+        strict: bool = False,
         cores: CoresArgument = None,
     ) -> History:
         """Train for a number of epochs.
@@ -248,6 +260,9 @@ class Model(loop.Trainee):
             validation_freq: Validate every so many epochs, or after the epochs (from 1) in a container.
             limit: Train and validate on so many batches an epoch only, or as a float on such a share of them.
             max_time: Stop after the batch that is under way when so much time has passed: seconds, or a `timedelta`.
+            strict: Whether what makes steps slow is an error at the user's line (default False): in training and
+                validation a value read from the device, an operation that runs on the host, a step that can't be
+                replayed, and after the first pass over the data a new graph. The weights stay as they were.
             cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
                 in a process settles it, see `tpufit.init`.
 
@@ -259,11 +274,16 @@ class Model(loop.Trainee):
             ArgumentError, DataError, CoresError: See their messages; raised before anything is compiled.
             LabelError: A class label outside the module's classes.
             CallbackError: A callback raised; the others' `on_train_end` has run.
+            StrictError: With `strict`, see there.
 
         Source: `keras.Model.fit`.
         """
         self._require_compiled("fit")
         verbosity, seconds = resolve_verbose(verbose), _seconds(max_time)
+        if strict and self._run_eagerly:
+            raise ArgumentError(
+                "strict=True looks at graphs, and compile(run_eagerly=True) makes none: use one of them"
+            )
         if epochs < 1 or initial_epoch < 0:
             raise ArgumentError(f"epochs must be at least 1 and initial_epoch 0, got {epochs!r} and {initial_epoch!r}")
         weigher = None if class_weight is None else ClassWeight(class_weight)
@@ -295,7 +315,13 @@ class Model(loop.Trainee):
         params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
         everyone = self._callbacks([*_as_list(callbacks), history], params)
         self.history = history
-        loop.fit(self, train, validation, everyone, range(initial_epoch, epochs), seconds)
+        self._passes.clear()
+        self._counted = counts()
+        self._strict_at = f"at {users_line()}" if strict else ""
+        try:
+            loop.fit(self, train, validation, everyone, range(initial_epoch, epochs), seconds)
+        finally:
+            self._strict_at = ""
         return history
 
     def evaluate(
@@ -578,6 +604,54 @@ class Model(loop.Trainee):
         """
         formats = f"\nprecision {self._precision}: {self._formats}" if self._formats else ""
         (print_fn or print)(table(self.module) + formats)
+
+    def report(self, verbose: bool = False, flops: bool = False) -> Report:
+        """What the steps did since the last `fit` began, what they took, and what is wrong. It waits for nothing.
+
+        Args:
+            verbose: Also give the report of torch_xla's own, in `metrics_report` (default False).
+            flops: Also count the operations of the module's forward and backward pass, over shapes alone, and what
+                share of a TPU's peak the last epoch reached, in `utilisation` (default False).
+
+        Returns:
+            The `Report`: print it, or read its `problems` and `hints`.
+
+        Raises:
+            ArgumentError: The operations can't be counted, or nothing has been trained.
+
+        Example:
+            >>> import torch, tpufit
+            >>> model = tpufit.Model(nn.Linear(2, 2))
+            >>> model.compile("sgd", "mse")
+            >>> _ = model.fit(torch.zeros(64, 2), torch.zeros(64, 2), verbose=0)
+            >>> report = model.report()
+            >>> report.steps, report.problems
+            (2, [])
+        """
+        train = self._programs.get("train")
+        rows = self._largest_batch("train")
+        return Report(
+            passes=tuple(self._passes),
+            counts=counts() - self._counted,
+            traced={role: program.traced_because for role, (program, _) in self._programs.items() if program.met},
+            donated=train[0].donated if train else 0,
+            rows_per_core=-(-rows // self._place.count),
+            widths={name: (p.shape[0], p.shape[1]) for name, p in self.module.named_parameters() if p.dim() >= 2},
+            cores=self._place.count,
+            available=available(self._place.count),
+            joined=self._steps_per_execution != 1,
+            utilisation=self._utilisation() if flops else None,
+            metrics_report=metrics_report() if verbose else "",
+        )
+
+    def _utilisation(self) -> Utilisation:
+        last = next((one for one in reversed(self._passes) if one.role == "train"), None)
+        if last is None or not self._runners["train"].batch_shapes:
+            raise ArgumentError("report(flops=True) counts the operations of the last epoch: call fit first")
+        x, _, _ = unpack(self._runners["train"].batch_shapes)
+        flops = flops_of(self.module, precisions.inputs(self._precision, x))
+        rows = count_rows(tree_leaves(x))
+        return Utilisation.of(flops / rows, last.rows, last.seconds, self._place.count, chip())
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's parameters and buffers as host tensors, by name. This waits for the device, once.

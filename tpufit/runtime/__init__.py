@@ -4,21 +4,28 @@
 | --- | --- |
 | `devices` | find and start the cores |
 | `mesh` | where rows and parameters live |
+| `chip` | which kind of TPU it is |
 | `graph` | trace a step once, then replay its graph |
 | `transfer` | host to device and back; the one function that waits |
 | `norms` | normalisation layers that don't gather the batch |
-| `report` | counters of compilations, waits and fallbacks |
+| `report` | counters of compilations, waits and fallbacks, and time |
+| `profile` | traces by the device's own profiler |
+| `watch` | what a traced step reads, draws and leaves to the host |
 """
 
-from .devices import Cores, CoresArgument, agree, init, platform, set_matmul_precision, settled, start
+from .chip import chip
+from .devices import Cores, CoresArgument, agree, available, init, platform, set_matmul_precision, settled, start
 from .graph import Program, State, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
-from .report import Counts, count_capture, counts
+from .profile import start_trace, stop_trace
+from .report import Compiled, Counts, add_seconds, count_capture, counts, metrics_report, timing
 from .transfer import InFlight, exchange, move, overwrite, to_device, to_host
+from .watch import cure_of, users_line
 
 __all__ = [
     "HOST",
+    "Compiled",
     "Cores",
     "CoresArgument",
     "Counts",
@@ -27,12 +34,17 @@ __all__ = [
     "Placement",
     "Program",
     "State",
+    "add_seconds",
     "agree",
+    "available",
+    "chip",
     "count_capture",
     "counts",
+    "cure_of",
     "exchange",
     "init",
     "launch",
+    "metrics_report",
     "move",
     "overwrite",
     "platform",
@@ -40,7 +52,11 @@ __all__ = [
     "settled",
     "sharded_norms",
     "start",
+    "start_trace",
+    "stop_trace",
+    "timing",
     "to_device",
     "to_host",
     "tracing",
+    "users_line",
 ]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..errors import ReplayError, StateLostError
+from ..errors import ReplayError, StateLostError, StrictError
 from . import report
 from .devices import platform
 from .mesh import Placement
@@ -36,6 +36,8 @@ _ATTEMPTS = 3
 # on. Elsewhere it is free.
 _WORTH_GIVING = 1 << 24
 
+_ONCE = "it has only been traced once"
+
 _tracing = False
 
 
@@ -44,18 +46,19 @@ def tracing() -> bool:
     return _tracing
 
 
-def launch(placement: Placement, role: str) -> None:
+def launch(placement: Placement, role: str, cause: str = "") -> None:
     """Start everything that is pending on the device, without waiting for it.
 
     Args:
         placement: Where it is pending; nothing ever is on the host.
         role: What a graph that must be compiled for it is counted under.
+        cause: Why it is needed.
     """
     if placement.on_host:
         return
     import torch_xla
 
-    with report.role(role):
+    with report.role(role, cause):
         torch_xla._XLAC._xla_step_marker(str(placement.device), [], wait=False)
 
 
@@ -185,6 +188,10 @@ class Program:
             trace.
         traced_because: Why the step is traced on every call; empty as long as it isn't.
         products: In which formats the last trace computed matrix products.
+        strict: Whether what makes a step slow is a `StrictError`, which leaves the state as it was before the step.
+        cause: Why the next graph is needed, for the report.
+        met: The keys of all calls that have been traced.
+        donated: How many bytes of the state a replay writes its new values over.
     """
 
     def __init__(
@@ -211,6 +218,10 @@ class Program:
         self._differed: Counter[Hashable] = Counter()  # traces in a row of one key that gave another graph
         self._varied = 0  # traces in a row, of whatever key, whose Python was another
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
+        self.strict = False
+        self.cause = ""
+        self.met: set[Any] = set()
+        self.donated = 0
 
     def replays(self, key: Hashable) -> bool:
         """Whether a call with this key runs none of the body's Python."""
@@ -226,6 +237,11 @@ class Program:
         self._proven.clear()
         self._differed.clear()
         self._varied = 0
+
+    def retry(self) -> None:
+        """Try once more to replay a step that had been given up."""
+        if self._jit_compile is not False:
+            self.traced_because = ""
 
     def __call__(
         self,
@@ -254,12 +270,15 @@ class Program:
                     torch.manual_seed(seeds[i])
 
                 return self.body(key, inputs, seed)
-        with pause():
+        with pause(), report.timed("trace"):
             self._state.write_back()
-            if not self.traced_because:
-                return self._prove(key, inputs, seeds)
-            outputs = self._trace(key, inputs, seeds, nullcontext())  # nobody needs to watch it, which takes time
-            launch(self._placement, self._role)
+            self.met.add(key)
+            with self._undone_by_a_fault():
+                if not self.traced_because:
+                    return self._prove(key, inputs, seeds)
+                # Else nobody needs to watch it, which takes time.
+                outputs = self._trace(key, inputs, seeds, self._watch() if self.strict else nullcontext())
+            launch(self._placement, self._role, f"it is traced anew on every call, because {self.traced_because}")
             return outputs
 
     def _trace(
@@ -287,18 +306,18 @@ class Program:
 
         xla, state, sums = torch_xla._XLAC, self._state.tensors, self._sums
         launch(self._placement, "transfer")  # what the user has left pending is none of the graph's
-        report.count_wait("capture")  # memory that is still to be computed can't be told apart
-        xla._xla_wait_device_ops([])
+        with report.waiting("capture"):  # memory that is still to be computed can't be told apart
+            xla._xla_wait_device_ops([])
         earlier = self._graphs.get(key)
         places = _places({"state": state, "sum": sums.tensors, "input": inputs})
-        python, looked, fallen = self.python_state(), report.looked_at(), report.counts().fallbacks
-        watch = Watch()
+        python, looked, fallen = self.python_state(), report.looked_at(), report.fallen()
+        watch = self._watch()
         outputs = self._trace(key, inputs, seeds, watch)
         self.products = watch.products
-        cause = self._obstacle(looked, fallen, watch.where)
+        cause = self._obstacle(looked, fallen, watch)
         if cause:
             self._give_up(cause)
-            launch(self._placement, self._role)
+            launch(self._placement, self._role, f"it is traced anew on every call, because {cause}")
             return outputs
 
         places = _places({"sum": sums.begun}) | places  # with those sums that the step made
@@ -312,13 +331,13 @@ class Program:
         roots = [*(state[i] for i in changed), *(sums.tensors[i] for i in summed), *returned]
         escaped = _pending_elsewhere(roots)
         roots += escaped
-        with report.role(self._role), alias_with_buffer_donor_config():
+        with alias_with_buffer_donor_config():
             _, values = xla._get_tensors_xla_device_data_node(roots)
             sources, constants = _recognise(values, places, seeds)
-            if self._donate:  # only what is replaced: a donated tensor is gone
-                for value, (name, i) in zip(values, sources, strict=True):
-                    if name == "state" and i in changed:
-                        xla._set_buffer_donation(value, True)
+            placed = zip(values, sources, strict=True)  # only what is replaced: a donated tensor is gone
+            given = [v for v, (name, i) in placed if self._donate and name == "state" and i in changed]
+            for value in given:
+                xla._set_buffer_donation(value, True)
             graph = _Graph(
                 hash=xla._get_graph_hash(roots),
                 sources=sources,
@@ -329,25 +348,27 @@ class Program:
                 spec=spec,
                 escaped=len(escaped),
             )
-            unproven = "it has only been traced once" if earlier is None else _difference(earlier, graph)
+            unproven = _ONCE if earlier is None else _difference(earlier, graph)
             varies = self._varies(python, watch)
             difference = varies or unproven
+            if self._is_hopeless(key, varies, difference):
+                for value in given if self.strict else ():
+                    xla._set_buffer_donation(value, False)
+                self._give_up(difference)
             if unproven:
-                xla._xla_warm_up_cache(roots, [])
+                with report.role(self._role, self.cause if earlier is None else unproven):
+                    xla._xla_warm_up_cache(roots, [])
         if not difference:
             assert earlier is not None
             graph = earlier
             self._proven.add(key)
-            self._varied = 0
         else:
             sizes = {"state": len(state), "sum": len(sums.begun), "input": len(inputs), "seed": len(seeds)}
             graph.arrange(sizes | {"constant": len(constants)})
-            self._graphs[key] = graph
-            self._varied = self._varied + 1 if varies else 0
-            self._differed[key] += earlier is not None
-            if max(self._varied, self._differed[key]) >= _ATTEMPTS:
-                self._give_up(difference)
+            if not self.traced_because:
+                self._graphs[key] = graph
 
+        self.donated = sum(state[i].nbytes for i in changed) if self._donate else 0
         self._state.hold()
         left = [self._state.values[i] for i in changed]
         results = self._run(graph, values)
@@ -391,8 +412,8 @@ class Program:
 
         if any(torch_xla._XLAC._check_tensor_need_materialization(self._state.tensors)):
             launch(self._placement, "transfer")
-            report.count_wait("changed weights")
-            torch_xla._XLAC._xla_wait_device_ops([])
+            with report.waiting("changed weights"):
+                torch_xla._XLAC._xla_wait_device_ops([])
 
     def _seed(self, seed: int) -> Tensor:
         import torch_xla
@@ -402,14 +423,41 @@ class Program:
         tensor: Tensor = torch_xla._XLAC._get_base_seed_as_tensor(device)
         return tensor
 
-    def _obstacle(self, looked: int, fallen: Counter[str], where: str) -> str:
+    def _is_hopeless(self, key: Hashable, varies: str, difference: str) -> bool:
+        """Note in what a trace differed from the one before; whether it has been too often."""
+        self._varied = self._varied + 1 if varies else 0
+        if difference:
+            self._differed[key] += key in self._graphs
+        return bool(difference) and max(self._varied, self._differed[key]) >= _ATTEMPTS
+
+    def _watch(self) -> Watch:
+        # A random number in the first traces is no fault: a layer may begin with one.
+        draws = ["draws"] if self._varied + 1 >= _ATTEMPTS or self.traced_because else []
+        return Watch(["looks", "falls", *draws] if self.strict else (), f"the {self._role} step")
+
+    @contextmanager
+    def _undone_by_a_fault(self) -> Iterator[None]:
+        """If what is inside finds a fault that strict forbids, put the state back to what it was before."""
+        tensors = self._state.tensors
+        before = [tensor.detach().clone() for tensor in tensors] if self.strict else []  # of the same memory
+        try:
+            yield
+        except StrictError:
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.data = value
+            raise
+
+    def _obstacle(self, looked: int, fallen: Counter[str], watch: Watch) -> str:
         """Why no trace of the step can be replayed, or nothing."""
-        if where or report.looked_at() != looked:
-            operations = sorted(report.counts().fallbacks - fallen)
-            if operations and not where:
-                where = f" from the device: torch_xla runs {' and '.join(operations)} on the host"
-                return f"it reads a value{where}"
-            return f"it reads a value from the device{where and f' at {where}'}"
+        if watch.where or report.looked_at() != looked:
+            operations = sorted(report.fallen() - fallen)
+            if operations and not watch.where:
+                where = sorted(set(watch.fell.values()))
+                called = f", called at {' and '.join(where)}" if where else ""
+                return (
+                    f"it reads a value from the device: torch_xla runs {' and '.join(operations)} on the host{called}"
+                )
+            return f"it reads a value from the device{watch.where and f' at {watch.where}'}"
         if [(t.shape, t.dtype) for t in self._sums.begun] != [(t.shape, t.dtype) for t in self._sums.tensors]:
             return "its running sums change their shape or dtype"
         return ""
@@ -426,6 +474,8 @@ class Program:
         return watch.drew and f"its Python draws random numbers at {watch.drew}"
 
     def _give_up(self, cause: str) -> None:
+        if self.strict:
+            raise StrictError(f"strict=True, but the {self._role} step can't be replayed: {cause}")
         if self._jit_compile is True:
             raise ReplayError(f"jit_compile=True, but the {self._role} step can't be replayed: {cause}")
         self.traced_because = cause
