@@ -270,7 +270,7 @@ def starting(seconds: float, elapsed: float, joined: bool) -> str | None:
         elapsed: How long everything took but compiling and tracing.
         joined: Whether several steps are one graph already.
     """
-    if seconds < elapsed / 2 or seconds < _SECONDS:
+    if seconds < _SECONDS or not 0 < elapsed <= 2 * seconds:
         return None
     cure = "a larger batch_size" if joined else "a larger batch_size, or compile(steps_per_execution='auto')"
     return f"starting the steps took {seconds / elapsed:.0%} of the time, so short are they: {cure}"

@@ -1,4 +1,4 @@
-"""A trace by the profiler of torch_xla: what the host and the device did, for TensorBoard's profile plugin or Perfetto."""
+"""A trace by torch_xla's profiler: what host and device did, for TensorBoard's profile plugin or Perfetto."""
 
 from __future__ import annotations
 

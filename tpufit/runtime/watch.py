@@ -34,7 +34,7 @@ _TORCH_DRAWS = frozenset(
 )
 _READ = "aten::_local_scalar_dense"
 _CURES = {
-    "aten::nonzero": "Instead of picking rows (x[mask], nonzero), keep them all and weigh them: torch.where(mask, x, 0)",
+    "aten::nonzero": "Instead of picking rows (x[mask], nonzero), keep all and weigh them: torch.where(mask, x, 0)",
     "aten::_unique2": "Its result has another shape each time: count with a one-hot product instead, or in a callback",
     "aten::equal": "Compare on the device: (a == b).all()",
 }
@@ -161,7 +161,7 @@ def cure_of(operation: str) -> str:
 
     Example:
         >>> cure_of("aten::nonzero")
-        'Instead of picking rows (x[mask], nonzero), keep them all and weigh them: torch.where(mask, x, 0)'
+        'Instead of picking rows (x[mask], nonzero), keep all and weigh them: torch.where(mask, x, 0)'
     """
     return _CURES.get(operation, "Write it with others, do it in the data set, or in a callback once an epoch")
 
