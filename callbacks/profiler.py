@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ..errors import ArgumentError
-from ..runtime import start_trace, stop_trace
+from ..runtime import start_profile, stop_profile
 from .base import Callback, Logs
 from .scalars import scalars
 
@@ -58,7 +58,7 @@ got (5, 3)
         """Begin the trace, if it is time to."""
         if self._steps is not None and self._done == self._steps[0]:
             os.makedirs(self.log_dir, exist_ok=True)
-            start_trace(self.log_dir)
+            start_profile(self.log_dir)
             self._tracing = True
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -77,4 +77,4 @@ got (5, 3)
         if self._tracing:
             scalars(logs)  # waits for the device, so that its part of the last steps is in the trace too
             self._tracing = False
-            stop_trace()
+            stop_profile()

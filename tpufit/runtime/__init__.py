@@ -9,7 +9,7 @@
 | `transfer` | host to device and back; the one function that waits |
 | `norms` | normalisation layers that don't gather the batch |
 | `report` | counters of compilations, waits and fallbacks, and time |
-| `profile` | traces by the device's own profiler |
+| `profile` | a profile of chosen steps |
 | `watch` | what a traced step reads, draws and leaves to the host |
 """
 
@@ -18,7 +18,7 @@ from .devices import Cores, CoresArgument, agree, available, init, platform, set
 from .graph import Program, State, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
-from .profile import start_trace, stop_trace
+from .profile import start_profile, stop_profile
 from .report import Compiled, Counts, add_seconds, count_capture, counts, metrics_report, timing
 from .transfer import InFlight, exchange, move, overwrite, to_device, to_host
 from .watch import cure_of, users_line
@@ -52,8 +52,8 @@ __all__ = [
     "settled",
     "sharded_norms",
     "start",
-    "start_trace",
-    "stop_trace",
+    "start_profile",
+    "stop_profile",
     "timing",
     "to_device",
     "to_host",

@@ -1,30 +1,23 @@
-"""A trace by torch_xla's profiler: what host and device did, for TensorBoard's profile plugin or Perfetto."""
+"""A profile of what the host and the device do, by the runtime's own profiler."""
 
 from __future__ import annotations
 
 import os
 
 
-def start_trace(folder: str | os.PathLike[str]) -> None:
-    """Begin a trace.
+def start_profile(folder: str | os.PathLike[str]) -> None:
+    """Begin to record. Only one profile can be recorded at a time in a process.
 
     Args:
-        folder: Where it goes at its end, below `plugins/profile/`.
-
-    Raises:
-        RuntimeError: One is under way already.
+        folder: Where to write it, as `plugins/profile/<time>/*.xplane.pb` and `*.trace.json.gz`.
     """
     import torch_xla.debug.profiler as profiler
 
-    profiler.start_trace(os.fspath(folder))
+    profiler.start_trace(folder)
 
 
-def stop_trace() -> None:
-    """End the trace and write it.
-
-    Raises:
-        RuntimeError: None is under way.
-    """
+def stop_profile() -> None:
+    """End the recording, and write it."""
     import torch_xla.debug.profiler as profiler
 
     profiler.stop_trace()
