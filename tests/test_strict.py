@@ -51,6 +51,10 @@ def condition(net, h):
     return h if h.mean() > 100 else h + 1
 
 
+def shown(net, h):
+    return h if repr(h) else h + 1
+
+
 def falls(net, h):
     return h * torch.unique(h.detach()).numel()
 
@@ -72,9 +76,10 @@ def assert_equal(one, other):
     [
         (item, "the train step reads a value from the device at {}.*torch.where"),
         (condition, "the train step reads a value from the device at {}"),
+        (shown, "the train step reads a value from the device at {}"),
         (falls, "has no aten::_unique2 for the device, which the train step calls at {}.*one-hot product"),
     ],
-    ids=["item", "if", "fallback"],
+    ids=["item", "if", "repr", "fallback"],
 )
 def test_a_read_and_a_fallback_are_found_at_their_line_before_anything_has_changed(cores, planted, says):
     model, line = compiled(planted), planted.__code__.co_firstlineno + 1

@@ -120,10 +120,16 @@ hundredth batch, or in on_epoch_end']
             advice.logs_read(counts.waits["batch logs"], self.steps),
             advice.weights_changed(counts.waits["changed weights"], self.steps),
             advice.in_callbacks(counts.seconds.get("callbacks", 0.0), self.seconds),
-            advice.validating(sum(one.seconds for one in self.passes if one.role == "eval"), self.seconds),
+            advice.validating(*self._repeated("eval")),
             advice.unused(self.cores, self.available),
         ]
         return [sentence for sentence in found if sentence]
+
+    def _repeated(self, role: str) -> tuple[float, float]:
+        """How long the passes of a role took, and all passes, without the first of each role, which compile."""
+        first = {one.role: i for i, one in reversed(list(enumerate(self.passes)))}
+        later = [one for i, one in enumerate(self.passes) if first[one.role] != i]
+        return sum(one.seconds for one in later if one.role == role), sum(one.seconds for one in later)
 
     @property
     def hints(self) -> list[str]:

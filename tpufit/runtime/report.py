@@ -223,13 +223,6 @@ def looked_at() -> int:
     return sum(metrics.counter_value(name) or 0 for name in names)
 
 
-def crossings() -> int:
-    """How often a value has come from the device to the host's own operations; quick to ask."""
-    import torch_xla.debug.metrics as metrics
-
-    return metrics.counter_value("xla::_to_cpu") or 0
-
-
 def _compiled() -> int:
     import torch_xla.debug.metrics as metrics
 

@@ -131,7 +131,7 @@ class Watch(TorchFunctionMode):
                         f"strict=True: torch_xla has no {operation} for the device, which {self._step} calls at "
                         f"{line}: it would run on the host at every step. {cure_of(operation)}"
                     )
-        if operations == [_READ]:  # in C++, as by a comparison that is a condition there
+        if operations in ([], [_READ]):  # by itself it has only been looked at, as to print it
             self._note_look()
 
     def __torch_function__(
@@ -140,9 +140,9 @@ class Watch(TorchFunctionMode):
         looks = func in _LOOKS and args[0].device.type == "xla"
         if looks:
             self._note_look()
-        fallen, crossings = self._fallen, report.crossings()
+        fallen, looked = self._fallen, report.looked_at()
         result = func(*args, **(kwargs or {}))
-        if report.crossings() != crossings:
+        if report.looked_at() != looked:
             self._fallen = report.fallen()
             if not looks:
                 self._note_falls(fallen)
