@@ -423,6 +423,7 @@ class Running:
         tensors: The sums as they stand.
         begun: The sums that the step being traced began with, those that it made itself among them.
         kept: What metrics without sums of their own keep of the step being traced: nests of tensors.
+        rows: How many rows the pass has had so far.
     """
 
     def __init__(self, metrics: Sequence[Metric], place: Placement) -> None:
@@ -438,7 +439,7 @@ class Running:
         self._batches: list[list[tuple[Tensor, ...]]] = [[] for _ in metrics]
         self._noted: dict[str, Tensor] = {}
         self._updated = False
-        self._rows = 0
+        self.rows = 0
 
     @property
     def names(self) -> list[str]:
@@ -447,7 +448,7 @@ class Running:
 
     def reset(self) -> None:
         """Begin a new pass."""
-        self._rows = 0
+        self.rows = 0
         self._noted = {}
         self._batches = [[] for _ in self._metrics]
         self.tensors = to_device([default.clone() for default in self._defaults], self.place, Layout.WHOLE)
@@ -523,7 +524,7 @@ class Running:
             rows: How many rows it has.
             kept: What it gave of `kept`, in their order.
         """
-        self._rows += rows
+        self.rows += rows
         for slot, batch in zip(self._keepers, kept, strict=True):
             self._batches[slot].append(batch)
 
@@ -578,7 +579,7 @@ class Running:
 
     def take(self) -> tuple[dict[str, Tensor], int]:
         """The sums behind the means so far, by name and on the device, with the number of rows; a new pass begins."""
-        taken = {name: self.tensors[self._places[name, "total"]] for name in self._means}, self._rows
+        taken = {name: self.tensors[self._places[name, "total"]] for name in self._means}, self.rows
         self.reset()
         return taken
 
@@ -588,7 +589,7 @@ class Running:
         return LazyLogs(self.names, lambda: snapshot("batch logs"))
 
     def _snapshot(self) -> Callable[[str], dict[str, Any]]:
-        rows, sums, kept = self._rows, self.tensors, self._batches
+        rows, sums, kept = self.rows, self.tensors, self._batches
         sizes = [len(batches) for batches in kept]
 
         def read(reason: str) -> dict[str, Any]:
