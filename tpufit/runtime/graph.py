@@ -383,12 +383,20 @@ class Program:
     def _run_traced(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
         """Trace the step and run it."""
         if self.strict:
-            launch(self._placement, "transfer")  # what is still to be computed has no memory to go back to
+            self._finish()
             with self._going_back_to(_same_memory(self._state.tensors)):
                 outputs = self._trace(key, inputs, seeds, self._watch())
         else:
             outputs = self._trace(key, inputs, seeds, nullcontext())  # nobody needs to watch it, which takes time
         return self._launch(outputs)
+
+    def _finish(self) -> None:
+        """Wait until all is computed: memory that is still to be can't be told apart, nor gone back to."""
+        import torch_xla
+
+        launch(self._placement, "transfer")  # what the user has left pending is none of the step's
+        with report.waiting("capture"):
+            torch_xla._XLAC._xla_wait_device_ops([])
 
     def _launch(self, outputs: Any) -> Any:
         """Run what has been traced. If it fails, nothing of the trace may stay pending; what it changed is lost."""
@@ -411,9 +419,7 @@ class Program:
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
         xla, state, sums = torch_xla._XLAC, self._state.tensors, self._sums
-        launch(self._placement, "transfer")  # what the user has left pending is none of the graph's
-        with report.waiting("capture"):  # memory that is still to be computed can't be told apart
-            xla._xla_wait_device_ops([])
+        self._finish()
         self._part()
         earlier = self._graphs.get(key)
         places = _places({"state": state, "sum": sums.tensors, "input": inputs})
