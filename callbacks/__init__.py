@@ -4,6 +4,7 @@ from .backup_and_restore import BackupAndRestore
 from .base import Callback
 from .csv_file import CSVFile
 from .csv_logger import CSVLogger
+from .diagnostics import Diagnostics
 from .dispatch import CallbackList
 from .early_stopping import EarlyStopping
 from .history import History
@@ -15,6 +16,7 @@ from .lr_scheduler import LRScheduler
 from .model_checkpoint import ModelCheckpoint
 from .one_cycle import OneCycle
 from .prediction_writer import PredictionWriter
+from .profiler import Profiler
 from .progress import ProgbarLogger
 from .reduce_lr_on_plateau import ReduceLROnPlateau
 from .remote_monitor import RemoteMonitor
@@ -30,6 +32,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "CallbackList",
+    "Diagnostics",
     "EarlyStopping",
     "History",
     "LRScheduler",
@@ -40,6 +43,7 @@ __all__ = [
     "ModelCheckpoint",
     "OneCycle",
     "PredictionWriter",
+    "Profiler",
     "ProgbarLogger",
     "ReduceLROnPlateau",
     "RemoteMonitor",

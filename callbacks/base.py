@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..checkpoint import Metric
+    from ..diagnosis import Report
     from ..writer import Writer
 
 # Logs by name. Those of a batch are lazy: reading a value waits for the device, once for all of them.
@@ -78,6 +79,9 @@ class TrainedModel(Protocol):
     def higher_is_better(self, name: str, /) -> bool | None:
         """Whether a log gets better as it rises; None if its metric doesn't say."""
 
+    def report(self, verbose: bool = False, flops: bool = False) -> Report:
+        """What the steps did since `fit` began, what they took, and what is wrong."""
+
 
 class Callback:
     """Runs your code at set moments of `fit`, `evaluate` and `predict`: subclass it and override what you need.
@@ -92,6 +96,8 @@ class Callback:
             are put back into it before each of its hooks. A callback that leaves the module alone, or only uses the
             model's own methods (`state_dict`, `save_weights`, ...) and the optimizer, may say False, and save that
             time.
+        measures_time: Whether the host's time of steps and callbacks is to be measured for `model.report()`, False by
+            default.
 
     Example:
         >>> class Losses(Callback):
@@ -106,6 +112,7 @@ class Callback:
     model: TrainedModel
     params: dict[str, Any]
     reads_weights: bool = True
+    measures_time: bool = False
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Take the parameters of the run, before its first hook.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import ArgumentError, CallbackError
+from ..runtime import timing
 from .base import Callback, TrainedModel
 
 # The hooks that a loop calls, each with the number of arguments before `logs`.
@@ -46,6 +47,9 @@ class CallbackList:
         params: What they get as `self.params`, the same dict for all.
         expose: Called before a hook of a callback that may look at the weights (`Callback.reads_weights`).
 
+    Attributes:
+        measures: Whether one of them wants the host's time to be measured (`Callback.measures_time`).
+
     Raises:
         ArgumentError: One of them is not a callback; raised before any of their methods runs.
         CallbackError: `set_params` or `set_model` of one raised.
@@ -76,6 +80,7 @@ class CallbackList:
         )
         for callback in self._callbacks:
             _check(callback)
+        self.measures = any(getattr(callback, "measures_time", False) for callback in self._callbacks)
         self._listeners: dict[str, list[tuple[object, _Hook]]] = {hook: [] for hook in _HOOKS}
         self._open: str | None = None  # the hook that ends what has begun: training, or an evaluation or prediction
         self._failed: object = None
@@ -94,6 +99,8 @@ class CallbackList:
             for hook, listeners in self._listeners.items()
             if any(getattr(callback, "reads_weights", True) for callback, _ in listeners)
         }
+        if self.measures:
+            self.call = timing("callbacks", self.call)  # type: ignore[method-assign]
 
     def __iter__(self) -> Iterator[object]:
         return iter(self._callbacks)

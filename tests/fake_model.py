@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from tpufit.callbacks.base import TrainedModel
 from tpufit.checkpoint import Metric
+from tpufit.diagnosis import Report
+from tpufit.runtime import Counts
 from tpufit.weights import write_weights
 from tpufit.writer import Writer
 
@@ -70,6 +72,9 @@ class FakeModel:
 
     def higher_is_better(self, name: str) -> bool | None:
         return self._directions.get(name.removeprefix("val_"))
+
+    def report(self, verbose: bool = False, flops: bool = False) -> Report:
+        return Report((), Counts(), {})
 
 
 _: type[TrainedModel] = FakeModel  # mypy proves that the fake has what callbacks may touch

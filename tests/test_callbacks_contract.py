@@ -30,6 +30,7 @@ EPOCHS = 2
 FACTORIES = {
     "BackupAndRestore": lambda folder, url: callbacks.BackupAndRestore(folder / "backup"),
     "CSVLogger": lambda folder, url: callbacks.CSVLogger(folder / "log.csv", append=True),
+    "Diagnostics": lambda folder, url: callbacks.Diagnostics(),
     "EarlyStopping": lambda folder, url: callbacks.EarlyStopping(patience=9, restore_best_weights=True),
     "History": lambda folder, url: callbacks.History(),
     "LRScheduler": lambda folder, url: callbacks.LRScheduler(partial(lr_scheduler.StepLR, step_size=1), "step"),
@@ -39,6 +40,7 @@ FACTORIES = {
     "ModelCheckpoint": lambda folder, url: callbacks.ModelCheckpoint(folder / "{epoch}.safetensors"),
     "OneCycle": lambda folder, url: callbacks.OneCycle(0.1, cycle_momentum=False),
     "PredictionWriter": lambda folder, url: callbacks.PredictionWriter(folder / "predictions"),
+    "Profiler": lambda folder, url: callbacks.Profiler(folder / "profile", steps=None),
     "ProgbarLogger": lambda folder, url: callbacks.ProgbarLogger(),
     "ReduceLROnPlateau": lambda folder, url: callbacks.ReduceLROnPlateau(patience=1),
     "RemoteMonitor": lambda folder, url: callbacks.RemoteMonitor(url),

@@ -29,6 +29,7 @@ TpufitError
 |   `-- PartitionError                  XLA could not divide it among the cores
 |-- PlacementError (RuntimeError)       a tensor that can't be moved to the device as it is
 |-- ReplayError (RuntimeError)          jit_compile=True, and a step that can't be replayed
+|-- StrictError (RuntimeError)          fit(strict=True), and something that makes steps slow
 |-- StateLostError (RuntimeError)       a step failed on the device, and the weights are lost with it
 `-- CallbackError (RuntimeError)        a callback's hook raised; the cause is chained to it
 """
@@ -213,6 +214,10 @@ class PlacementError(TpufitError, RuntimeError):
 
 class ReplayError(TpufitError, RuntimeError):
     """`jit_compile=True` was asked for, but the step can't be replayed."""
+
+
+class StrictError(TpufitError, RuntimeError):
+    """`fit(strict=True)` met a host read, an operation that runs on the host, or a new graph after the first epoch."""
 
 
 class StateLostError(TpufitError, RuntimeError):

@@ -79,6 +79,14 @@ class Guard:
                 return f"{changed[0]}{where}"
         return "nothing that has a name"
 
+    def values(self, later: Guard) -> str:
+        """From what to what the number or word has changed that `change` tells of, e.g. `" (from 0.9 to 0.5)"`."""
+        for pairs, others in ((self.options, later.options), (self.python, later.python)):
+            before, after = (sorted(set(a) - set(b), key=str) for a, b in ((pairs, others), (others, pairs)))
+            if before and after and before[0][0] == after[0][0]:
+                return f" (from {before[0][1]!r} to {after[0][1]!r})"
+        return ""
+
 
 def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
     """The options in the optimizers' groups, but for the rates, which are inputs of a graph."""
@@ -92,9 +100,14 @@ def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
 
 
 class Guards:
-    """The snapshots met by the steps of a model, each with a number that stands for it: comparing them takes long."""
+    """The snapshots met by the steps of a model, each with a number that stands for it: comparing them takes long.
+
+    Attributes:
+        causes: What was new about each snapshot, by its number, e.g. `"momentum in ... changed (from 0.9 to 0.5)"`.
+    """
 
     def __init__(self) -> None:
+        self.causes: dict[int, str] = {}
         self._met: dict[Guard, int] = {}
         self._last: dict[str, Guard] = {}
         self._changes: dict[tuple[str, str], int] = {}
@@ -112,7 +125,9 @@ class Guards:
         if guard not in self._met:
             self._met[guard] = len(self._met)
             if before is not None and before != guard:
-                self._note(role, before.change(guard, module))
+                change = before.change(guard, module)
+                self.causes[self._met[guard]] = f"{change} changed{before.values(guard)}"
+                self._note(role, change)
         return self._met[guard]
 
     def _note(self, role: str, change: str) -> None:

@@ -43,7 +43,8 @@ from .data import Stream
 from .data.direct import Direct
 from .data.feed import Feed, FeedEndedError
 from .data.meter import advice
-from .runtime import agree
+from .diagnosis import Pass
+from .runtime import add_seconds, agree, timing
 from .saver import Progress, Saver, progress_of
 from .signals import Interruption
 from .step import Fed, StepRunner, Steps, fetch
@@ -57,10 +58,11 @@ _Pause = Callable[[], AbstractContextManager[object]]
 
 
 class Trainee(Steps):
-    """What the loop needs of a model: its steps, where a callback asks to stop, and the share of time without data."""
+    """What the loop needs of a model: its steps, where a callback asks to stop, and the passes that there have been."""
 
     input_bound: float | None
     out_of_time: bool
+    _passes: deque[Pass]
     stop_training: bool
     stop_evaluating: bool
     stop_predicting: bool
@@ -213,6 +215,7 @@ class _Training:
             self.saver.save_now()  # here, and not at the epoch's end: the rest of the epoch is still to be trained on
         logs = run.results()
         elapsed = perf_counter() - began - (validations.take_seconds() if validations is not None else 0.0)
+        model._passes.append(Pass("train", run.steps, run.rows, elapsed, waited))
         model.input_bound = waited / elapsed
         if not self._advised and (said := advice(waited, elapsed)):
             self._advised = True
@@ -301,12 +304,14 @@ def evaluate(
         callbacks.call("on_test_begin")
         run = StepRunner(model, "eval", data.device_transform)
         model.module.eval()
+        began = perf_counter()
 
         def stops(pause: _Pause) -> bool:
             return bool(agree(model.stop_evaluating or (interruption is not None and interruption.wanted)))
 
-        _run_pass(model, run, data, 0, callbacks, "test", stops, interruption)
+        waited = _run_pass(model, run, data, 0, callbacks, "test", stops, interruption)
         logs = run.results()
+        model._passes.append(Pass("eval", run.steps, run.rows, perf_counter() - began, waited))
         callbacks.call("on_test_end", logs)
     return logs
 
@@ -379,6 +384,8 @@ def _run_pass(
     tell_begin, tell_end = callbacks.has(begin), callbacks.has(end)
     started = run.batches
     began = perf_counter()
+    step = timing("steps", run.__call__) if callbacks.measures else run.__call__
+    run.warm = data.passed
 
     def begin_step() -> None:
         nonlocal started
@@ -390,13 +397,14 @@ def _run_pass(
     batches = data.epoch(epoch)
     ahead = max(4, 2 * run.group_size)
     accumulates = name == "train" and model._gradients.accumulate_steps > 1
-    feed = Direct(batches, run.prepare) if data.quick else Feed(batches, run.prepare, ahead)
+    alone = data.quick
+    feed = Direct(batches, run.prepare) if alone else Feed(batches, run.prepare, ahead)
     with feed, _ending(feed, interruption):
         for group, last in _knowing_the_last(_groups(feed, lambda: run.group_size), look=accumulates):
             if tell_begin:
                 callbacks.call(begin, run.batches)
                 run.hooked()
-            outputs = run(group, feed.paused, last)
+            outputs = step(group, feed.paused, last)
             if tell_end:
                 if name == "train":
                     model.input_bound = feed.seconds_waited / (perf_counter() - began)
@@ -410,6 +418,9 @@ def _run_pass(
             if stop(feed.paused):
                 break
     data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)
+    add_seconds("data", feed.seconds_busy if alone else feed.seconds_waited)
+    add_seconds("read", feed.seconds_busy - feed.seconds_prepared, beside=True)
+    add_seconds("prepare", feed.seconds_prepared, beside=True)
     return feed.seconds_waited
 
 

@@ -424,6 +424,7 @@ class Running:
         tensors: The sums as they stand.
         begun: The sums that the step being traced began with, those that it made itself among them.
         kept: What metrics without sums of their own keep of the step being traced: nests of tensors.
+        rows: How many rows the pass has had so far.
         on_finite: Called with `finite` on the host whenever the sums have been fetched.
     """
 
@@ -441,7 +442,7 @@ class Running:
         self._batches: list[list[tuple[Tensor, ...]]] = [[] for _ in metrics]
         self._noted: dict[str, Tensor] = {}
         self._updated = False
-        self._rows = 0
+        self.rows = 0
 
     @property
     def names(self) -> list[str]:
@@ -450,7 +451,7 @@ class Running:
 
     def reset(self) -> None:
         """Begin a new pass."""
-        self._rows = 0
+        self.rows = 0
         self._noted = {}
         self._batches = [[] for _ in self._metrics]
         self.tensors = to_device([default.clone() for default in self._defaults], self.place, Layout.WHOLE)
@@ -537,7 +538,7 @@ class Running:
             rows: How many rows it has.
             kept: What it gave of `kept`, in their order.
         """
-        self._rows += rows
+        self.rows += rows
         for slot, batch in zip(self._keepers, kept, strict=True):
             self._batches[slot].append(batch)
 
@@ -559,7 +560,7 @@ class Running:
             "keys": [list(key) for key in self._places],
             "means": self._means,
             "updated": self._updated,
-            "rows": self._rows,
+            "rows": self.rows,
             "batches": [[len(batch) for batch in batches] for batches in self._batches],
             "metrics": [metric.state_dict() for metric in self._metrics],
         }
@@ -581,7 +582,7 @@ class Running:
         for metric, own in zip(self._metrics, state["metrics"], strict=True):
             metric.load_state_dict(own)
         self._places = {(key[0], key[1]): i for i, key in enumerate(state["keys"])}
-        self._means, self._updated, self._rows = list(state["means"]), state["updated"], state["rows"]
+        self._means, self._updated, self.rows = list(state["means"]), state["updated"], state["rows"]
         self._defaults = [tensors[f"default/{i}"] for i in range(len(self._places))]
         sums = [tensors[f"sum/{i}"] for i in range(len(self._places))]
         self.tensors = to_device(sums, self.place, Layout.WHOLE)
@@ -592,7 +593,7 @@ class Running:
 
     def take(self) -> tuple[dict[str, Tensor], int]:
         """The sums behind the means so far, by name and on the device, with the number of rows; a new pass begins."""
-        taken = {name: self.tensors[self._places[name, "total"]] for name in self._means}, self._rows
+        taken = {name: self.tensors[self._places[name, "total"]] for name in self._means}, self.rows
         self.reset()
         return taken
 
@@ -602,7 +603,7 @@ class Running:
         return LazyLogs(self.names, lambda: snapshot("batch logs"))
 
     def _snapshot(self) -> Callable[[str], dict[str, Any]]:
-        rows, sums, kept, finite = self._rows, self.tensors, self._batches, self._places.get(_FINITE)
+        rows, sums, kept, finite = self.rows, self.tensors, self._batches, self._places.get(_FINITE)
         tell = self.on_finite  # that of this pass, also when it is read after it
         sizes = [len(batches) for batches in kept]
 

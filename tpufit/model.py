@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from . import loop, losses, optimizers
 from . import metrics as metric_objects
@@ -23,8 +25,9 @@ from .callbacks.progress import ProgbarLogger, resolve_verbose
 from .checkpoint import Checkpoint, Metric
 from .checkpoint import save as save_checkpoint
 from .class_weight import ClassWeight
-from .data import Stream, hold_out, stream
-from .data.batches import as_tensors
+from .data import Stream, hold_out, stream, unpack
+from .data.batches import as_tensors, count_rows
+from .diagnosis import Pass, Report
 from .errors import ArgumentError, CheckpointNotWrittenError, NotCompiledError, WeightsError, require_whole
 from .gradients import Gradients
 from .losses import LossArgument, LossByOutput, LossWeightsArgument
@@ -40,16 +43,22 @@ from .runtime import (
     CoresArgument,
     Placement,
     State,
+    available,
+    chip,
+    counts,
+    metrics_report,
     overwrite,
     platform,
     set_matmul_precision,
     settled,
     start,
+    users_line,
 )
 from .saver import find_checkpoint, outside_of_fit
 from .step import StepRunner, fetch
 from .summary import memory, noting_outputs, table
 from .training_state import begin_anew, take
+from .utilisation import Utilisation, flops_of
 from .weights import first_broken, match_weights, named_tensors, read_weights, write_weights
 from .writer import Writer
 
@@ -102,6 +111,8 @@ class Model(loop.Trainee):
         super().__init__(module)
         self.history: History | None = None
         self.input_bound: float | None = None
+        self._passes: deque[Pass] = deque(maxlen=1000)
+        self._counted = counts()  # when the last fit began
         self.stop_training = self.stop_evaluating = self.stop_predicting = self.out_of_time = False
         self._batch_runs: dict[str, StepRunner] = {}
         self._scale_lr: str | None = "linear"
@@ -240,6 +251,7 @@ class Model(loop.Trainee):
         max_time: float | timedelta | None = None,
         resume: bool | str | os.PathLike[str] = False,
         dry_run: bool | int = False,
+        strict: bool = False,
         cores: CoresArgument = None,
     ) -> History:
         """Train for a number of epochs.
@@ -282,6 +294,9 @@ class Model(loop.Trainee):
                 tried. Copies stand in for the callbacks, and `ModelCheckpoint` and `TensorBoard` write to a temporary
                 folder; see `Callback.for_dry_run` for those of your own. Data that keep their own place, such as an
                 iterator, have moved on.
+            strict: Whether what makes steps slow is an error at the user's line (default False): in training and
+                validation a value read from the device, an operation that runs on the host, a step that can't be
+                replayed, and after the first pass over the data a new graph. The weights stay as they were.
             cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
                 in a process settles it, see `tpufit.init`.
 
@@ -296,6 +311,7 @@ class Model(loop.Trainee):
             CheckpointError: A checkpoint to go on from is missing, damaged, or of something else; or too many could not
                 be written.
             KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM, once the step is over and saved.
+            StrictError: With `strict`, see there.
 
         Source: `keras.Model.fit`.
         """
@@ -306,6 +322,11 @@ class Model(loop.Trainee):
             require_whole("dry_run", batches_tried, otherwise="True")
         require_whole("epochs", epochs)
         require_whole("initial_epoch", initial_epoch, 0)
+        if strict and self._run_eagerly:
+            raise ArgumentError(
+                "strict=True looks at graphs, and compile(run_eagerly=True) makes none: use one of them"
+            )
+        strict_at = f"at {users_line()}" if strict else ""
         weigher = None if class_weight is None else ClassWeight(class_weight)
         if weigher is not None and isinstance(self._loss, LossByOutput):
             raise ArgumentError(
@@ -340,12 +361,13 @@ class Model(loop.Trainee):
                 print(self._headline(settled_cores, train.batch_size, before), flush=True)
                 if resumed is not None:
                     print(f"going on from step {resumed.step}", flush=True)
-            return self._train(train, validation, given, params, range(initial_epoch, epochs), seconds, resumed)
+            epochs_due = range(initial_epoch, epochs)
+            return self._train(train, validation, given, params, epochs_due, seconds, strict_at, resumed)
 
         def fit(validation: loop.Validation | None, stand_ins: list[Any]) -> History:
             self._begin_training(weigher, settled_cores, seed)
             first = range(initial_epoch, initial_epoch + 1)
-            return self._train(train, validation, stand_ins, params | {"verbose": 0}, first, seconds)
+            return self._train(train, validation, stand_ins, params | {"verbose": 0}, first, seconds, strict_at)
 
         history, tried = rehearse(self, train, validation, given, batches_tried, fit)
         if verbosity:
@@ -678,6 +700,54 @@ class Model(loop.Trainee):
         lines += [f"precision {self._precision}: {self._formats}"] if self._formats else []
         (print_fn or print)("\n".join(lines))
 
+    def report(self, verbose: bool = False, flops: bool = False) -> Report:
+        """What the steps did since the last `fit` began, what they took, and what is wrong. It waits for nothing.
+
+        Args:
+            verbose: Also give the report of torch_xla's own, in `metrics_report` (default False).
+            flops: Also count the operations of the module's forward and backward pass, over shapes alone, and what
+                share of a TPU's peak the last epoch reached, in `utilisation` (default False).
+
+        Returns:
+            The `Report`: print it, or read its `problems` and `hints`.
+
+        Raises:
+            ArgumentError: The operations can't be counted, or nothing has been trained.
+
+        Example:
+            >>> import torch, tpufit
+            >>> model = tpufit.Model(nn.Linear(2, 2))
+            >>> model.compile("sgd", "mse")
+            >>> _ = model.fit(torch.zeros(64, 2), torch.zeros(64, 2), verbose=0)
+            >>> report = model.report()
+            >>> report.steps, report.problems
+            (2, [])
+        """
+        train = self._programs.get("train")
+        rows = self._largest_batch("train")
+        return Report(
+            passes=tuple(self._passes),
+            counts=counts() - self._counted,
+            traced={role: program.traced_because for role, (program, _) in self._programs.items() if program.met},
+            donated=train[0].donated if train else 0,
+            rows_per_core=-(-rows // self._place.count),
+            widths={name: (p.shape[0], p.shape[1]) for name, p in self.module.named_parameters() if p.dim() >= 2},
+            cores=self._place.count,
+            available=available(self._place.count),
+            joined=self._steps_per_execution != 1,
+            utilisation=self._utilisation() if flops else None,
+            metrics_report=metrics_report() if verbose else "",
+        )
+
+    def _utilisation(self) -> Utilisation:
+        last = next((one for one in reversed(self._passes) if one.role == "train"), None)
+        if last is None or not self._runners["train"].batch_shapes:
+            raise ArgumentError("report(flops=True) counts the operations of the last epoch: call fit first")
+        x, _, _ = unpack(self._runners["train"].batch_shapes)
+        flops = flops_of(self.module, precisions.inputs(self._precision, x))
+        rows = count_rows(tree_leaves(x))
+        return Utilisation.of(flops / rows, last.rows, last.seconds, self._place.count, chip())
+
     def state_dict(self) -> dict[str, Tensor]:
         """The module's parameters and buffers as host tensors, by name. This waits for the device, once.
 
@@ -889,12 +959,19 @@ class Model(loop.Trainee):
         params: dict[str, Any],
         epochs: range,
         seconds: float | None,
+        strict_at: str,
         resumed: Checkpoint | None = None,
     ) -> History:
         history = History()
         everyone = self._callbacks([*callbacks, history], params)
         self.history = history
-        loop.fit(self, train, validation, everyone, epochs, seconds, resumed)
+        self._passes.clear()
+        self._counted = counts()
+        self._strict_at = strict_at
+        try:
+            loop.fit(self, train, validation, everyone, epochs, seconds, resumed)
+        finally:
+            self._strict_at = ""
         return history
 
     def _on_batch(self, role: str, cores: Cores) -> StepRunner:

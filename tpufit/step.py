@@ -25,7 +25,7 @@ from .class_weight import ClassWeight
 from .data import unpack
 from .data.batches import as_tensors, count_rows, is_plain
 from .data.shapes import ShapeWatch, fields, listed
-from .errors import ArgumentError, BatchError, DataError, NotCompiledError, StateLostError
+from .errors import ArgumentError, BatchError, DataError, NotCompiledError, StateLostError, StrictError
 from .gradients import Accumulator, Gradients, Update
 from .guard import Guard, Guards, options
 from .metrics import LazyLogs, Metric, Running, first_bad
@@ -104,6 +104,7 @@ class Steps:
         self._last_saved: str | None = None
         self._recipe: dict[str, Any] | None = None  # the arguments of `compile`, as far as a checkpoint can hold them
         self._wanted_saves: list[Any] = []  # what callbacks want written, and where, once the step is over
+        self._strict_at = ""  # the line that called fit(strict=True), while it runs
         self._own = {*vars(self), "_own"}
 
     def __call__(self, x: Any) -> Any:
@@ -470,6 +471,12 @@ class Steps:
             updates.append(Update(takes_step, overwrites))
         return updates
 
+    def _largest_batch(self, role: str) -> int:
+        """How many rows the largest batch has that the steps of a role have met."""
+        met = self._shapes[role].changes if role in self._shapes else ()
+        shapes = [shapes[0][0] for _, shapes in (self._signatures[number] for number in met) if shapes]
+        return max((shape[0] for shape in shapes if shape), default=0)
+
     def _drop_gradients(self) -> None:
         """Forget gradients that an epoch which was broken off has left over."""
         if self._batches_waiting:
@@ -550,17 +557,20 @@ class StepRunner:
         transform: What to do to each batch on the device, before the step.
 
     Attributes:
-        steps: How many steps have been run.
+        steps: How many steps have been run,
+        rows: and how many rows they have had.
         batches: How many batches of the pass have been run on, with those before a resumption.
         inside: Whether a step has begun and not been started: after an error its work may be half done.
         before_step: Called before each step of training, and may set rates.
+        warm: Whether the data have been passed over before, so that none of its steps should need a graph.
     """
 
     def __init__(self, model: Steps, role: str, transform: Callable[[Any], Any] | None = None) -> None:
         self._model, self._role, self._transform = model, role, transform
-        self.steps = self.batches = 0
+        self.steps = self.rows = self.batches = 0
         self.inside = False
         self.before_step: Callable[[], None] | None = None
+        self.warm = False
         self._transform_number = model._transform_number(transform)
         self._class_weight = model._class_weight if role in ("train", "gradients") else None
         self._shapes = model._shapes.setdefault(role, ShapeWatch(role))
@@ -574,6 +584,9 @@ class StepRunner:
             model._programs[role] = self._build()
         self._program, self._running = model._programs[role]
         self._program.body, self._program.python_state = self._body, self._python_state
+        self._program.strict = bool(model._strict_at) and role != "predict"
+        if self._program.strict:
+            self._program.retry()
         self._running.reset()
         self._running.on_finite = partial(self._note_finite, model._step)
         self._group: Sequence[Fed] = ()
@@ -587,6 +600,14 @@ class StepRunner:
     def last(self) -> Fed | None:
         """The last batch."""
         return self._group[-1] if self._group else None
+
+    @property
+    def batch_shapes(self) -> Any:
+        """The last batch, as its step got it, with shapes and dtypes only; None before the first step."""
+        if self.last is None:
+            return None
+        batch = self.last.batch(torch.empty_like(tensor, device="meta") for tensor in self.last.tensors)
+        return batch if self._transform is None else self._transform(batch)
 
     def like(self, role: str) -> StepRunner:
         """A runner of another role, for the same batches."""
@@ -614,7 +635,7 @@ class StepRunner:
         except ValueError:
             signature = len(self._signatures)
             self._signatures.append(structure)
-        self._shapes.note(signature, batch)
+        self._shapes.note(signature, batch, self._model._strict_at if self.warm else "")
         rows = count_rows(tensors)
         if not rows:
             raise BatchError(
@@ -674,6 +695,7 @@ class StepRunner:
             if self._program.replays(key):
                 model._counters.replayed((self._role, key))
         else:
+            self._program.cause = self._cause(key, len(group))
             with model._counters.traced((self._role, key), model._optimizers()):
                 outputs = self._program(key, inputs, seeds, pause)
             model._take_in_new_state()
@@ -683,6 +705,7 @@ class StepRunner:
         rows = sum(fed.rows for fed in group)
         self.steps += len(group)
         self.batches += len(group)
+        self.rows += rows
         model.rows_seen += rows
         if self._role == "train":
             model._step += len(group)
@@ -788,6 +811,30 @@ class StepRunner:
             return
         self._guard = Guard.of(model.module, used, self._python_state())
         self._guard_number = model._guards.number(self._role, self._guard, model.module)
+        if self.warm and self._program.strict and self._guard_number not in {key[0] for key in self._program.met}:
+            raise StrictError(
+                f"strict=True, in the fit {model._strict_at}: after its first pass over the data the {self._role} step "
+                f"needs another graph, because {model._guards.causes.get(self._guard_number, 'its options changed')}. "
+                "Only the learning rate is an input of a graph: change the rest before fit, or leave strict away"
+            )
+
+    def _cause(self, key: Any, steps: int) -> str:
+        """Why a call needs a graph of its own, for the report."""
+        model, met = self._model, self._program.met
+        if not met:
+            return "it is the first step"
+        if key in met:
+            return "the step before it made new state"
+        guard, transform, signature = key[:3]
+        if guard not in {other[0] for other in met}:
+            return model._guards.causes.get(guard, "its options changed")
+        if transform not in {other[1] for other in met}:
+            return "the data have another device_transform"
+        if signature not in {other[2] for other in met}:
+            return self._shapes.changes[signature]
+        if len(key) not in {len(other) for other in met}:
+            return f"{steps} step{'s run' if steps > 1 else ' runs'} as one graph"
+        return "it does something else with its gradients"
 
     def _build(self) -> tuple[Program, Running]:
         model = self._model

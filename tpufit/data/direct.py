@@ -22,7 +22,8 @@ class Direct(Generic[T]):
 
     Attributes:
         seconds_waited: How long `next` has read so far, beside the preparation.
-        seconds_busy, seconds_computed: How long reading and preparing have taken so far.
+        seconds_busy, seconds_computed: How long reading and preparing have taken so far,
+        seconds_prepared: and how long the preparation.
         given: How many batches have been given.
 
     Example:
@@ -64,6 +65,10 @@ class Direct(Generic[T]):
         """Close the data if they are a generator."""
         if isinstance(self._batches, Generator):
             self._batches.close()
+
+    @property
+    def seconds_prepared(self) -> float:
+        return self.seconds_busy - self.seconds_waited
 
     @property
     def seconds_computed(self) -> float:

@@ -46,7 +46,8 @@ class Feed(Generic[T]):
     Attributes:
         seconds_waited: How long `next` has waited for data so far.
         seconds_busy: How long the thread has read and prepared so far,
-        seconds_computed: and for how much of that it computed.
+        seconds_prepared: for how much of that it prepared,
+        seconds_computed: and for how much it computed.
         given: How many batches have been given.
 
     Raises:
@@ -126,6 +127,10 @@ class Feed(Generic[T]):
         return self._lane.seconds_busy
 
     @property
+    def seconds_prepared(self) -> float:
+        return self._lane.seconds_prepared
+
+    @property
     def seconds_computed(self) -> float:
         return self._lane.seconds_computed
 
@@ -183,7 +188,7 @@ class _Lane(Generic[T]):
         self.slots: SimpleQueue[None] = SimpleQueue()
         self.turn = threading.Lock()  # held by `prepare`, or by a pause
         self.stopped = False
-        self.seconds_busy = self.seconds_computed = 0.0
+        self.seconds_busy = self.seconds_prepared = self.seconds_computed = 0.0
         for _ in range(depth):
             self.slots.put(None)
 
@@ -211,7 +216,9 @@ class _Lane(Generic[T]):
                         self.ready.put(prepare(batch))
                     except StopIteration as error:  # raised by next() as it is, it would end the epoch in silence
                         raise RuntimeError("prepare raised StopIteration") from error
-                    self.seconds_busy += perf_counter() - began
+                    prepared = perf_counter() - began
+                    self.seconds_prepared += prepared
+                    self.seconds_busy += prepared
                     self.seconds_computed = thread_time()
                 del batch  # not held while waiting for a slot
             self.ready.put(_End())

@@ -9,8 +9,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from ..errors import StrictError
+
 # Whole batches and a shorter last one, of training and of a few buckets, are no fault; more are likely to be one.
 _MANY = 8
+
+_CURE = (
+    "Let all batches but the last have equally many rows, and pad what varies to a few lengths: DataLoader(..., "
+    "collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))"
+)
 
 
 class ShapeWatch:
@@ -18,34 +25,42 @@ class ShapeWatch:
 
     Args:
         role: The step, e.g. `"train"`.
+
+    Attributes:
+        changes: What was new about each, by the batch's number, e.g. `"x had the shape (32, 8), and now (5, 8)"`.
     """
 
     def __init__(self, role: str) -> None:
         self._role = role
-        self._met: set[int] = set()
-        self._last: dict[str, tuple[int, ...]] = {}
+        self.changes: dict[int, str] = {}
+        self._last: dict[str, tuple[str, Any]] = {}
 
-    def note(self, number: int, batch: Any) -> None:
+    def note(self, number: int, batch: Any, strict_at: str = "") -> None:
         """Note a batch.
 
         Args:
             number: A number for its structure and shapes.
             batch: A nest of tensors.
+            strict_at: The line of the `fit` in which one that is new is an error, if in any.
+
+        Raises:
+            StrictError: Its shapes are new, and none may be.
         """
-        if number in self._met:
+        if number in self.changes:
             return
-        self._met.add(number)
-        before, self._last = self._last, _shapes(batch)
-        if len(self._met) != _MANY:
+        before, now = self._last, _shapes(batch)
+        change = _change(before, now)
+        if strict_at and before:
+            raise StrictError(
+                f"strict=True, in the fit {strict_at}: after its first pass over the data the {self._role} step met a "
+                f"batch of a new shape, for which a graph would be compiled: {change}. {_CURE}"
+            )
+        self._last, self.changes[number] = now, change
+        if len(self.changes) != _MANY:
             return
-        field = next((name for name, shape in self._last.items() if before.get(name) != shape), "")
-        change = (
-            f"{field} had the shape {before.get(field)}, and now {self._last[field]}" if field else "its nest changed"
-        )
         warnings.warn(
             f"the {self._role} step meets batches of shape after shape, {_MANY} so far, and a graph is compiled for "
-            f"each: {change}. Let all batches but the last have equally many rows, and pad what varies to a few "
-            "lengths: DataLoader(..., collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))",
+            f"each: {change}. {_CURE}",
             stacklevel=2,
         )
 
@@ -78,8 +93,21 @@ def listed(parts: Mapping[str, Any]) -> str:
     )
 
 
-def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in _tensors(fields(batch)).items()}
+def _change(before: dict[str, tuple[str, Any]], now: dict[str, tuple[str, Any]]) -> str:
+    field = next((name for name, facts in now.items() if before.get(name) != facts), "")
+    if not field:
+        return "its nest changed"
+    if field not in before:
+        return f"{field} is new"
+    (shape, dtype), (new_shape, new_dtype) = before[field], now[field]
+    if shape != new_shape:
+        return f"{field} had the shape {shape}, and now {new_shape}"
+    return f"{field} had the dtype {dtype}, and now {new_dtype}"
+
+
+def _shapes(batch: Any) -> dict[str, tuple[str, Any]]:
+    """The shapes and dtypes of a batch's tensors by their fields."""
+    return {name: (str(tuple(tensor.shape)), tensor.dtype) for name, tensor in _tensors(fields(batch)).items()}
 
 
 def _tensors(parts: Mapping[str, Any]) -> dict[str, Tensor]:

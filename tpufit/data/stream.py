@@ -176,6 +176,7 @@ class Stream:
         device_transform: What the data want done to each batch on the device, or None.
         quick: Whether the last pass showed that the data need no thread.
         keeps_draws: Whether a place holds where the host's random numbers are, if reading the data may draw some.
+        passed: Whether there has been a pass.
     """
 
     def __init__(self, source: Source, steps: int | None, restart: bool, name: str, cores: int = 1) -> None:
@@ -183,7 +184,7 @@ class Stream:
         self.device_transform: Transform | None = source.device_transform
         self.steps = steps if steps is not None else source.steps()
         self._source, self._limit, self._name, self._cores = source, steps, name, cores
-        self.quick = self.keeps_draws = False
+        self.quick = self.keeps_draws = self.passed = False
         self._tried = False
         self._goes_on = steps is not None and not restart
         self._running: Iterator[tuple[int, Any]] | None = None  # the pass that an epoch of `steps` left unfinished
@@ -236,6 +237,7 @@ class Stream:
         movable = self._source.any_thread and not self._goes_on and (self.quick or not self._tried)
         self.quick = movable and batches >= _ENOUGH and computed < _QUICK * batches and busy < _WAITS * batches
         self._tried = self._tried or self.quick
+        self.passed = True
 
     def state_dict(self, batches: int | None) -> dict[str, Any]:
         """The place after some batches of this epoch, which may be fewer than have been read ahead.

@@ -5,18 +5,22 @@
 | `devices` | find and start the cores |
 | `faults` | errors of the runtime, in a sentence |
 | `mesh` | where rows and parameters live |
+| `chip` | which kind of TPU it is |
 | `graph` | trace a step once, then replay its graph |
 | `transfer` | host to device and back; the one function that waits |
 | `lowered` | operations that torch_xla lacks, made of those that it has |
 | `norms` | normalisation layers that don't gather the batch |
+| `report` | counters of compilations, waits and fallbacks, and time |
 | `profile` | a profile of chosen steps |
-| `report` | counters of compilations, waits and fallbacks |
+| `watch` | what a traced step reads, draws and leaves to the host |
 """
 
+from .chip import chip
 from .devices import (
     Cores,
     CoresArgument,
     agree,
+    available,
     device_memory,
     init,
     platform,
@@ -30,11 +34,13 @@ from .graph import Program, State, capture_began, launch, tracing
 from .mesh import HOST, Layout, Placement
 from .norms import sharded_norms
 from .profile import start_profile, stop_profile
-from .report import Counts, count_capture, counts
+from .report import Compiled, Counts, add_seconds, count_capture, counts, metrics_report, timing
 from .transfer import InFlight, exchange, move, overwrite, to_device, to_host
+from .watch import cure_of, users_line
 
 __all__ = [
     "HOST",
+    "Compiled",
     "Cores",
     "CoresArgument",
     "Counts",
@@ -44,14 +50,19 @@ __all__ = [
     "Placement",
     "Program",
     "State",
+    "add_seconds",
     "agree",
+    "available",
     "capture_began",
+    "chip",
     "count_capture",
     "counts",
+    "cure_of",
     "device_memory",
     "exchange",
     "init",
     "launch",
+    "metrics_report",
     "move",
     "overwrite",
     "platform",
@@ -61,9 +72,11 @@ __all__ = [
     "start",
     "start_profile",
     "stop_profile",
+    "timing",
     "to_device",
     "to_host",
     "tracing",
     "translate",
+    "users_line",
     "versions",
 ]

@@ -151,6 +151,17 @@ def device_memory() -> int | None:
         return None
 
 
+def available(used: int) -> int:
+    """How many cores this host's TPU has; where there is none, as many as are used.
+
+    Args:
+        used: How many are used.
+    """
+    if _settled is None or _settled.platform != "TPU":
+        return used
+    return int(_import_runtime().runtime.global_runtime_device_count())
+
+
 def set_matmul_precision(name: str) -> None:
     """Say how exactly float32 matrices are multiplied, in what is traced from now on. Only a TPU makes a difference.
 

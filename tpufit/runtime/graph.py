@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from ..errors import ReplayError, StateLostError
+from ..errors import ReplayError, StateLostError, StrictError
 from . import report
 from .devices import platform
 from .mesh import Placement
@@ -37,6 +37,8 @@ _ATTEMPTS = 3
 # XLA:CPU waits for a step that is given memory, which costs a fifth of a small one: there it is done from so many bytes
 # on. Elsewhere it is free.
 _WORTH_GIVING = 1 << 24
+
+_ONCE = "it has only been traced once"
 
 _tracing = False
 _capture_began: float | None = None
@@ -52,18 +54,19 @@ def capture_began() -> float | None:
     return _capture_began
 
 
-def launch(placement: Placement, role: str) -> None:
+def launch(placement: Placement, role: str, cause: str = "") -> None:
     """Start everything that is pending on the device, without waiting for it.
 
     Args:
         placement: Where it is pending; nothing ever is on the host.
         role: What a graph that must be compiled for it is counted under.
+        cause: Why it is needed.
     """
     if placement.on_host:
         return
     import torch_xla
 
-    with report.role(role):
+    with report.role(role, cause):
         torch_xla._XLAC._xla_step_marker(str(placement.device), [], wait=False)
 
 
@@ -265,6 +268,10 @@ class Program:
             trace.
         traced_because: Why the step is traced on every call; empty as long as it isn't.
         products: In which formats the last trace computed matrix products.
+        strict: Whether what makes a step slow is a `StrictError`, which leaves the state as it was before the step.
+        cause: Why the next graph is needed, for the report.
+        met: The keys of all calls that have been traced.
+        donated: How many bytes of the state a replay writes its new values over.
     """
 
     def __init__(
@@ -291,6 +298,10 @@ class Program:
         self._differed: Counter[Hashable] = Counter()  # traces in a row of one key that gave another graph
         self._varied = 0  # traces in a row, of whatever key, whose Python was another
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
+        self.strict = False
+        self.cause = ""
+        self.met: set[Any] = set()
+        self.donated = 0
 
     def replays(self, key: Hashable) -> bool:
         """Whether a call with this key runs none of the body's Python."""
@@ -306,6 +317,11 @@ class Program:
         self._proven.clear()
         self._differed.clear()
         self._varied = 0
+
+    def retry(self) -> None:
+        """Try once more to replay a step that had been given up."""
+        if self._jit_compile is not False:
+            self.traced_because = ""
 
     def __call__(
         self,
@@ -335,15 +351,16 @@ class Program:
                     torch.manual_seed(seeds[i])
 
                 return self.body(key, inputs, seed)
-        with pause():
+        with pause(), report.timed("trace"):
             self._state.write_back()
-            if not self.traced_because:
-                _capture_began = perf_counter()
-                try:
-                    return self._prove(key, inputs, seeds)
-                finally:
-                    _capture_began = None
-            return self._run_traced(key, inputs, seeds)
+            self.met.add(key)
+            if self.traced_because:
+                return self._run_traced(key, inputs, seeds)
+            _capture_began = perf_counter()
+            try:
+                return self._prove(key, inputs, seeds)
+            finally:
+                _capture_began = None
 
     def _trace(
         self, key: Hashable, inputs: list[Tensor], seeds: list[int], watch: AbstractContextManager[object]
@@ -364,12 +381,29 @@ class Program:
             _tracing = False
 
     def _run_traced(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
-        """Trace the step and run it. If it fails, nothing of the trace may stay pending; what it changed is lost."""
+        """Trace the step and run it."""
+        if self.strict:
+            self._finish()
+            with self._going_back_to(_same_memory(self._state.tensors)):
+                outputs = self._trace(key, inputs, seeds, self._watch())
+        else:
+            outputs = self._trace(key, inputs, seeds, nullcontext())  # nobody needs to watch it, which takes time
+        return self._launch(outputs)
+
+    def _finish(self) -> None:
+        """Wait until all is computed: memory that is still to be can't be told apart, nor gone back to."""
         import torch_xla
 
-        outputs = self._trace(key, inputs, seeds, nullcontext())  # nobody needs to watch it, which takes time
+        launch(self._placement, "transfer")  # what the user has left pending is none of the step's
+        with report.waiting("capture"):
+            torch_xla._XLAC._xla_wait_device_ops([])
+
+    def _launch(self, outputs: Any) -> Any:
+        """Run what has been traced. If it fails, nothing of the trace may stay pending; what it changed is lost."""
+        import torch_xla
+
         try:
-            launch(self._placement, self._role)
+            launch(self._placement, self._role, f"it is traced anew on every call, because {self.traced_because}")
         except BaseException:
             state = self._state.tensors
             waiting = torch_xla._XLAC._check_tensor_need_materialization(state) if state else []
@@ -385,22 +419,21 @@ class Program:
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
         xla, state, sums = torch_xla._XLAC, self._state.tensors, self._sums
-        launch(self._placement, "transfer")  # what the user has left pending is none of the graph's
-        report.count_wait("capture")  # memory that is still to be computed can't be told apart
-        xla._xla_wait_device_ops([])
+        self._finish()
         self._part()
         earlier = self._graphs.get(key)
         places = _places({"state": state, "sum": sums.tensors, "input": inputs})
-        python, looked, fallen = self.python_state(), report.looked_at(), report.counts().fallbacks
+        python, looked, fallen = self.python_state(), report.looked_at(), report.fallen()
         before = _same_memory(state)  # to go back to
-        watch = Watch()
-        outputs = self._trace(key, inputs, seeds, watch)
-        self.products = watch.products
-        cause = self._obstacle(looked, fallen, watch.where)
+        watch = self._watch()
+        with self._going_back_to(before):
+            outputs = self._trace(key, inputs, seeds, watch)
+            self.products = watch.products
+            cause = self._obstacle(looked, fallen, watch)
+            if cause:
+                self._give_up(cause)
         if cause:
-            self._give_up(cause)
-            launch(self._placement, self._role)
-            return outputs
+            return self._launch(outputs)
 
         places = _places({"sum": sums.begun}) | places  # with those sums that the step made
         leaves, spec = tree_flatten(outputs)
@@ -415,7 +448,7 @@ class Program:
         roots += escaped
         if not roots:  # it gives back what it was given, and there is nothing to run
             return outputs
-        with report.role(self._role), alias_with_buffer_donor_config():
+        with self._going_back_to(before), alias_with_buffer_donor_config():
             _, values = xla._get_tensors_xla_device_data_node(roots)
             sources, constants = _recognise(values, places, seeds)
             if self._donate:  # only what is replaced: a donated tensor is gone
@@ -432,29 +465,28 @@ class Program:
                 spec=spec,
                 escaped=len(escaped),
             )
-            unproven = "it has only been traced once" if earlier is None else _difference(earlier, graph)
+            unproven = _ONCE if earlier is None else _difference(earlier, graph)
             varies = self._varies(python, watch)
             difference = varies or unproven
+            if self._is_hopeless(key, varies, difference):
+                self._give_up(difference)
             if unproven:
-                with self._going_back_to(before, [*returned, *escaped]):
+                with report.role(self._role, self.cause if earlier is None else unproven):
                     xla._xla_warm_up_cache(roots, [])
         if not difference:
             assert earlier is not None
             graph = earlier
             self._proven.add(key)
-            self._varied = 0
         else:
             sizes = {"state": len(state), "sum": len(sums.begun), "input": len(inputs), "seed": len(seeds)}
             graph.arrange(sizes | {"constant": len(constants)})
-            self._graphs[key] = graph
-            self._varied = self._varied + 1 if varies else 0
-            self._differed[key] += earlier is not None
-            if max(self._varied, self._differed[key]) >= _ATTEMPTS:
-                self._give_up(difference)
+            if not self.traced_because:
+                self._graphs[key] = graph
 
+        self.donated = sum(state[i].nbytes for i in changed) if self._donate else 0
         taken = self._state.hold()
         left = [taken[i] for i in changed]
-        with self._going_back_to(before, [*returned, *escaped]):
+        with self._going_back_to(before):
             results = self._run(graph, values, first=bool(unproven))
         # Nothing may stay pending: it would be computed from memory that is no longer there. What the body returned, or
         # left elsewhere, loses its history, which keeps more of the trace alive; the state's own may be kept alive by
@@ -500,19 +532,23 @@ class Program:
         return out[end:]
 
     @contextmanager
-    def _going_back_to(self, before: list[Tensor], traced: Sequence[Tensor]) -> Iterator[None]:
-        """If the graph can't be compiled or run: undo its trace, so that the state is what it was, and nothing pends.
+    def _going_back_to(self, before: list[Tensor]) -> Iterator[None]:
+        """If the step can't be traced, compiled or run: undo it, so that the state is what it was, and nothing pends.
 
         What stayed pending, because the error's traceback holds it, would be tried again with whatever is started next.
         """
+        import torch_xla
+
         try:
             yield
         except BaseException:
             state = self._state
             if not state.held:
                 state.hold()
-            _empty([*traced, *state.values, *self._sums.tensors])
+            _empty(_pending_elsewhere(()))
             if not state.lost:
+                for value in before:
+                    torch_xla._XLAC._set_buffer_donation(value, False)
                 state.values = before.copy()
                 before.clear()  # in the traceback they would go on sharing the state's memory
                 state.write_back()
@@ -526,8 +562,8 @@ class Program:
         if is_pending:
             launch(self._placement, "transfer")
         if is_pending or self._state.touched:
-            report.count_wait("changed weights")
-            torch_xla._XLAC._xla_wait_device_ops([])
+            with report.waiting("changed weights"):
+                torch_xla._XLAC._xla_wait_device_ops([])
             self._part()
 
     def _part(self) -> None:
@@ -552,14 +588,29 @@ class Program:
         tensor: Tensor = torch_xla._XLAC._get_base_seed_as_tensor(device)
         return tensor
 
-    def _obstacle(self, looked: int, fallen: Counter[str], where: str) -> str:
+    def _is_hopeless(self, key: Hashable, varies: str, difference: str) -> bool:
+        """Note in what a trace differed from the one before; whether it has been too often."""
+        self._varied = self._varied + 1 if varies else 0
+        if difference:
+            self._differed[key] += key in self._graphs
+        return bool(difference) and max(self._varied, self._differed[key]) >= _ATTEMPTS
+
+    def _watch(self) -> Watch:
+        # A random number in the first traces is no fault: a layer may begin with one.
+        draws = ["draws"] if self._varied + 1 >= _ATTEMPTS or self.traced_because else []
+        return Watch(["looks", "falls", *draws] if self.strict else (), f"the {self._role} step")
+
+    def _obstacle(self, looked: int, fallen: Counter[str], watch: Watch) -> str:
         """Why no trace of the step can be replayed, or nothing."""
-        if where or report.looked_at() != looked:
-            operations = sorted(report.counts().fallbacks - fallen)
-            if operations and not where:
-                where = f" from the device: torch_xla runs {' and '.join(operations)} on the host"
-                return f"it reads a value{where}"
-            return f"it reads a value from the device{where and f' at {where}'}"
+        if watch.where or report.looked_at() != looked:
+            operations = sorted(report.fallen() - fallen)
+            if operations and not watch.where:
+                where = sorted(set(watch.fell.values()))
+                called = f", called at {' and '.join(where)}" if where else ""
+                return (
+                    f"it reads a value from the device: torch_xla runs {' and '.join(operations)} on the host{called}"
+                )
+            return f"it reads a value from the device{watch.where and f' at {watch.where}'}"
         if [(t.shape, t.dtype) for t in self._sums.begun] != [(t.shape, t.dtype) for t in self._sums.tensors]:
             return "its running sums change their shape or dtype"
         return ""
@@ -576,6 +627,8 @@ class Program:
         return watch.drew and f"its Python draws random numbers at {watch.drew}"
 
     def _give_up(self, cause: str) -> None:
+        if self.strict:
+            raise StrictError(f"strict=True, but the {self._role} step can't be replayed: {cause}")
         if self._jit_compile is True:
             raise ReplayError(f"jit_compile=True, but the {self._role} step can't be replayed: {cause}")
         self.traced_because = cause

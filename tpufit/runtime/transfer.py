@@ -60,8 +60,7 @@ def to_host(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
         return here
     import torch_xla
 
-    report.count_wait(reason)
-    with report.role("transfer"):
+    with report.waiting(reason), report.role("transfer"):
         torch_xla._XLAC._xla_sync_multi([here[i] for i in remote], devices=[], wait=True, sync_xla_data=False)
         # A tensor split over the cores is put together from its shards: torch_xla's own way would compile a gather
         # for it, and again at every call.
@@ -220,8 +219,8 @@ class InFlight:
         import torch_xla
 
         half = self._limit // 2
-        report.count_wait("throttle")
-        reached: Tensor = torch_xla._XLAC._xla_get_cpu_tensors([self._started[half - 1]])[0]
+        with report.waiting("throttle"):
+            reached: Tensor = torch_xla._XLAC._xla_get_cpu_tensors([self._started[half - 1]])[0]
         del self._started[:half]
         now = perf_counter()
         each = (now - self._last_wait) / self._new

@@ -1,0 +1,304 @@
+"""What is said about slow training: each sentence from numbers, and each fault provoked in a training."""
+
+import random
+import re
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit import advice, runtime
+from tpufit.callbacks import Callback, Diagnostics
+from tpufit.diagnosis import Pass, Report
+from tpufit.errors import ArgumentError
+from tpufit.runtime import Compiled, Counts
+from tpufit.runtime.report import add_seconds, timed, timing
+from tpufit.utilisation import Utilisation, flops_of, peak
+
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(69, 12)).astype("float32")
+Y = GENERATOR.integers(0, 4, 69)
+
+
+def report(*passes, **facts):
+    counts = {name: facts.pop(name) for name in list(facts) if name in Counts.__dataclass_fields__}
+    return Report(passes or (Pass("train", 100, 3200, 10.0, 0.0),), Counts(**counts), **({"traced": {}} | facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        (
+            {"traced": {"train": "it reads a value from the device at a.py:3"}},
+            "the train step is traced .* a.py:3: return",
+        ),
+        ({"traced": {"eval": "its Python changes Net.calls (from 1 to 2)"}}, "eval step .*: keep counts in a buffer"),
+        ({"traced": {"train": "of jit_compile=False"}}, "leave jit_compile at 'auto'"),
+        (
+            {"fallbacks": Counter({"aten::nonzero": 9}), "lines": Counter({("aten::nonzero", "a.py:3"): 1})},
+            r"aten::nonzero ran on the host 9 times, called at a\.py:3.*torch\.where\(mask, x, 0\)",
+        ),
+        (
+            {"host_reads": 64, "lines": Counter({("read", "a.py:3"): 1})},
+            r"64 values were read from the device, at a\.py:3",
+        ),
+        ({"host_reads": 90}, "90 values were read from the device outside of the steps, in 100 steps"),
+        (
+            {"compiled": tuple(Compiled("train", f"x had the shape ({i},), and now (3,)", 1.0) for i in range(9))},
+            r"the train step was compiled 9 times, the last time because x had the shape \(8,\).*PadToBuckets",
+        ),
+        (
+            {"compiled": tuple(Compiled("train", "betas in ... changed", 1.0) for i in range(9))},
+            "compiled 9 times, the last time because betas in ... changed: change what is part of the graph seldom",
+        ),
+        ({"waits": Counter({"batch logs": 50})}, "callbacks read the logs of 50 of 100 batches"),
+        ({"waits": Counter({"changed weights": 100})}, "a callback changed the weights before 100 of 100 steps"),
+        ({"seconds": {"callbacks": 5.0}}, "callbacks took 50% of the time"),
+        ({"cores": 1, "available": 8}, "1 of this TPU's 8 cores is used"),
+    ],
+)
+def test_each_problem_is_one_sentence_with_its_cure(facts, says):
+    found = report(**facts).problems
+    assert len(found) == 1
+    assert re.search(says, found[0])
+    assert "- " + found[0][:40] in str(report(**facts))
+
+
+def test_passes_that_wait_compile_or_validate_too_long():
+    (waits,) = report(Pass("train", 10, 100, 10.0, 9.0)).problems
+    assert "waited for data 90% of the epoch" in waits
+    (compiles,) = report(Pass("train", 10, 100, 200.0, 0.0), seconds={"compile": 150.0}).problems
+    assert "compiling 0 graphs took 150 s of 200 s" in compiles
+    train, validation = Pass("train", 10, 100, 4.0, 0.0), Pass("eval", 9, 90, 6.0, 0.0)
+    assert report(train, validation, train).problems == []  # the first one compiles
+    (validates,) = report(train, validation, train, validation).problems
+    assert "validating took 60% of the time: fit(validation_freq=5)" in validates
+
+
+def test_what_is_usual_is_no_problem():
+    usual = report(
+        waits=Counter({"logs": 3, "batch logs": 7, "throttle": 40}),
+        compiled=tuple(Compiled("train", "x had the shape (8,), and now (3,)", 5.0) for _ in range(2)),
+        seconds={"compile": 10.0, "callbacks": 0.5, "steps": 9.0},
+        fallbacks=Counter({"aten::bincount": 1}),  # by no step: once an epoch, in a metric
+        host_reads=3,
+        traced={"train": "", "eval": ""},
+    )
+    assert usual.problems == [] and "What is wrong" not in str(usual)
+
+
+def test_hints_about_sizes_and_short_steps():
+    assert "pads to 16: a batch_size that is a multiple of 8" in advice.rows(12)
+    assert "a core gets 64 rows" in advice.rows(64) and advice.rows(128) is None
+    assert "is idle in head (10 x 784)" in advice.widths({"head": (10, 784), "body": (784, 784)})
+    assert advice.widths({"body": (1024, 512), "bias": (128, 120)}) is None and advice.widths({}) is None
+    hinted = report(rows_per_core=12, widths={"head": (10, 784)}, seconds={"steps": 8.0}).hints
+    assert len(hinted) == 3 and "starting the steps took 80% of the time" in hinted[2]
+    assert "steps_per_execution" in hinted[2]
+    assert "steps_per_execution" not in advice.starting(8.0, 10.0, joined=True)
+
+
+def test_times_are_exclusive_of_each_other():
+    inner = timing("test inner", time.sleep)
+    before = runtime.counts()
+    with timed("test outer"):
+        inner(0.05)
+        add_seconds("test known", 100.0, beside=True)
+    seconds = (runtime.counts() - before).seconds
+    assert seconds["test inner"] >= 0.05 > seconds["test outer"] >= 0
+    assert seconds["test known"] == 100.0
+
+
+def test_operations_are_counted_over_shapes_alone():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 10)
+
+        def forward(self, x):
+            return self.head(self.norm(self.conv(x)).mean((2, 3)))
+
+    net, rows = Net(), 4
+    conv, head = 2 * rows * 16 * 16 * 8 * 3 * 9, 2 * rows * 8 * 10
+    # The image needs no gradient, so that the first layer's backward pass has one product and the head's two.
+    assert flops_of(net, torch.zeros(rows, 3, 16, 16)) == 2 * conv + 3 * head
+    assert net.norm.num_batches_tracked == 0 and net.head.weight.grad is None
+    with pytest.raises(ArgumentError, match="operations of Looks can't be counted: its forward pass looks at values"):
+
+        class Looks(nn.Module):
+            def forward(self, x):
+                return x * x.sum().item()
+
+        flops_of(Looks(), torch.zeros(3))
+
+
+def test_utilisation_is_a_share_of_the_vendors_peak():
+    assert {chip: peak(chip) for chip in ("v2", "v3", "v4", "v5e", "v5p", "v6e", "")} == {
+        "v2": 22.5e12, "v3": 61.5e12, "v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "": None,
+    }  # fmt: skip
+    half = Utilisation.of(flops=275e12, rows=4, seconds=2.0, cores=4, chip="v4")
+    assert (half.rows, half.flops, half.share) == (2.0, 550e12, 0.5)
+    assert str(half) == "2 rows/s, 5.5e+05 GFLOP/s (50.0% of the peak in bfloat16)"
+    assert "peak is not known" in str(Utilisation.of(1e9, 4, 2.0, 1, ""))
+
+
+class Net(nn.Module):
+    def __init__(self, extra=None):
+        super().__init__()
+        self.body, self.head, self.extra = nn.Linear(12, 16), nn.Linear(16, 4), extra
+
+    def forward(self, x):
+        h = self.body(x).relu()
+        return self.head(h if self.extra is None else self.extra(self, h))
+
+
+def trained(cores, extra=None, x=X, y=Y, **arguments):
+    model = tpufit.Model(Net(extra))
+    compiling = {name: arguments.pop(name) for name in ("jit_compile", "steps_per_execution") if name in arguments}
+    model.compile("adamw", "cross_entropy", ["accuracy"], **compiling)
+    model.fit(
+        x,
+        y,
+        **({"batch_size": 32, "epochs": 3, "verbose": 0, "cores": cores, "callbacks": [Diagnostics()]} | arguments),
+    )
+    return model
+
+
+def causes(model):
+    return [(one.role, one.cause) for one in model.report().counts.compiled if one.role in ("train", "eval")]
+
+
+@pytest.mark.cores(1)
+def test_a_good_training_has_nothing_to_say_and_all_its_numbers(cores, capsys):
+    model = trained(cores, validation_data=(X, Y))
+    assert capsys.readouterr().out == ""
+    seen = model.report(verbose=True, flops=True)
+    short = "x had the shape (32, 12), and now (5, 12)"
+    first = "it is the first step"
+    assert causes(model) == [("train", first), ("train", short), ("eval", first), ("eval", short)]
+    assert (seen.steps, seen.problems, seen.traced) == (9, [], {"train": "", "eval": ""})
+    assert [(one.role, one.steps, one.rows) for one in seen.passes] == [("train", 3, 69), ("eval", 3, 69)] * 3
+    assert seen.rows_per_core == 32 and seen.widths == {"body.weight": (16, 12), "head.weight": (4, 16)}
+    assert {"compile", "trace", "steps", "callbacks", "data", "prepare", "wait: logs"} <= set(seen.counts.seconds)
+    assert sum(t for phase, t in seen.counts.seconds.items() if phase not in ("read", "prepare")) <= seen.seconds + 0.1
+    assert seen.utilisation.flops / seen.utilisation.rows == pytest.approx(2 * 2 * 12 * 16 + 3 * 2 * 16 * 4)
+    assert seen.utilisation.rows == seen.rows_per_second and seen.utilisation.share is None
+    assert "Metric: CompileTime" in seen.metrics_report and "Metric: CompileTime" in str(seen)
+    for part in ("steps of training  9", "start of graphs", "waiting for the device: logs", "it is the first step"):
+        assert part in str(seen)
+
+
+@pytest.mark.cores(1)
+def test_measuring_adds_no_wait_and_no_graph(cores):
+    class Reader(Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                float(logs["loss"])
+
+    def waits(callbacks):
+        model = trained(cores, callbacks=[Reader(), *callbacks], epochs=2)  # each of its own, so that both compile
+        counts = model.report().counts
+        return {reason: n for reason, n in counts.waits.items() if n}, [
+            one.role for one in counts.compiled if one.cause
+        ]
+
+    assert waits([]) == waits([Diagnostics()])
+
+
+@pytest.mark.cores(1)
+def test_why_another_graph_was_compiled(cores):
+    class Change(Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                self.model.optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+            if epoch == 2:
+                self.model.module.double = True
+
+    def doubled(net, h):
+        return h * h if net.double else h
+
+    Net.double = False
+    model = trained(cores, doubled, callbacks=Change(), batch_size=69)
+    assert [cause for _, cause in causes(model)] == [
+        "it is the first step",
+        "betas in the optimizer's param_groups changed (from (0.9, 0.999) to (0.5, 0.999))",
+        "Net.double changed",
+    ]
+    model.fit(X, Y.astype("int32"), batch_size=69, verbose=0)
+    assert causes(model) == [("train", "y had the dtype torch.int64, and now torch.int32")]
+    # Another layer, or its graphs would be those of another test.
+    joined = trained(cores, lambda net, h: h.sin(), batch_size=8, epochs=1, steps_per_execution=4)
+    assert [cause for _, cause in causes(joined)] == [
+        "it is the first step",
+        "x had the shape (8, 12), and now (5, 12)",
+    ]
+
+
+@pytest.mark.cores(1)
+@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+def test_reads_fallbacks_and_random_branches_are_said_with_their_lines(cores, capsys):
+    def reads(net, h):
+        return h * (h.mean().item() > 0)
+
+    def falls(net, h):
+        return h * torch.unique(h.detach()).numel()
+
+    def branches(net, h):
+        return h * 2 if random.random() < 0.5 else h
+
+    def line(function):
+        return f"test_diagnosis.py:{function.__code__.co_firstlineno + 1}"
+
+    said = []
+    for extra in (reads, falls, branches):
+        model = trained(cores, extra)
+        said.append(model.report().problems)
+        printed = capsys.readouterr().out.splitlines()
+        assert printed == ["What made this slow:", *(f"- {sentence}" for sentence in said[-1])]
+        assert "traced: " in str(model.report())
+    assert len(said[0]) == 1 and f"because it reads a value from the device at {line(reads)}" in said[0][0]
+    assert any(f"aten::_unique2 ran on the host 9 times, called at {line(falls)}" in sentence for sentence in said[1])
+    assert len(said[2]) == 1 and f"draws random numbers at {line(branches)}" in said[2][0]
+
+
+@pytest.mark.cores(1)
+@pytest.mark.filterwarnings("ignore:the train step meets batches of shape after shape")
+def test_changing_shapes_logs_and_callbacks_are_said(cores, capsys):
+    class Busy(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            float(logs["loss"])
+
+    def own(net, h):  # or its graphs would be those of another test
+        return h.tanh().sin()
+
+    batches = [(X[: n + 1], Y[: n + 1]) for n in range(9)]
+    trained(cores, own, x=batches, y=None, batch_size=None, epochs=1, callbacks=[Busy(), Diagnostics()])
+    said = capsys.readouterr().out
+    assert "the train step was compiled 9 times, the last time because x had the shape (8, 12), and now (9, 12)" in said
+    assert "callbacks read the logs of 9 of 9 batches" in said
+
+
+@pytest.mark.cores(1)
+def test_reads_of_a_callback_are_said(cores):
+    class Item(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.module.head.bias.sum().item()
+
+    model = trained(cores, callbacks=Item(), batch_size=8)
+    (said,) = model.report().problems
+    assert "27 values were read from the device outside of the steps, in 27 steps" in said
+
+
+@pytest.mark.cores(1)
+def test_a_second_fit_begins_anew(cores):
+    model = trained(cores)
+    model.fit(X, Y, batch_size=32, verbose=0)
+    assert causes(model) == [] and model.report().steps == 3
+    with pytest.raises(ArgumentError, match="call fit first"):
+        tpufit.Model(Net()).report(flops=True)

@@ -1,0 +1,179 @@
+"""fit(strict=True) finds what makes steps slow, names the line, and leaves the weights as they were."""
+
+import random
+import traceback
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit.callbacks import Callback
+from tpufit.errors import ArgumentError, StrictError
+
+pytestmark = pytest.mark.cores(1, 8, timeout=600)
+
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(69, 12)).astype("float32")
+Y = GENERATOR.integers(0, 4, 69)
+
+
+class Net(nn.Module):
+    def __init__(self, extra=None):
+        super().__init__()
+        self.body, self.head, self.extra = nn.Linear(12, 16), nn.Linear(16, 4), extra
+
+    def forward(self, x):
+        h = self.body(x).relu()
+        return self.head(h if self.extra is None else self.extra(self, h))
+
+
+def compiled(extra=None, kind=tpufit.Model, **arguments):
+    torch.manual_seed(0)
+    model = kind(Net(extra))
+    model.compile("adamw", "cross_entropy", ["accuracy"], scale_lr=None, **arguments)
+    return model
+
+
+def fit(model, cores, **arguments):
+    """Two whole batches of 32 rows and one of 5, an epoch."""
+    torch.manual_seed(1)
+    given = {"batch_size": 32 // cores, "epochs": 3, "verbose": 0, "cores": cores, "strict": True}
+    return model.fit(X, Y, **(given | arguments))
+
+
+def item(net, h):
+    return h * (h.mean().item() > 0)
+
+
+def condition(net, h):
+    return h if h.mean() > 100 else h + 1
+
+
+def shown(net, h):
+    return h if repr(h) else h + 1
+
+
+def falls(net, h):
+    return h * torch.unique(h.detach()).numel()
+
+
+def branch(net, h):
+    return h * 2 if random.random() < 0.5 else h
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(one, other):
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("planted", "says"),
+    [
+        (item, "the train step reads a value from the device at {}.*torch.where"),
+        (condition, "the train step reads a value from the device at {}"),
+        (shown, "the train step reads a value from the device at {}"),
+        (falls, "has no aten::_unique2 for the device, which the train step calls at {}.*one-hot product"),
+    ],
+    ids=["item", "if", "repr", "fallback"],
+)
+def test_a_read_and_a_fallback_are_found_at_their_line_before_anything_has_changed(cores, planted, says):
+    model, line = compiled(planted), planted.__code__.co_firstlineno + 1
+    before = weights(model)
+    with pytest.raises(StrictError, match=says.format(rf"test_strict\.py:{line}\b")) as error:
+        fit(model, cores)
+    assert (__file__, line) in {(f.filename, f.lineno) for f in traceback.extract_tb(error.value.__traceback__)}
+    assert_equal(before, weights(model))
+    with pytest.warns(UserWarning, match="the train step is traced anew"):
+        fit(model, cores, strict=False, epochs=1)  # the same model goes on
+    with pytest.raises(StrictError, match=says.format(rf"test_strict\.py:{line}\b")):
+        fit(model, cores)  # also where it is known to be traced
+
+
+def test_a_branch_on_pythons_random_is_found_when_it_is_no_beginning_any_more(cores):
+    random.seed(0)
+    model, line = compiled(branch), branch.__code__.co_firstlineno + 1
+    with pytest.raises(StrictError, match=rf"draws a random number on the host at test_strict\.py:{line}\b") as error:
+        fit(model, cores)
+    assert (__file__, line) in {(f.filename, f.lineno) for f in traceback.extract_tb(error.value.__traceback__)}
+    random.seed(0)
+    other = compiled(branch, jit_compile=False)  # the steps before it are those of a training that is not strict
+    fit(other, cores, strict=False, epochs=1, limit=2)
+    assert_equal(weights(model), weights(other))
+
+
+def test_what_a_step_has_done_before_it_reads_is_undone(cores, monkeypatch):
+    class Late(tpufit.Model):
+        def train_step(self, batch):
+            logs = super().train_step(batch)
+            return logs | {"scaled": logs["loss"] * logs["loss"].item()}
+
+    monkeypatch.setattr("tpufit.runtime.graph._WORTH_GIVING", 0)  # with memory that is given away
+    model = compiled(kind=Late)
+    before = weights(model)
+    with pytest.raises(StrictError, match="the train step reads a value"):
+        fit(model, cores)
+    assert_equal(before, weights(model))
+    assert all(v.abs().sum().item() == 0 for s in model.optimizer.state.values() for k, v in s.items() if "exp" in k)
+
+
+def test_python_that_counts_is_named(cores):
+    def counts(net, h):
+        net.calls = getattr(net, "calls", 0) + 1
+        return h
+
+    with pytest.raises(StrictError, match="the train step can't be replayed: its Python changes Net.calls"):
+        fit(compiled(counts), cores)
+
+
+class Ragged:
+    """Batches of 8 rows a core's part; from the second pass on one of another shape."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        yield X[:8], Y[:8]
+        yield X[:3], Y[:3]  # a shape of the first epoch is no fault
+        if self.passes == 2:
+            yield X[:7], Y[:7]
+
+
+def test_a_shape_first_met_in_the_second_epoch_is_an_error_with_both_shapes(cores):
+    says = r"in the fit at test_strict\.py:\d+: after its first pass.*x had the shape \(\d+, 12\), and now \(\d+, 12\)"
+    model = compiled()
+    with pytest.raises(StrictError, match=says) as error:
+        model.fit(Ragged(), epochs=3, verbose=0, cores=1 if cores == 1 else cores, strict=True)
+    assert "PadToBuckets" in str(error.value)
+    model.fit(Ragged(), epochs=3, verbose=0)
+
+
+def test_a_good_training_is_what_it_is_without(cores):
+    data = (X[:40], Y[:40])
+    strict, plain = compiled(), compiled()
+    assert (
+        fit(strict, cores, validation_data=data).history
+        == fit(plain, cores, validation_data=data, strict=False).history
+    )
+    assert_equal(weights(strict), weights(plain))
+    assert not strict.report().problems
+
+
+def test_another_graph_for_an_option_that_a_callback_changes(cores):
+    class Momentum(Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.optimizer.param_groups[0]["betas"] = (0.9 if epoch < 2 else 0.5, 0.999)
+
+    says = r"because betas in the optimizer's param_groups changed \(from \(0\.9, 0\.999\) to \(0\.5, 0\.999\)\)"
+    with pytest.raises(StrictError, match=says):
+        fit(compiled(), cores, callbacks=Momentum())
+
+
+def test_it_needs_graphs(cores):
+    with pytest.raises(ArgumentError, match="run_eagerly=True. makes none"):
+        fit(compiled(run_eagerly=True), cores)
