@@ -198,17 +198,21 @@ class _Training:
         """The steps of an epoch, or what is left of them. Returns their logs."""
         model, validations = self.model, self.validations
 
-        def ends(pause: _Pause = nullcontext) -> bool:
+        def validate_and_save(pause: _Pause = nullcontext) -> None:
             if validations is not None and validations.is_due_inside(run.batches):
                 with pause():  # the evaluation's first steps are captured, and nothing else may be sent meanwhile
                     validations.run(run.batches)
                 run.hooked()
             self._note(epoch, run.batches, run)
+
+        def ends(pause: _Pause) -> bool:
+            validate_and_save(pause)
             return self.ends()
 
         model.module.train()
         began, waited = perf_counter(), 0.0
-        if not ends():  # what it goes on from may be a step after which a validation was broken off
+        validate_and_save()  # what it goes on from may be a step after which a validation was broken off
+        if not self.interruption.wanted:
             waited = _run_pass(model, run, self.train, epoch, self.callbacks, "train", ends, self.interruption)
         self._leave_if_interrupted()
         if model.out_of_time:
@@ -310,7 +314,8 @@ def evaluate(
             return bool(agree(model.stop_evaluating or (interruption is not None and interruption.wanted)))
 
         waited = _run_pass(model, run, data, 0, callbacks, "test", stops, interruption)
-        logs = run.results()
+        # Of a validation that was broken off nothing is used, and there may be nothing.
+        logs = {} if interruption is not None and interruption.wanted else run.results()
         model._passes.append(Pass("eval", run.steps, run.rows, perf_counter() - began, waited))
         callbacks.call("on_test_end", logs)
     return logs
