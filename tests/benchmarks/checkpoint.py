@@ -2,7 +2,7 @@
 
     python tests/benchmarks/checkpoint.py [--quick] [--rounds 7] [--out DIR] [--folder DIR]
 
-All of it happens in one `fit` of a network of 17 million weights with Adam, 205 MB of state: between its steps
+All of it happens in one `fit` of a network of 17 million weights with Adam, 203 MB of state: between its steps
 everything is measured once a round, one after the other. A complete run writes `results/checkpoint.json`; `--quick`
 takes a small network and only prints, unless `--out` says where to write. What the rows are: README.md in this folder.
 """
