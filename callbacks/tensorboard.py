@@ -191,7 +191,7 @@ class TensorBoard(Callback):
             self._start = self.model.steps_taken
         self._resumes = self._epoch is None
         if self._epoch is not None:
-            self._begin(self._epoch, resumes=True)
+            self._begin(self._epoch, resumes=True, within=True)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """From now on an evaluation is a validation."""
@@ -256,9 +256,9 @@ class TensorBoard(Callback):
         for writer in self._writers.values():
             writer.flush()  # so that a TensorBoard that is open shows the epoch now
 
-    def _begin(self, epoch: int, resumes: bool) -> None:
+    def _begin(self, epoch: int, resumes: bool, within: bool = False) -> None:
         if resumes:
-            self._rewind(epoch)
+            self._rewind(epoch, within)
         self._epoch_began = self._written = (self.steps, time.perf_counter())
 
     def _write(self, run: str, tag: str, values: Mapping[str, float], step: int) -> None:
@@ -307,11 +307,15 @@ class TensorBoard(Callback):
         self._profiling, self._profiled = False, None
         stop_profile()
 
-    def _rewind(self, epoch: int) -> None:
+    def _rewind(self, epoch: int, within: bool) -> None:
         def keep(tag: str, step: int) -> bool:
             if tag.startswith(_SAID_ONCE):
                 return False
-            return step < epoch if tag.startswith(_BY_EPOCH) else step <= self.steps
+            if tag.startswith(_BY_EPOCH):
+                return step < epoch
+            # In the middle of an epoch its validation is still to come, also if it is due right now.
+            again = within and tag.startswith("evaluation_")
+            return step < self.steps if again else step <= self.steps
 
         self._close()
         for run in ("train", "validation", "."):

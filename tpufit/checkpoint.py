@@ -20,11 +20,11 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -504,10 +504,13 @@ def _verify(folder: Path, manifest: Mapping[str, Any]) -> None:
             )
 
 
-def _fingerprints(folder: Path, names: Any) -> dict[str, dict[str, Any]]:
-    """The size and hash of files; each is hashed in a thread, because that takes as long as reading them."""
-    with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(_sha256, [folder / name for name in names]))
+def _fingerprints(folder: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:
+    """The size and hash of files; each is hashed in a thread, because that takes as long as reading them.
+
+    These threads are daemons: who leaves for good shall not have to wait for them.
+    """
+    with ThreadPool(len(names)) as pool:
+        hashes = pool.map(_sha256, [folder / name for name in names])
     return {n: {"size": (folder / n).stat().st_size, "sha256": h} for n, h in zip(names, hashes, strict=True)}
 
 

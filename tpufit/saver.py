@@ -60,6 +60,7 @@ class Saver:
     def __init__(self, model: Steps, train: Stream, callbacks: CallbackList) -> None:
         self._model, self._train, self._callbacks = model, train, callbacks
         self._writing: list[Writer] = []
+        self._taken: dict[Writer, Progress] = {}  # how far training was at the last checkpoint
         self._open = True
         self._run: StepRunner | None = None
         self._progress: Progress | None = None
@@ -83,6 +84,7 @@ class Saver:
             wanted, self._model._wanted_saves = self._model._wanted_saves, []
             for writer, metric in wanted:
                 self._tell(writer.submit(self._checkpoint(metric)))
+                self._taken[writer] = progress
                 if writer not in self._writing:
                     self._writing.append(writer)
         elif self._writing:
@@ -154,7 +156,8 @@ class Saver:
         self._open = False
         used = list(writers)
         for writer in used:
-            writer.submit(self._checkpoint(None))
+            if self._taken.get(writer) != self._progress:  # else it is at it already
+                self._tell(writer.submit(self._checkpoint(None)))
         for writer in used:
             self._tell(writer.finish())
 
