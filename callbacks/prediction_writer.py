@@ -15,9 +15,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..errors import ArgumentError
 from ..files import replacing
+from ..npy_file import NpyFile
 from ..step import fetch
 from .base import Callback, Logs
-from .npy_file import NpyFile
 
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
 _IN_FLIGHT = 2

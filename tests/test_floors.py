@@ -40,6 +40,7 @@ FLOORS = {
     "checkpoint": 2,
     "weights": 2,
     "nests": 1,
+    "npy_file": 1,
     "signals": 0,
     "writer": 2,
     "training_state": 2,

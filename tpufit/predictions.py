@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from .errors import ArgumentError, DataError
 from .files import replacing
+from .npy_file import NpyFile
 from .outputs import described
 
 
@@ -167,33 +167,18 @@ class _InFile:
     def __init__(self, path: Path, stack: ExitStack) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        draft = stack.enter_context(replacing(path))
-        self._file = stack.enter_context(open(draft, "wb"))  # noqa: SIM115 - the stack closes it
-        self._like: NDArray[Any] | None = None  # no rows, but their shape and dtype
-        self._rows = 0
+        self._file = NpyFile(stack.enter_context(replacing(path)))
+        stack.callback(self._file.close)
 
     def add(self, part: NDArray[Any]) -> None:
-        if self._like is None:
-            self._like = part[:0].copy()
-            self._file.write(self._header())
-        _check_rows(self._like.shape, part)
-        self._file.write(np.ascontiguousarray(part).data)
-        self._rows += len(part)
+        self._file.append(part)
 
     def finish(self) -> None:
-        self._file.seek(0)
-        self._file.write(self._header())  # as long as the first one: NumPy leaves room in it for the number to grow
+        self._file.close()
 
     def result(self) -> NDArray[Any]:
         mapped: NDArray[Any] = np.load(self._path, mmap_mode="r")
         return mapped
-
-    def _header(self) -> bytes:
-        assert self._like is not None
-        header = np.lib.format.header_data_from_array_1_0(self._like)
-        written = io.BytesIO()
-        np.lib.format.write_array_header_1_0(written, header | {"shape": (self._rows, *self._like.shape[1:])})
-        return written.getvalue()
 
 
 def _check_rows(shape: tuple[int, ...], part: NDArray[Any]) -> None:

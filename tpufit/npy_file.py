@@ -1,4 +1,4 @@
-"""`NpyFile`: an array on disk that grows by rows, in the memory of one batch. With no hooks and no model."""
+"""`NpyFile`: an array on disk that grows by rows, in the memory of one batch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.lib import format as npy
+from numpy.lib import format as npy_format
 
-from ..errors import DataError
+from .errors import DataError
+
+_npy: Any = npy_format  # older NumPys have no types for it
 
 
 class NpyFile:
@@ -57,8 +59,8 @@ class NpyFile:
         self._rows += len(rows)
 
     def close(self) -> None:
-        """Write down how many rows there are, and close the file."""
-        if self._kind is not None:
+        """Write down how many rows there are, and close the file; again is no error."""
+        if self._kind is not None and not self._file.closed:
             self._file.seek(0)
             self._write_header()
         self._file.close()
@@ -67,5 +69,5 @@ class NpyFile:
         # NumPy leaves room in it for any number of rows, so that the second one is as long as the first.
         assert self._kind is not None
         shape, dtype = self._kind
-        header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (self._rows, *shape)}
-        npy.write_array_header_1_0(self._file, header)
+        header = {"descr": _npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (self._rows, *shape)}
+        _npy.write_array_header_1_0(self._file, header)
