@@ -39,6 +39,8 @@ def kill_at(n):
     ck._write_text = counted("write", ck._write_text)
     for name in ("rename", "unlink", "rmdir", "mkdir"):
         setattr(os, name, counted(name, getattr(os, name)))
+        if hasattr(Path, "_accessor"):  # of Python 3.10, which holds on to the functions
+            setattr(Path._accessor, name, getattr(os, name))
 
 def killed(folder, n, work):
     pid = os.fork()
