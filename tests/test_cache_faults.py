@@ -221,8 +221,8 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="has no locks .*make sure that no other warm-up is at work"):
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.warns(UserWarning, match="has no locks .*make sure that no other process is at work"):
         assert_right(warmed(tmp_path))
 
 
@@ -467,6 +467,7 @@ def test_a_transform_with_random_numbers_of_its_own(tmp_path):
 def test_a_read_only_folder(run_python):
     code = """
         import os, sys
+        import numpy.random  # while it can be read: NumPy loads it when it is needed
         from cache_sources import *
         from tpufit.data.cache import CachedDataset
         from tpufit.errors import CacheError
