@@ -56,7 +56,7 @@ def test_each_epoch_has_other_rows():
 @pytest.mark.parametrize("max_time", [0.5, timedelta(milliseconds=500)])
 def test_it_ends_after_the_batch_under_way(max_time):
     model, count = fit(count=Count(0.1), max_time=max_time, epochs=100)
-    assert model.stop_training
+    assert model.out_of_time
     assert 1 <= len(count.train) < 10 and count.train == [*range(len(count.train))]
     model.fit(X, Y, 16, verbose=0, callbacks=[again := Count()])
     assert len(again.train) == 10

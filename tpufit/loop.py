@@ -212,7 +212,9 @@ class _Training:
         model.module.train()
         began, waited = perf_counter(), 0.0
         validate_and_save()  # what it goes on from may be a step after which a validation was broken off
-        if not self.interruption.wanted:
+        if self.interruption.wanted:
+            self.train.epoch(epoch)  # so that it is where the epoch begins, or goes on; nothing is read
+        else:
             waited = _run_pass(model, run, self.train, epoch, self.callbacks, "train", ends, self.interruption)
         self._leave_if_interrupted()
         if model.out_of_time:

@@ -692,7 +692,8 @@ def _places(lists: dict[str, list[Tensor]]) -> dict[int, tuple[str, int]]:
 def _empty(tensors: Iterable[Tensor]) -> None:
     """Take the values out of tensors, and what is pending with them, whoever else holds the tensors."""
     for tensor in tensors:
-        if tensor.device.type == "xla":  # one that only another's history kept may have ended with it
+        # One that only another's history kept may have ended with it, and not even have a device any more.
+        if tensor.is_xla:  # type: ignore[attr-defined]
             exchange(tensor, torch.empty_like(tensor, device="meta"), requires_grad=False)
 
 
