@@ -37,7 +37,17 @@ TpufitError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+
+def few(items: Sequence[str]) -> str:
+    """The first of many things, for a message.
+
+    Example:
+        >>> few(["a", "b"])
+        'a, b'
+    """
+    return ", ".join(items[:8]) + " ..." * (len(items) > 8)
 
 
 class TpufitError(Exception):

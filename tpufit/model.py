@@ -55,7 +55,7 @@ from .runtime import (
     users_line,
 )
 from .saver import find_checkpoint, outside_of_fit
-from .step import StepRunner, fetch
+from .step import StepRunner, copies, fetch
 from .summary import memory, noting_outputs, table
 from .training_state import begin_anew, take
 from .utilisation import Utilisation, flops_of
@@ -760,10 +760,8 @@ class Model(loop.Trainee):
         own = named_tensors(self.module)
         unique = {id(tensor): tensor for tensor in own.values()}
         with self._noticing_loss():
-            host = dict(zip(unique, fetch(list(unique.values()), "state"), strict=True))
-        # On the host a fetched tensor is the module's own memory; a state must not change when training goes on.
-        copies = {key: value.clone() if unique[key].device.type == "cpu" else value for key, value in host.items()}
-        return {name: copies[id(tensor)] for name, tensor in own.items()}
+            host = dict(zip(unique, copies(list(unique.values()), "state"), strict=True))
+        return {name: host[id(tensor)] for name, tensor in own.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], skip_mismatch: bool = False) -> None:
         """Put weights into the module in place, wherever it is.

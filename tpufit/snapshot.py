@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .runtime import HOST, overwrite
+from .runtime import overwrite
 from .seeds import Draws
-from .step import Steps, fetch
+from .step import Steps, copies
 
 
 class Snapshot:
@@ -42,8 +42,7 @@ class Snapshot:
             tensors |= {id(value): value for value in state.values() if isinstance(value, Tensor)}
         self._swapped = [(averages, averages.swapped) for averages in model._averages.values()]
         self._tensors = list(tensors.values())
-        values = fetch(self._tensors, "state")  # a tensor of the host comes as it is
-        self._values = [v.clone() if t.device.type == "cpu" else v for t, v in zip(self._tensors, values, strict=True)]
+        self._values = copies(self._tensors, "state")
 
     def put_back(self) -> None:
         """Make it so again, whatever has happened since."""
@@ -58,10 +57,7 @@ class Snapshot:
             averages.swapped = swapped
         # Its graphs may know of what a first step made, which is gone again. Made anew, they are found compiled.
         model._programs.pop("train", None)
-        pairs = list(zip(self._tensors, self._values, strict=True))
-        for place in (HOST, model._place):
-            own = [(t, v) for t, v in pairs if (t.device.type == "cpu") == place.on_host]
-            overwrite([t for t, _ in own], [v for _, v in own], place)
+        overwrite(self._tensors, self._values, model._place)
         self._draws.restore()
 
 

@@ -25,7 +25,7 @@ from .class_weight import ClassWeight
 from .data import unpack
 from .data.batches import as_tensors, count_rows, is_plain
 from .data.shapes import ShapeWatch, fields, listed
-from .errors import ArgumentError, BatchError, DataError, NotCompiledError, StateLostError, StrictError
+from .errors import ArgumentError, BatchError, DataError, NotCompiledError, StateLostError, StrictError, few
 from .gradients import Accumulator, Gradients, Update
 from .guard import Guard, Guards, options
 from .metrics import LazyLogs, Metric, Running, first_bad
@@ -330,7 +330,7 @@ class Steps:
         missing = [name for key, (name, _) in owned.items() if key in lost - weights.keys()]
         if missing:
             raise StateLostError(
-                f"{', '.join(missing[:8])}{' ...' * (len(missing) > 8)} can't be brought back: lost with a step that "
+                f"{few(missing)} can't be brought back: lost with a step that "
                 "failed on the device, and not among the weights given. Begin with a new module"
             )
         self._state.revive()
@@ -955,3 +955,12 @@ def fetch(nest: Any, reason: str) -> Any:
     tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
     host = iter(to_host(tensors, reason))
     return tree_map(lambda leaf: next(host) if isinstance(leaf, Tensor) else leaf, nest)
+
+
+def copies(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
+    """Host tensors of their own with these values; this waits for the device, once for all of them."""
+    # A tensor of the host is fetched as it is: the very memory that training goes on to change.
+    return [
+        value.clone() if tensor.device.type == "cpu" else value
+        for tensor, value in zip(tensors, to_host(tensors, reason), strict=True)
+    ]

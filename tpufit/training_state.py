@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .checkpoint import Checkpoint, Metric
-from .errors import CheckpointMismatchError, WeightsError
+from .errors import CheckpointMismatchError, WeightsError, few
+from .nests import is_plain
 from .optimizers import device_state, parameters
-from .runtime import HOST, move, overwrite
-from .step import Steps, fetch
+from .runtime import move, overwrite
+from .step import Steps, copies
 from .weights import match_weights, named_tensors
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def take(
@@ -39,14 +38,12 @@ def take(
     weights = named_tensors(model.module)
     training = {**_training_tensors(model), **(extra or {})}
     unique = {id(tensor): tensor for tensor in (*weights.values(), *training.values())}
-    host = dict(zip(unique, fetch(list(unique.values()), "checkpoint"), strict=True))
-    # On the host a fetched tensor is the very memory that training goes on to change.
-    copies = {key: value.clone() if unique[key].device.type == "cpu" else value for key, value in host.items()}
+    host = dict(zip(unique, copies(list(unique.values()), "checkpoint"), strict=True))
     learned = {id(parameter) for parameter in model.module.parameters() if parameter.requires_grad}
     return Checkpoint(
         step=model._step,
-        weights={name: copies[id(tensor)] for name, tensor in weights.items()},
-        training={name: copies[id(tensor)] for name, tensor in training.items()},
+        weights={name: host[id(tensor)] for name, tensor in weights.items()},
+        training={name: host[id(tensor)] for name, tensor in training.items()},
         state={
             **state,
             "model": {
@@ -87,11 +84,8 @@ def put_back(model: Steps, checkpoint: Checkpoint) -> None:
         optimizer.state[parameter][key] = value.clone()
     move((t for optimizer in optimizers.values() for t in device_state(optimizer)), model._place)
     training = _training_tensors(model)
-    targets = {name: (tensor, checkpoint.weights[name]) for name, tensor in weights.items()}
-    targets |= {f"/{name}": (tensor, checkpoint.training[name]) for name, tensor in training.items()}
-    for place in {HOST, model._place}:
-        pairs = [(t, v) for t, v in targets.values() if (t.device.type == "cpu") == place.on_host]
-        overwrite([t for t, _ in pairs], [v for _, v in pairs], place)
+    values = [checkpoint.weights[name] for name in weights] + [checkpoint.training[name] for name in training]
+    overwrite([*weights.values(), *training.values()], values, model._place)
     for name, optimizer in optimizers.items():
         _set_options(optimizer, _names(model), checkpoint.state["optimizers"][name])
     model._take_in_new_state()
@@ -138,7 +132,7 @@ def check_weights(own: Mapping[str, Tensor], given: Mapping[str, Tensor], dtypes
     others = [f"{n}: {given[n].dtype} then, {t.dtype} now" for n, t in own.items() if given[n].dtype != t.dtype]
     if dtypes and others:
         raise CheckpointMismatchError(
-            f"the checkpoint has other dtypes: {_few(others)}. compile with the precision that it was made with"
+            f"the checkpoint has other dtypes: {few(others)}. compile with the precision that it was made with"
         )
 
 
@@ -176,7 +170,7 @@ def _missing_state(
     model: Steps, optimizers: Mapping[str, Optimizer], given: Mapping[str, Tensor]
 ) -> list[tuple[Optimizer, nn.Parameter, str, Tensor]]:
     """State that an optimizer makes in its first step, and hasn't yet: whose, what of, its key and its value."""
-    own = {name: parameter for parameter, name in _parameters(model)}
+    own = dict(model.module.named_parameters())
     made = []
     for full, value in given.items():
         owner, _, rest = full.partition("/")
@@ -190,7 +184,7 @@ def _check_training(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> N
     missing = [name for name in own if name not in given]
     if missing:
         raise CheckpointMismatchError(
-            f"the checkpoint lacks {_few(missing)}: it was made with other arguments of compile, such as another loss, "
+            f"the checkpoint lacks {few(missing)}: it was made with other arguments of compile, such as another loss, "
             "use_ema or accumulate_steps"
         )
     others = [
@@ -199,7 +193,7 @@ def _check_training(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> N
         if (given[name].shape, given[name].dtype) != (tensor.shape, tensor.dtype)
     ]
     if others:
-        raise CheckpointMismatchError(f"the checkpoint's training state has other shapes or dtypes: {_few(others)}")
+        raise CheckpointMismatchError(f"the checkpoint's training state has other shapes or dtypes: {few(others)}")
 
 
 def _check_optimizers(model: Steps, own: Mapping[str, Optimizer], given: Mapping[str, Any]) -> None:
@@ -229,11 +223,11 @@ def _options(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         "class": type(optimizer).__name__,
         "groups": [
             {"params": [names[id(p)] for p in group["params"]]}
-            | {key: _plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
+            | {key: plain for key, value in group.items() if key != "params" and is_plain(plain := _plain(value))}
             for group in optimizer.param_groups
         ],
         "numbers": {
-            names[id(parameter)]: {key: value for key, value in state.items() if isinstance(value, _PLAIN)}
+            names[id(parameter)]: {key: value for key, value in state.items() if is_plain(value)}
             for parameter, state in optimizer.state.items()
         },
     }
@@ -250,16 +244,10 @@ def _set_options(optimizer: Optimizer, names: Mapping[int, str], given: Mapping[
             optimizer.state[parameter].update(numbers)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not value.dim())
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
-    return value.item() if isinstance(value, Tensor) else value
+    return value.item() if isinstance(value, Tensor) and not value.dim() else value
 
 
 def _optimizers(model: Steps) -> Iterator[tuple[str, Optimizer]]:
@@ -271,13 +259,5 @@ def _own_averages(model: Steps) -> Iterator[tuple[str, Optimizer]]:
     return ((name, optimizer) for name, optimizer in _optimizers(model) if id(optimizer) in model._averages)
 
 
-def _parameters(model: Steps) -> Iterator[tuple[nn.Parameter, str]]:
-    return ((parameter, name) for name, parameter in model.module.named_parameters())
-
-
 def _names(model: Steps) -> dict[int, str]:
-    return {id(parameter): name for parameter, name in _parameters(model)}
-
-
-def _few(items: Sequence[str]) -> str:
-    return ", ".join(items[:8]) + " ..." * (len(items) > 8)
+    return {id(parameter): name for name, parameter in model.module.named_parameters()}

@@ -12,7 +12,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, WeightsError
+from .errors import ArgumentError, WeightsError, few
 from .files import replacing, write_tensors
 
 _SUFFIX = ".safetensors"
@@ -90,7 +90,7 @@ def match_weights(
         "of another shape": shapes,
         "tied in the module, but with different values in the weights": [f"{a} and {b}" for a, b in parted],
     }
-    found = [f"{what}: {', '.join(names[:8])}{' ...' * (len(names) > 8)}" for what, names in problems.items() if names]
+    found = [f"{what}: {few(names)}" for what, names in problems.items() if names]
     if found:
         message = f"the weights don't fit the module. {'; '.join(found)}"
         if not skip_mismatch:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..seeds import step_seed
+from ..seeds import Draws, step_seed
 from . import shards
 from .layout import Layout
 from .samples import check_alike, flatten
@@ -110,12 +110,10 @@ def probe(maker: Maker, rows: int) -> str:
 @contextmanager
 def alone() -> Iterator[None]:
     """Make samples in this process as a worker would: with one thread, and leaving its random numbers as they were."""
-    threads, states = torch.get_num_threads(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    threads, draws = torch.get_num_threads(), Draws.now()
     torch.set_num_threads(1)  # how a sum is split among threads shows in its last digits
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        draws.restore()

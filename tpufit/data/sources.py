@@ -33,6 +33,7 @@ class Source(ABC):
         any_thread: Whether passes over the data may be made by different threads.
         draws: Whether the user's code runs as they are read, which may draw random numbers.
         generators: The user's own random generators that are drawn from.
+        places_a_batch: How far a global batch moves the place.
     """
 
     batch_size: int | None = None
@@ -40,6 +41,7 @@ class Source(ABC):
     any_thread: bool = True
     draws: bool = False
     generators: Sequence[torch.Generator] = ()
+    places_a_batch: int
 
     @abstractmethod
     def batches(
@@ -63,11 +65,6 @@ class Source(ABC):
     def batches_before(self, place: int) -> int:
         """How many global batches of a pass come before a place."""
         return -(-place // self.places_a_batch)
-
-    @property
-    @abstractmethod
-    def places_a_batch(self) -> int:
-        """How far a global batch moves the place."""
 
     def steps(self) -> int | None:
         """Batches a pass, or None if only reading them all can tell."""
@@ -120,6 +117,7 @@ class _Rows(Source):
         if not length:
             raise DataError(f"{plan.name} is empty: it has no rows")
         self.length, self.plan, self.batch_size = length, plan, plan.batch_size
+        self.places_a_batch = plan.rows
 
     @abstractmethod
     def take(self, rows: slice | NDArray[np.int64], index: int) -> Any:
@@ -134,10 +132,6 @@ class _Rows(Source):
 
     def form(self) -> dict[str, Any]:
         return {"rows": self.length, "batch_size": self.plan.batch_size, "shuffle": self.plan.shuffle}
-
-    @property
-    def places_a_batch(self) -> int:
-        return self.plan.rows
 
     def batches(
         self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None
@@ -234,6 +228,7 @@ class Loader(Source):
 
     def __init__(self, loader: DataLoader[Any], cores: int) -> None:
         self.loader, self.cores = loader, cores
+        self.places_a_batch = cores
         self.batch_size = loader.batch_size
         self.device_transform = _transform_of(loader.dataset)
         self.any_thread = _any_thread(loader)
@@ -248,10 +243,6 @@ class Loader(Source):
 
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.loader), "batch_size": self.batch_size}
-
-    @property
-    def places_a_batch(self) -> int:
-        return self.cores
 
     def batches(
         self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None
@@ -270,6 +261,7 @@ class Iteration(Source):
 
     def __init__(self, batches: Iterable[Any], cores: int) -> None:
         self.iterable, self.cores = batches, cores
+        self.places_a_batch = cores
         self.device_transform = _transform_of(getattr(batches, "dataset", batches))
         self.any_thread = _any_thread(batches)
         self.generators = _generators(batches) if isinstance(batches, DataLoader) else ()
@@ -284,10 +276,6 @@ class Iteration(Source):
 
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.iterable)}
-
-    @property
-    def places_a_batch(self) -> int:
-        return self.cores
 
     def batches(
         self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None

@@ -127,16 +127,18 @@ def overwrite(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Pl
     """Give tensors new values of the same shape and dtype, in place and without waiting.
 
     Args:
-        targets: Tensors that live at `placement`.
+        targets: Tensors that live at `placement`, or on the host, where some optimizers count.
         values: Host tensors, one for each.
-        placement: Where the targets live.
+        placement: Where those live that are not on the host.
     """
-    if placement.on_host:
-        with torch.no_grad():
-            for target, value in zip(targets, values, strict=True):
+    pairs = list(zip(targets, values, strict=True))
+    with torch.no_grad():
+        for target, value in pairs:
+            if target.device.type == "cpu":
                 target.copy_(value)
-        return
-    for target, value in zip(targets, to_device(values, placement, Layout.WHOLE), strict=True):
+    remote = [pair for pair in pairs if pair[0].device.type != "cpu"]
+    sent = to_device([value for _, value in remote], placement, Layout.WHOLE) if remote else []
+    for (target, _), value in zip(remote, sent, strict=True):
         if target.is_meta:  # a step that failed has left nothing of it
             exchange(target, value)
         else:
