@@ -2,10 +2,13 @@
 # make check   the quick half of the tests
 # make test    everything; .ci/run runs this
 #
-# The first of them builds .venv. PYTHON=python3.12 chooses with what.
+# The first of them builds .venv. PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
 
 PYTHON ?= python3
+JOBS ?= auto
 BIN := .venv/bin
+# A process of tests takes up to 2 GB.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4
 READY := .venv/ready
 
 # Also on a machine that has a TPU: all this is about virtual cores, and the library says how many.
@@ -18,11 +21,11 @@ demo: $(READY)
 	$(BIN)/python examples/digits.py
 
 check: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test: lint
 	$(BIN)/python -m pytest --doctest-modules tpufit
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .

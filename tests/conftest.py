@@ -62,6 +62,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cores", counts, indirect=True, scope="module")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With `pytest -n 2`, one worker gets all tests of a file for one number of cores: they share a process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return on_cores.group_of(nodeid)
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if "torch_xla" in sys.modules:
         raise pytest.UsageError("collecting the tests imported torch_xla: import it inside the tests that need it")

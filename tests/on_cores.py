@@ -36,6 +36,18 @@ def count_of(item: pytest.Item) -> int | None:
     return item.callspec.params["cores"] if item.get_closest_marker("cores") else None
 
 
+def group_of(nodeid: str) -> str:
+    """What tests have in common that run in one process; those that need no device go by their file.
+
+    Example:
+        >>> group_of("tests/test_fit.py::test_it[cores8-adam]")
+        'tests/test_fit.py cores8'
+    """
+    path, _, test = nodeid.partition("::")
+    count = re.search(r"\bcores\d+\b", test.partition("[")[2])
+    return f"{path} {count[0]}" if count else path
+
+
 def timeout_of(item: pytest.Item) -> float:
     return item.get_closest_marker("cores").kwargs.get("timeout", TIMEOUT)
 

@@ -6,7 +6,7 @@ import textwrap
 import fake_torch_xla
 import pytest
 
-from tpufit import host
+from tpufit import advice, host
 from tpufit.errors import ArgumentError, CoresError, StartError, VersionError
 from tpufit.runtime import Cores, Placement, devices
 
@@ -31,6 +31,13 @@ def test_what_a_tpu_of_four_cores_can_be(monkeypatch, cores, count, index):
     settled = start(cores)
     assert (settled.count, settled.index, settled.platform) == (count, index, "TPU")
     assert fake.calls == (["start", "use_spmd"] if count > 1 else ["start"])  # one core is driven without SPMD
+
+
+@pytest.mark.parametrize(("cores", "says"), [(1, "1 of this TPU's 8 cores is used: fit(cores='auto')"), ("auto", None)])
+def test_idle_cores_of_a_tpu_are_said(monkeypatch, cores, says):
+    fake_torch_xla.install(monkeypatch, devices=8)
+    used = start(cores).count
+    assert (advice.unused(used, devices.available(used)) or "").partition(" uses")[0] == (says or "")
 
 
 @pytest.mark.parametrize("cores", [8, "8", 2, 3])

@@ -296,6 +296,61 @@ def test_reads_of_a_callback_are_said(cores):
 
 
 @pytest.mark.cores(1)
+def test_weights_that_a_callback_changes_are_said(cores, capsys):
+    class Shrink(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            with torch.no_grad():
+                self.model.module.head.weight.mul_(0.99)
+
+    trained(cores, callbacks=[Shrink(), Diagnostics()], batch_size=8)
+    # Not before the first steps of each shape, which are traced.
+    assert re.search(r"- a callback changed the weights before 2\d of 27 steps", capsys.readouterr().out)
+
+
+@pytest.mark.cores(1)
+def test_slow_callbacks_and_validations_are_said(cores, capsys):
+    class Slow(Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(0.2)
+
+    model = trained(cores, epochs=2, batch_size=8)  # compiles, which would be most of the time
+    arguments = {"batch_size": 8, "verbose": 0}
+    model.fit(X, Y, callbacks=[Slow(), Diagnostics()], **arguments)
+    assert re.search(r"- callbacks took \d\d% of the time: do less after a batch", capsys.readouterr().out)
+
+    class Files(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(X)
+
+        def __getitem__(self, i):
+            time.sleep(0.02)
+            return X[i], Y[i]
+
+    model.fit(X, Y, epochs=2, validation_data=Files(), callbacks=Diagnostics(), **arguments)
+    assert re.search(r"- validating took \d+% of the time: fit\(validation_freq=5\)", capsys.readouterr().out)
+
+
+@pytest.mark.cores(1)
+def test_long_compilations_are_said(cores, capsys, monkeypatch):
+    monkeypatch.setattr(advice, "_COMPILE_SECONDS", 0.01)  # or the test would compile for a minute
+
+    def own(net, h):  # or its graphs would be those of another test
+        return h.cos().tanh()
+
+    trained(cores, own, epochs=1, batch_size=69)
+    assert re.search(r"- compiling \d+ graphs took \d+ s of \d+ s: fewer shapes", capsys.readouterr().out)
+
+
+@pytest.mark.cores(1, 8)
+def test_small_batches_and_narrow_layers_are_hinted_at(cores):
+    hints = trained(cores, epochs=1, batch_size=4).report().hints
+    assert "a core gets 4 rows a step, which a TPU pads to 8" in hints[0]
+    assert "is idle in head.weight (4 x 16), body.weight (16 x 12)" in hints[1]
+
+
+@pytest.mark.cores(1)
 def test_a_second_fit_begins_anew(cores):
     model = trained(cores)
     model.fit(X, Y, batch_size=32, verbose=0)

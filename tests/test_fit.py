@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tpufit
 from tpufit import runtime
-from tpufit.callbacks import Callback
+from tpufit.callbacks import Callback, CSVLogger, TensorBoard
 from tpufit.errors import CallbackError, DataError, LabelError, NotCompiledError, PlacementError
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=True)
@@ -102,6 +102,14 @@ def test_a_new_learning_rate_every_step_compiles_nothing(cores):
     _, counts = spent(lambda: fit(model, cores, callbacks=Decay()))
     assert counts.graphs == {}
     assert model.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.9**8)
+
+
+def test_progress_and_loggers_compile_nothing(cores, tmp_path):
+    model = compiled()
+    fit(model, cores)
+    loggers = [TensorBoard(tmp_path, update_freq=1), CSVLogger(tmp_path / "log.csv")]
+    _, counts = spent(lambda: fit(model, cores, verbose=1, callbacks=loggers))
+    assert counts.graphs == {} and not counts.fallbacks
 
 
 def test_an_epoch_waits_once_and_a_validation_once(cores):

@@ -359,6 +359,16 @@ def test_another_number_of_cores_is_no_fault_but_is_said(cores, tmp_path):
         trained(cores, "arrays", COMPILE["adamw"], tmp_path, resume=True)
 
 
+def test_a_rate_is_scaled_once_however_often_it_is_resumed(cores, tmp_path):
+    for epochs in (1, 2, 3):
+        model = tpufit.Model(net())
+        model.compile(lambda p: torch.optim.SGD(p, 0.01), "cross_entropy", scale_lr="linear")
+        model.fit(
+            **arrays(cores), epochs=epochs, callbacks=ModelCheckpoint(tmp_path), cores=cores, resume=True, verbose=0
+        )
+        assert model.learning_rate == pytest.approx(0.01 * cores)
+
+
 def test_a_model_that_was_saved_is_loaded_whole(cores, tmp_path):
     tpufit.set_random_seed(0)
     model = tpufit.Model(net())

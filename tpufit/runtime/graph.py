@@ -106,7 +106,8 @@ class State:
         Returns:
             What the user's tensors were; it is needed by nobody but a trace, which may still have to compute it.
         """
-        empty = self._empty or [torch.empty_like(t, device="meta") for t in self.tensors]
+        # Not empty_like: like the device's own tensors, its results would drag a longer history along at each exchange.
+        empty = self._empty or [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
         self.values = [tensor.detach() for tensor in self.tensors]
         self.held, self._empty = True, []
         return [exchange(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
