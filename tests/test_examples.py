@@ -61,6 +61,14 @@ def test_the_gans_digits_come_near_the_real_ones(run_python):
     assert all(float(late) < float(early) / 2 for early, late in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
+def test_mlflow_keeps_what_the_history_has(run_python):
+    output = run(run_python, "examples/mlflow_tracking.py", "--epochs=2")
+    printed = re.findall(r" val_accuracy: ([\d.]+)", output)
+    assert re.findall(r"^step \d+: val_accuracy ([\d.]+)$", output, re.M) == printed and len(printed) == 2
+    assert "FINISHED, with {'width': '64'" in output
+
+
 def test_the_programs_of_the_readme(run_python):
     text = (ROOT / "README.md").read_text()
     programs = re.findall(r"```python\n(.*?)```\n(?:\n[^\n]*prints[^\n]*\n\n```text\n(.*?)```)?", text, re.S)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from engine import HERE, machine, versions
+from hooks import Epochs
 from torch import nn
 
 import tpufit
@@ -41,21 +42,6 @@ class Hooked(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.ended = batch
-
-
-class Clock(Callback):
-    """The time of each epoch."""
-
-    reads_weights = False
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._began = time.perf_counter()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.seconds.append(time.perf_counter() - self._began)
 
 
 def main() -> None:
@@ -106,7 +92,7 @@ def fits(on_first: bool) -> dict[str, Any]:
     for which, more in reversed(runs) if on_first else runs:
         model = tpufit.Model(nn.Linear(16, 4))
         model.compile("sgd", "cross_entropy")
-        clock, before = Clock(), counts()
+        clock, before = Epochs(), counts()
         model.fit(x, y, batch_size=8, epochs=EPOCHS, verbose=0, callbacks=[clock, Hooked(), *more])
         result[which] = min(clock.seconds[2:]) / STEPS * 1e6
         waits = (counts() - before).waits
