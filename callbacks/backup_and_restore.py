@@ -31,7 +31,7 @@ class BackupAndRestore(Callback):
         writer: What writes into the folder.
 
     Raises:
-        ArgumentError: An unknown frequency.
+        ArgumentError: An unknown frequency, or no folder.
 
     Example:
         >>> BackupAndRestore("runs/backup", save_freq=100).writer.run.keep_last
@@ -51,8 +51,8 @@ class BackupAndRestore(Callback):
         delete_checkpoint: bool = True,
     ) -> None:
         self._every = batches("save_freq", save_freq, {"epoch": 0})
-        if not os.fspath(backup_dir):
-            raise ArgumentError("backup_dir must be the path of a folder, got an empty one")
+        if not backup_dir:
+            raise ArgumentError(f"backup_dir must be the path of a folder, got {backup_dir!r}")
         self.backup_dir, self.save_freq = os.fspath(backup_dir), save_freq
         self.double_checkpoint, self.delete_checkpoint = double_checkpoint, delete_checkpoint
         self.writer = Writer(RunFolder(backup_dir, keep_last=1 + double_checkpoint))

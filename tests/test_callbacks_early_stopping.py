@@ -91,6 +91,12 @@ def test_the_best_weights_come_back_when_training_ran_to_its_end():
     assert (stopping.stopped_epoch, stopping.model.weight) == (0, 1)
 
 
+def test_weights_stay_if_no_epoch_was_looked_at():
+    stopping = EarlyStopping(start_from_epoch=5, restore_best_weights=True)
+    assert train(stopping, [0.1, 0.2, 0.3]) == 3
+    assert (stopping.best, stopping.model.weight) == (None, 2)
+
+
 def test_weights_stay_unless_asked_for():
     stopping = EarlyStopping(patience=1)
     train(stopping, [0.1, 0.2])
@@ -133,6 +139,13 @@ def test_each_fit_begins_anew():
     model = FakeModel()
     assert train(stopping, [math.nan, math.nan], model=model) == 2
     assert model.weight == 0  # the first epoch's, and not those of the fit before
+
+
+def test_another_model_is_not_held_against_the_one_before():
+    stopping = EarlyStopping("val_score", patience=1)
+    assert train(stopping, [0.9, 0.8, 0.85], "val_score", FakeModel({"score": False})) == 3
+    assert train(stopping, [0.1, 0.2, 0.15], "val_score", FakeModel({"score": True})) == 3
+    assert stopping.best == 0.2
 
 
 def test_verbose_says_what_it_does(capsys):

@@ -11,6 +11,21 @@ def test_each_log_is_a_list():
     assert history.epoch == [0, 1]
 
 
+def test_an_epoch_without_logs_counts():
+    history = History()
+    history.on_epoch_end(0, None)
+    assert (history.epoch, history.history) == ([0], {})
+
+
+def test_one_object_keeps_all_the_fits_it_saw():
+    """Keras's own begins its epochs anew and keeps their values, which then have no epochs."""
+    history = History()
+    for loss in (0.5, 0.25):
+        history.on_train_begin({})
+        history.on_epoch_end(0, {"loss": loss})
+    assert (history.epoch, history.history) == ([0, 0], {"loss": [0.5, 0.25]})
+
+
 def test_two_histories_share_nothing():
     first, second = History(), History()
     first.on_epoch_end(0, {"loss": 0.5})

@@ -46,6 +46,12 @@ def test_best_only(tmp_path):
     assert checkpoint.best == 1
 
 
+def test_best_only_leaves_the_best_in_its_one_file(tmp_path):
+    path = tmp_path / "best.safetensors"
+    epochs(ModelCheckpoint(path, save_best_only=True), losses(3, 1, 2))
+    assert float(read_weights(path)["weight"]) == 1  # the second epoch's: the third was worse
+
+
 @pytest.mark.parametrize(
     ("monitor", "mode", "directions", "expected"),
     [
@@ -62,9 +68,19 @@ def test_mode(tmp_path, monitor, mode, directions, expected):
     assert [Path(path).stem for path in saved] == expected
 
 
-def test_a_threshold_must_be_beaten_first(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path / "{epoch}.safetensors", save_best_only=True, initial_value_threshold=0.5)
-    assert [Path(path).stem for path in epochs(checkpoint, losses(0.7, 0.5, 0.4))] == ["3"]
+@pytest.mark.parametrize(
+    ("mode", "threshold", "expected"),
+    [("auto", 0.5, ["3"]), ("min", 0.5, ["3"]), ("max", 0.5, ["1"]), ("max", -0.01, ["1"]), ("auto", 0, [])],
+)
+def test_a_threshold_must_be_beaten_first(tmp_path, mode, threshold, expected):
+    options = {"save_best_only": True, "mode": mode, "initial_value_threshold": threshold}
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch}.safetensors", **options)
+    assert [Path(path).stem for path in epochs(checkpoint, losses(0.7, 0.5, 0.4))] == expected
+
+
+def test_a_threshold_is_for_the_best_only(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch}.safetensors", initial_value_threshold=0)
+    assert [Path(path).stem for path in epochs(checkpoint, losses(0.7, 0.5))] == ["1", "2"]
 
 
 def test_best_goes_on_in_the_next_fit(tmp_path):
@@ -87,10 +103,19 @@ def test_epochs_that_do_not_validate_are_passed_over(tmp_path):
     assert [Path(path).name for path in saved] == ["2-0.5.safetensors"]
 
 
-def test_every_few_batches_across_epochs(tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path / "{epoch}-{batch}-{loss:.1f}.safetensors", save_freq=4)
+@pytest.mark.parametrize("save_weights_only", [False, True])  # a file has nothing else in any case
+@pytest.mark.parametrize(("save_freq", "expected"), [(4, ["2-1-0.5", "3-2-0.5"]), (6, ["2-3-0.5"])])
+def test_every_few_batches_across_epochs(tmp_path, save_freq, expected, save_weights_only):
+    path = tmp_path / "{epoch}-{batch}-{loss:.1f}.safetensors"
+    checkpoint = ModelCheckpoint(path, save_freq=save_freq, save_weights_only=save_weights_only)
     saved = epochs(checkpoint, [{"loss": 0.5}] * 3, steps=3)
-    assert [Path(path).name for path in saved] == ["2-1-0.5.safetensors", "3-2-0.5.safetensors"]
+    assert [Path(path).name for path in saved] == [f"{name}.safetensors" for name in expected]
+
+
+def test_every_batch(tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path / "{epoch:02d}-{batch:02d}.safetensors", save_freq=1)
+    saved = epochs(checkpoint, [{"loss": 0.5}] * 2, steps=2)
+    assert [Path(path).stem for path in saved] == ["01-01", "01-02", "02-01", "02-02"]
 
 
 def test_best_only_between_batches(tmp_path):
@@ -254,6 +279,7 @@ def test_templates_that_cant_hold_are_refused_at_once(name, message):
         ({"filepath": "a", "save_freq": 0}, "save_freq .* got 0"),
         ({"filepath": "a", "save_freq": True}, "save_freq .* got True"),
         ({"filepath": "a", "save_freq": "batch"}, "save_freq .* got 'batch'"),
+        ({"filepath": "a", "save_freq": 0.15}, "save_freq .* got 0.15"),
         ({"filepath": "a", "save_freq": 5, "save_best_only": True}, "'val_loss' is not known between batches"),
     ],
 )

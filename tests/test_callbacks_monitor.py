@@ -67,6 +67,11 @@ def test_a_change_below_min_delta_is_none(mode, values, min_delta):
     assert observed(Monitor("x", mode, min_delta), *values) == [True, False, True]
 
 
+@pytest.mark.parametrize(("mode", "values"), [("min", (1.0, 0.5, 0.25)), ("max", (0.0, 0.5, 0.75))])
+def test_a_change_of_just_min_delta_is_none_and_small_ones_add_up(mode, values):
+    assert observed(Monitor("x", mode, 0.5), *values) == [True, False, True]
+
+
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_never_better(mode, odd):

@@ -79,6 +79,11 @@ def test_mode(monitor, mode, directions, last):
     assert rates(plateau, [1, 2, 3, 4], monitor, FakeModel(directions, lr=1.0))[-1] == last
 
 
+def test_min_delta_where_higher_is_better():
+    plateau = ReduceLROnPlateau("val_accuracy", 0.5, 1, min_delta=0.2)
+    assert rates(plateau, [0.5, 0.625, 0.75, 0.875], "val_accuracy") == [1, 1, 0.5, 0.5]
+
+
 def test_the_rate_stays_at_its_minimum():
     assert rates(ReduceLROnPlateau(factor=0.1, patience=1, min_lr=0.05), [1.0] * 5) == [1, 1, 0.1, 0.05, 0.05]
 
@@ -106,9 +111,41 @@ def test_verbose_says_each_reduction(capsys):
     assert capsys.readouterr().out == "Epoch 2: ReduceLROnPlateau reduces the learning rate to 0.5\n"
 
 
-def test_a_factor_must_be_below_one():
-    with pytest.raises(ArgumentError, match="below 1"):
-        ReduceLROnPlateau(factor=1.0)
+def test_a_better_value_while_it_cools_down_is_the_one_to_beat():
+    plateau = ReduceLROnPlateau(factor=0.5, patience=1, cooldown=3)
+    assert rates(plateau, [1.0, 1.0, 0.5, 0.6, 0.6, 0.6]) == [1, 1, 0.5, 0.5, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"factor": 1.0}, "below 1"),
+        ({"factor": -0.1}, "at least 0"),
+        ({"mode": "lowest"}, "'auto', 'min' or 'max', got 'lowest'"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        ReduceLROnPlateau(**arguments)
+
+
+def test_a_schedule_goes_on_from_the_rate_there_is():
+    scheduler = LearningRateScheduler(lambda epoch, lr: lr / 2 if epoch else lr)
+    scheduler.set_model(FakeModel(lr=1.0))
+    for epoch, rate in enumerate([1, 0.5, 0.25]):
+        scheduler.on_epoch_begin(epoch, {})
+        assert scheduler.model.learning_rate == rate
+    scheduler.model.learning_rate = 8.0  # as another callback may set it
+    scheduler.on_epoch_begin(3, {})
+    assert scheduler.model.learning_rate == 4.0
+
+
+@pytest.mark.parametrize("returned", [None, "0.1", True, [0.1]])
+def test_a_schedule_must_return_a_number(returned):
+    scheduler = LearningRateScheduler(lambda epoch: returned)
+    scheduler.set_model(FakeModel())
+    with pytest.raises(ArgumentError, match="schedule must return a number, got .* for epoch 3"):
+        scheduler.on_epoch_begin(3, {})
 
 
 @pytest.mark.parametrize("schedule", [lambda epoch: 1 / (2 + epoch), lambda epoch, lr: 1 / (2 + epoch)])
@@ -126,6 +163,12 @@ def test_a_schedule_of_the_epoch_says_what_it_sets_if_asked(capsys, schedule):
 NEEDED = inspect.Parameter.empty
 # The arguments of Keras 3's callbacks in their order, each with its default.
 KERAS = {
+    "BackupAndRestore": {
+        "backup_dir": NEEDED,
+        "save_freq": "epoch",
+        "double_checkpoint": False,
+        "delete_checkpoint": True,
+    },
     "CSVLogger": {"filename": NEEDED, "separator": ",", "append": False},
     "EarlyStopping": {
         "monitor": "val_loss",
@@ -176,6 +219,16 @@ KERAS = {
         "send_as_json": False,
     },
     "SwapEMAWeights": {"swap_on_epoch": False},
+    "TensorBoard": {
+        "log_dir": "logs",
+        "histogram_freq": 0,
+        "write_graph": True,
+        "write_images": False,
+        "write_steps_per_second": False,
+        "update_freq": "epoch",
+        "profile_batch": 0,
+    },
+    "TerminateOnNaN": {"raise_error": False},
 }
 
 

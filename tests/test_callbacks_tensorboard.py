@@ -66,10 +66,10 @@ def test_epochs_are_laid_out_as_in_keras(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("update_freq", "expected"),
-    [("batch", [(step, (step - 1) // 5 + (step - 1) % 5 / 10) for step in range(1, 11)]), (4, [(4, 0.3), (8, 1.2)])],
-)
+EACH = [(step, (step - 1) // 5 + (step - 1) % 5 / 10) for step in range(1, 11)]
+
+
+@pytest.mark.parametrize(("update_freq", "expected"), [("batch", EACH), (1, EACH), (4, [(4, 0.3), (8, 1.2)])])
 def test_batches_are_by_step(tmp_path, update_freq, expected):
     fit(TensorBoard(tmp_path, update_freq=update_freq), validate=False)
     train = read(tmp_path)["train"]

@@ -278,6 +278,25 @@ def test_backup_and_restore_goes_on_by_itself_and_is_gone_in_the_end(cores, tmp_
     assert not list(tmp_path.glob("step-*"))
 
 
+@pytest.mark.parametrize(("save_freq", "kept"), [("epoch", 4), (1, 6)])  # the batch with the error is trained again
+def test_a_backup_outlives_an_error_and_the_next_fit_goes_on_from_it(cores, tmp_path, save_freq, kept):
+    class Faulty(Callback):
+        batches = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.batches += 1
+            if self.batches == 7:
+                raise ValueError("oh")
+
+    expected = trained(cores, "arrays", COMPILE["adamw"])
+    backup = BackupAndRestore(tmp_path / "new", save_freq)
+    with pytest.raises(CallbackError, match="oh"):
+        trained(cores, "arrays", COMPILE["adamw"], extra=[backup, Faulty()])
+    assert [path.name for path in tmp_path.glob("new/step-*")] == [f"step-{kept:010}"]
+    assert_equal(trained(cores, "arrays", COMPILE["adamw"], extra=[backup]), expected)
+    assert not list(tmp_path.glob("new/step-*"))
+
+
 def test_an_error_of_a_callback_keeps_what_was_done(cores, tmp_path):
     class Faulty(Callback):
         def on_train_batch_end(self, batch, logs=None):

@@ -1,5 +1,6 @@
 """A loss that is not a number: the step is named, training ends, and looking for it costs no wait."""
 
+import csv
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import nn
 
 import tpufit
 from tpufit import runtime
-from tpufit.callbacks import Callback, TerminateOnNaN
+from tpufit.callbacks import Callback, CSVLogger, TerminateOnNaN
 from tpufit.errors import CallbackError
 from tpufit.weights import first_broken
 
@@ -54,12 +55,12 @@ def fit(model, x, cores, *callbacks, epochs=1):
     [{}, {"jit_compile": False}, {"steps_per_execution": 3}, {"accumulate_steps": 2}, {"run_eagerly": True}],
     ids=["replayed", "traced", "joined", "accumulated", "eager"],
 )
-def test_training_ends_soon_and_names_the_step(cores, capsys, options):
+def test_training_ends_soon_and_names_the_step(cores, capsys, tmp_path, options):
     model, counts = compiled(**options), Counts()
     fit(model, X, cores)
     assert model.first_bad_step is None
     before = runtime.counts()
-    fit(model, with_nan(), cores, TerminateOnNaN(), counts, epochs=3)
+    history = fit(model, with_nan(), cores, TerminateOnNaN(), counts, CSVLogger(tmp_path / "log.csv"), epochs=3)
     waits = (runtime.counts() - before).waits
     assert model.first_bad_step == STEPS + BAD
     assert capsys.readouterr().out == f"step {STEPS + BAD} returned a loss that is not finite: training ends\n"
@@ -67,6 +68,9 @@ def test_training_ends_soon_and_names_the_step(cores, capsys, options):
     assert set(waits) <= {"capture", "throttle", "logs"} and waits["logs"] <= 1
     weights = model.state_dict()
     assert first_broken(weights, weights) == "0.weight"
+    assert len(history["loss"]) == 1 and np.isnan(history["loss"][0])  # the epoch is in the logs, as it was
+    with open(tmp_path / "log.csv", newline="") as file:
+        assert [row["loss"] for row in csv.DictReader(file)] == ["nan"]
 
 
 def test_without_a_callback_it_is_known_after_the_epoch(cores):

@@ -1,0 +1,83 @@
+"""BackupAndRestore: when it backs up, how many it keeps, and what is left when training ends."""
+
+import pytest
+from fake_model import FakeModel
+
+from tpufit.callbacks import BackupAndRestore
+from tpufit.checkpoint import Checkpoint
+from tpufit.errors import ArgumentError
+
+
+class Saving(FakeModel):
+    """Writes at once, and notes the steps of the backups that there are then."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def save_checkpoint(self, writer, metric=None):
+        writer.run.write(Checkpoint(self.steps_taken, self.state_dict(), {}, {}, ["weight"], None, {"cores": 1}))
+        self.kept.append(writer.run.steps())
+
+
+def train(backup, epochs=3, error=None, out_of_time=False):
+    """Epochs of three steps. Returns what was kept after each backup, and what is left in the end."""
+    model = Saving()
+    backup.set_model(model)
+    backup.on_train_begin({})
+    for epoch in range(epochs):
+        for batch in range(3):
+            model.steps_taken += 1
+            backup.on_train_batch_end(batch, {})
+        backup.on_epoch_end(epoch, {})
+    model.out_of_time = out_of_time
+    if error is not None:
+        backup.on_exception(error, {})
+    backup.on_train_end({})
+    return model.kept, backup.writer.run.steps()
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "kept"), [("epoch", [[3], [6], [9]]), (4, [[4], [8]]), (1, [[step] for step in range(1, 10)])]
+)
+def test_after_each_epoch_or_every_few_batches_across_epochs(tmp_path, save_freq, kept):
+    assert train(BackupAndRestore(tmp_path / "new" / "backup", save_freq))[0] == kept
+
+
+def test_the_one_before_may_be_kept_too(tmp_path):
+    assert train(BackupAndRestore(tmp_path, double_checkpoint=True))[0] == [[3], [3, 6], [6, 9]]
+
+
+@pytest.mark.parametrize(
+    ("options", "end", "left"),
+    [
+        ({}, {}, []),
+        ({"delete_checkpoint": False}, {}, [9]),
+        ({}, {"error": ValueError()}, [9]),
+        ({}, {"error": KeyboardInterrupt()}, [9]),
+        ({}, {"out_of_time": True}, [9]),
+    ],
+)
+def test_it_is_deleted_once_training_has_come_to_its_end(tmp_path, options, end, left):
+    assert train(BackupAndRestore(tmp_path, **options), **end)[1] == left
+
+
+def test_an_error_counts_for_its_own_fit_only(tmp_path):
+    backup = BackupAndRestore(tmp_path)
+    assert train(backup, error=ValueError())[1] == [9]
+    assert train(backup)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("",), "backup_dir must be the path of a folder, got ''"),
+        ((None,), "backup_dir must be the path of a folder, got None"),
+        (("backup", "batch"), "save_freq must be 'epoch' or a number of batches from 1, got 'batch'"),
+        (("backup", 0.15), "save_freq .* got 0.15"),
+        (("backup", 0), "save_freq .* got 0"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ArgumentError, match=message):
+        BackupAndRestore(*arguments)

@@ -1,0 +1,57 @@
+"""SwapEMAWeights: when the averages are in place, told by a model whose weight is 1 and whose average is 2."""
+
+import pytest
+from fake_model import FakeModel
+
+from tpufit.callbacks import Callback, CallbackList, ModelCheckpoint, SwapEMAWeights
+from tpufit.weights import read_weights
+
+WEIGHT, AVERAGE = 1, 2
+
+
+class Averaging(FakeModel):
+    def __init__(self):
+        super().__init__()
+        self.weight = WEIGHT
+
+    def swap_ema_weights(self, to=None):
+        self.weight = AVERAGE if to else WEIGHT
+
+
+class Seen(Callback):
+    """Notes which of the two are in place."""
+
+    def __init__(self, *hooks):
+        self.weights = []
+        for hook in hooks:
+            setattr(self, hook, lambda *args: self.weights.append(self.model.weight))
+
+
+@pytest.mark.parametrize("what", ["test", "predict"])
+def test_averages_are_evaluated_and_predicted_with_and_the_weights_come_back(what):
+    model, seen = Averaging(), Seen(f"on_{what}_batch_begin", f"on_{what}_batch_end")
+    hooks = CallbackList([SwapEMAWeights(), seen], model, {})
+    hooks.call(f"on_{what}_begin")
+    hooks.call(f"on_{what}_batch_begin", 0)
+    hooks.call(f"on_{what}_batch_end", 0)
+    hooks.call(f"on_{what}_end")
+    assert (seen.weights, model.weight) == ([AVERAGE, AVERAGE], WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("swap_on_epoch", "first", "saved"),
+    [(False, True, [WEIGHT] * 3), (True, True, [AVERAGE] * 3), (True, False, [WEIGHT] * 3)],
+)
+def test_a_checkpoint_after_it_saves_averages_if_asked_and_weights_are_trained(tmp_path, swap_on_epoch, first, saved):
+    swap, checkpoint = SwapEMAWeights(swap_on_epoch), ModelCheckpoint(tmp_path / "{epoch}.safetensors")
+    model, trained = Averaging(), Seen("on_train_batch_begin")
+    hooks = CallbackList([trained, *([swap, checkpoint] if first else [checkpoint, swap])], model, {})
+    hooks.call("on_train_begin")
+    for epoch in range(3):
+        hooks.call("on_epoch_begin", epoch)
+        hooks.call("on_train_batch_begin", 0)
+        hooks.call("on_test_begin")
+        hooks.call("on_test_end")
+        hooks.call("on_epoch_end", epoch)
+    assert [float(read_weights(path)["weight"]) for path in model.saved] == saved
+    assert trained.weights == [WEIGHT] * 3
