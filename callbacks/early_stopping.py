@@ -25,7 +25,8 @@ class EarlyStopping(Callback):
         patience: Epochs in a row without a better value after which training ends (default 0, which like 1 ends it at
             the first).
         verbose: 1 says when it stops and restores; 0 (default) says nothing.
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name).
+        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if
+            neither does, an error asks).
         baseline: A value that must be beaten too: while it isn't, patience runs out even if the log gets better
             (default: none).
         restore_best_weights: Whether `fit` ends with the weights of the best epoch, however training ended

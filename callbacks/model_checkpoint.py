@@ -38,7 +38,8 @@ class ModelCheckpoint(Callback):
         save_best_only: Whether to save only what is better than all before (default False). NaN never is. If the log is
             missing, a warning lists those that there are, and nothing is saved.
         save_weights_only: Whether weights are all that is saved (default False), as they are in a file in any case.
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name).
+        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if
+            neither does, an error asks).
         save_freq: `"epoch"` (default), a number of batches, or a `timedelta`.
         initial_value_threshold: The value to beat at first (default: none). It goes on from one `fit` to the next.
         keep_last: How many of the newest checkpoints a run directory keeps (default 3); None keeps all.
@@ -132,7 +133,8 @@ class ModelCheckpoint(Callback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Learn from the metric what is better, and make sure that the run directory can be written to."""
-        self._followed.settle(self.model.higher_is_better(self.monitor))
+        if self.save_best_only or self.writer is not None:
+            self._followed.settle(self.model.higher_is_better(self.monitor))
         self._count.begin()
         self._last_save = monotonic()
         if self.writer is not None:

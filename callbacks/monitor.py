@@ -11,11 +11,11 @@ from typing import Any
 from ..errors import ArgumentError
 from .scalars import as_scalar
 
-# Words in the names of logs that get better as they rise, for logs whose metric doesn't say.
+# Words in the names of logs that get better as they rise, or as they fall, for logs whose metric doesn't say.
 _RISING = re.compile(
     "acc|accuracy|auc|auroc|dice|f1|fbeta|iou|jaccard|kappa|precision|psnr|r2|recall|sensitivity|specificity|ssim"
 )
-_FALLING = re.compile("loss|error")
+_FALLING = re.compile("cer|distance|divergence|error|loss|mae|mape|mse|nll|perplexity|rmse|wer")
 
 
 class Monitor:
@@ -23,7 +23,8 @@ class Monitor:
 
     Args:
         name: The log, e.g. `"val_loss"`.
-        mode: `"min"`, `"max"` or `"auto"` (default: as its metric says, else by its name).
+        mode: `"min"`, `"max"` or `"auto"` (default: as its metric says, else by its name; if neither does,
+            `settle` raises).
         min_delta: A change of less than this (default 0) is none.
         baseline: A value that must be beaten as well for `wait` to begin anew (default: none).
         best: The value to begin with (default: none, so that any finite value is better).
@@ -56,7 +57,7 @@ class Monitor:
         self.name, self.mode, self.baseline, self.best = name, mode, baseline, best
         self.min_delta = abs(min_delta)
         self.wait = 0
-        self.rising = mode == "max" or (mode == "auto" and _rises(name))
+        self.rising = mode == "max" or (mode == "auto" and _rises(name) is True)
         self._warned = False
 
     def settle(self, higher_is_better: bool | None) -> None:
@@ -64,9 +65,18 @@ class Monitor:
 
         Args:
             higher_is_better: What it says; None leaves it to the name.
+
+        Raises:
+            ArgumentError: The name doesn't say it either. A guess would keep the worst weights half of the time.
         """
         if self.mode == "auto":
-            self.rising = _rises(self.name) if higher_is_better is None else higher_is_better
+            rising = _rises(self.name) if higher_is_better is None else higher_is_better
+            if rising is None:
+                raise ArgumentError(
+                    f"neither a metric nor the name of {self.name!r} says whether more of it is better: say so with "
+                    "mode='max' or mode='min'"
+                )
+            self.rising = rising
 
     def reset(self, best: float | None = None) -> None:
         """Forget the values so far.
@@ -147,6 +157,8 @@ class Monitor:
         self.best, self.wait = state["best"], state["wait"]
 
 
-def _rises(name: str) -> bool:
+def _rises(name: str) -> bool | None:
     words = re.split(r"[^a-z0-9]+", name.lower())
-    return any(map(_RISING.fullmatch, words)) and not any(map(_FALLING.fullmatch, words))
+    if any(map(_FALLING.fullmatch, words)):
+        return False
+    return True if any(map(_RISING.fullmatch, words)) else None

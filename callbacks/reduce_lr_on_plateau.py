@@ -22,7 +22,8 @@ class ReduceLROnPlateau(Callback):
         factor: What the rate is multiplied by, below 1 (default 0.1).
         patience: Epochs in a row without a better value after which it is (default 10).
         verbose: 1 says each reduction; 0 (default) says nothing.
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name).
+        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if
+            neither does, an error asks).
         min_delta: The least change that counts as better (default 0.0001).
         cooldown: Epochs after a reduction in which none is counted (default 0).
         min_lr: The rate is never made smaller than this (default 0).

@@ -49,6 +49,14 @@ def test_the_metric_knows_better_than_the_name():
     assert observed(monitor, 0.5, 0.6, 0.4) == [True, True, False]
 
 
+@pytest.mark.parametrize("name", ["score", "val_score", "accelerations", "miss"])
+def test_where_nothing_says_what_is_better_it_is_asked_for(name):
+    with pytest.raises(ArgumentError, match=f"neither a metric nor the name of '{name}' says.*mode='max' or"):
+        Monitor(name).settle(None)
+    Monitor(name).settle(True)
+    Monitor(name, "min").settle(None)
+
+
 @pytest.mark.parametrize(("mode", "expected"), [("min", [True, False, True]), ("max", [True, True, False])])
 def test_a_mode_that_was_asked_for_outranks_the_metric(mode, expected):
     monitor = Monitor("accuracy" if mode == "min" else "loss", mode)
