@@ -189,7 +189,7 @@ def _full(text: str, load: Load | None) -> str:
         )
         cures = [f"a smaller batch_size ({max(1, each // 2)}) with compile(accumulate_steps=2)"] if each > 1 else []
         cures += ["compile(precision='bf16')"] if load.precision == "fp32" else []
-        cures += ["torch_xla.utils.checkpoint.checkpoint around large layers but the first, to compute activations twice"]
+        cures += ["torch_xla.utils.checkpoint.checkpoint around each large layer but the first, to keep less of it"]
         cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
     else:
         parts = f"weights {host.size(load.weights)}, batch {host.size(load.batch)}"
