@@ -79,6 +79,11 @@ def test_passes_that_wait_compile_or_validate_too_long():
     assert "validating took 60% of the time: fit(validation_freq=5)" in validates
 
 
+def test_callbacks_that_work_between_passes_take_no_more_than_all():
+    (said,) = report(seconds={"callbacks": 30.0, "steps": 10.0, "prepare": 90.0}).problems
+    assert "callbacks took 75% of the time" in said
+
+
 def test_what_is_usual_is_no_problem():
     usual = report(
         waits=Counter({"logs": 3, "batch logs": 7, "throttle": 40}),
@@ -348,6 +353,16 @@ def test_small_batches_and_narrow_layers_are_hinted_at(cores):
     hints = trained(cores, epochs=1, batch_size=4).report().hints
     assert "a core gets 4 rows a step, which a TPU pads to 8" in hints[0]
     assert "is idle in head.weight (4 x 16), body.weight (16 x 12)" in hints[1]
+
+
+@pytest.mark.cores(1)
+def test_all_passes_are_reported(cores):
+    model = trained(cores, epochs=1)
+    model.evaluate(X, Y, batch_size=32, verbose=0)
+    model.predict(X, batch_size=32, verbose=0)
+    model.gradients()
+    passes = [(one.role, one.steps, one.rows) for one in model.report().passes]
+    assert passes == [("train", 3, 69), ("eval", 3, 69), ("predict", 3, 69), ("gradients", 1, 5)]
 
 
 @pytest.mark.cores(1)

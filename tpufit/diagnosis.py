@@ -19,6 +19,7 @@ from .utilisation import Utilisation
 
 _WIDTH = 100  # columns
 _SHOWN = 12  # compilations that the table has a row for
+_ASIDE = ("read", "prepare")  # phases that pass beside the others, or within them
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Pass:
     """One pass over data.
 
     Attributes:
-        role: `"train"`, `"eval"` or `"predict"`.
+        role: `"train"`, `"eval"`, `"predict"` or `"gradients"`.
         steps: How many steps it had.
         rows: How many rows.
         seconds: How long it took.
@@ -82,8 +83,9 @@ hundredth batch, or in on_epoch_end']
 
     @property
     def seconds(self) -> float:
-        """How long all passes took."""
-        return sum(one.seconds for one in self.passes)
+        """How long all passes took, or all that was measured if that is more: callbacks also work between passes."""
+        measured = sum(seconds for phase, seconds in self.counts.seconds.items() if phase not in _ASIDE)
+        return max(measured, sum(one.seconds for one in self.passes))
 
     @property
     def steps(self) -> int:
@@ -190,7 +192,7 @@ def _facts(report: Report) -> Table:
 def _times(report: Report) -> Table:
     """The phases with their times, and of waits how many there were."""
     busy = dict(report.counts.seconds)
-    aside = {name: busy.pop(name, 0.0) for name in ("read", "prepare")}
+    aside = {name: busy.pop(name, 0.0) for name in _ASIDE}
     table = Table("phase", "seconds", "share", "times", box=None, header_style="bold")
     for column in table.columns[1:]:
         column.justify = "right"

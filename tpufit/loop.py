@@ -338,15 +338,20 @@ def predict(model: Trainee, data: Stream, callbacks: CallbackList, take: Callabl
         callbacks.call("on_predict_begin")
         run = StepRunner(model, "predict", data.device_transform)
         model.module.eval()
+        began = perf_counter()
 
         def collect(outputs: list[Any]) -> None:
             flying.extend(outputs)
             while len(flying) > _OUTPUTS_IN_FLIGHT:
                 take(fetch(flying.popleft(), "outputs"))
 
-        _run_pass(model, run, data, 0, callbacks, "predict", lambda _: agree(model.stop_predicting), None, collect)
+        def stops(pause: _Pause) -> bool:
+            return bool(agree(model.stop_predicting))
+
+        waited = _run_pass(model, run, data, 0, callbacks, "predict", stops, None, collect)
         while flying:
             take(fetch(flying.popleft(), "outputs"))
+        model._passes.append(Pass("predict", run.steps, run.rows, perf_counter() - began, waited))
         callbacks.call("on_predict_end")
 
 

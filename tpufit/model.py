@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -801,11 +802,14 @@ class Model(loop.Trainee):
         trained = self._runners.get("train")
         if trained is None or trained.last is None:
             raise ArgumentError("there is no batch to compute gradients for: call fit or train_on_batch first")
+        began, run = perf_counter(), trained.like("gradients")
         with loop.modes_kept(self):
             self.module.train()
-            (found,) = trained.like("gradients")([trained.last])
+            (found,) = run([trained.last])
         named = {name: found[id(p)] for name, p in self.module.named_parameters() if id(p) in found}
-        return dict(zip(named, fetch(list(named.values()), "gradients"), strict=True))
+        values = fetch(list(named.values()), "gradients")
+        self._passes.append(Pass("gradients", run.steps, run.rows, perf_counter() - began, 0.0))
+        return dict(zip(named, values, strict=True))
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """The module's parameters and buffers as arrays, in the order of `state_dict`. This waits for the device, once.
