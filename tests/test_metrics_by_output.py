@@ -323,10 +323,11 @@ def test_labels_that_the_loss_leaves_out_are_none_to_a_metric(cores, loss, ignor
         "weighted_accuracy": ((correct * weight[counts]).sum() / weight[counts].sum()).item(),
         "auroc": classification.multiclass_auroc(y_pred, y, 4, ignore_index=ignored).item(),
     }
-    named = ["accuracy", "auroc"]
-    if ignored != -100:
-        expected["recall"] = expected["accuracy"]  # of all classes together, as torchmetrics' default is
-        named.append("recall")
+    named = ["f1", "precision", "recall", "specificity"]
+    for name in named:  # of all classes together, as torchmetrics' default is
+        of_counted = getattr(classification, f"multiclass_{'f1_score' if name == 'f1' else name}")
+        expected[name] = of_counted(y_pred[counts], y[counts], 4, average="micro").item()
+    named += ["accuracy", "auroc"]
     logs = evaluated(cores, Last, tokens, loss, WEIGHT, metrics=named, weighted_metrics=["accuracy"])
     assert {name: logs[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 

@@ -24,7 +24,7 @@ from torchmetrics.utilities.compute import normalize_logits_if_needed
 
 from . import python_state
 from .errors import ArgumentError, DataError, UnknownNameError
-from .losses import IGNORED, spread, weight_of
+from .losses import spread, weight_of
 from .outputs import Output, check_form, described, output_name, part
 from .runtime import Layout, Placement, move, to_device, to_host
 
@@ -293,12 +293,13 @@ class Metric:
     def _named(self, y_pred: Tensor, y: Tensor) -> torchmetrics.Metric:
         """The object that the name means, for an output and a target of these shapes."""
         name, ignored = self._resolved, self._ignored
-        # torchmetrics picks the labels that count, which the device can't: all but the accuracy, whose labels can be
-        # weighed instead, are then computed on the host. "auroc" is anyway; the others only where it was asked for.
-        named = _by_shapes(name, y_pred, y, ignored if name == "auroc" or ignored != IGNORED else None)
-        if name == "accuracy" and ignored is not None and _is_multiclass(y_pred, y):
+        if name in _OF_LABELS and ignored is not None and _is_multiclass(y_pred, y):
+            # torchmetrics would pick the labels that count, which the device can't; here the others weigh nothing.
             self._masks, self._weight = True, "weight"
+            if name == "specificity":
+                return _Specificity(y_pred.shape[1])
             return WeightedMean(_is_correct, torch.float32 if self._weighted else torch.int64)
+        named = _by_shapes(name, y_pred, y, ignored)
         return WeightedMean(_VALUES[name]) if self._weighted else named
 
     def _weights(self, sample_weight: Any, y: Tensor) -> list[Tensor]:
@@ -403,6 +404,19 @@ def _is_correct(y_pred: Tensor, y: Tensor) -> Tensor:
     return (y_pred == y).float()
 
 
+class _Specificity(WeightedMean):
+    """The share of the other classes that each prediction rightly leaves alone: all of them, or all but one."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(_is_correct, torch.int64)
+        self._others = classes - 1
+
+    def compute(self) -> Tensor:
+        return 1 - (1 - super().compute()) / self._others
+
+
+# Over all classes together, as torchmetrics' default is, these are means over the labels.
+_OF_LABELS = ("accuracy", "f1_score", "precision", "recall", "specificity")
 _VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "accuracy": _is_correct,
     "mean_absolute_error": partial(F.l1_loss, reduction="none"),
