@@ -53,10 +53,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker:
         if "cores" not in metafunc.fixturenames:  # the test doesn't ask for the number
             metafunc.fixturenames.append("cores")
-        # The quick half runs on one core, but for the files that ask for both.
-        slow = () if marker.kwargs.get("quick") else [count for count in marker.args if count > 1]
+        # The quick half runs on one core, but for the files that ask for all or for none.
+        most = {None: 1, True: max(marker.args), False: 0}[marker.kwargs.get("quick")]
         counts = [
-            pytest.param(count, id=f"cores{count}", marks=[pytest.mark.slow] if count in slow else [])
+            pytest.param(count, id=f"cores{count}", marks=[pytest.mark.slow] if count > most else [])
             for count in marker.args
         ]
         metafunc.parametrize("cores", counts, indirect=True, scope="module")

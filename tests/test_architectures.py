@@ -10,7 +10,7 @@ from architectures import ARCHITECTURES, BATCH, STEPS
 
 import tpufit
 
-pytestmark = pytest.mark.cores(1, 8, timeout=600)
+pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=False)
 
 QUICK = ("DeepFM", "two towers", "GAN", "control flow on the step count")
 

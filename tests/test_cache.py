@@ -387,6 +387,7 @@ def test_an_epoch_in_the_order_of_blocks(tmp_path):
 # The command line.
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     (tmp_path / "project.py").write_text(
         "from cache_sources import NOISE_OF_16, Rows, noise\n"

@@ -13,7 +13,7 @@ from tpufit.class_weight import ClassWeight
 from tpufit.errors import ArgumentError
 from tpufit.runtime import HOST
 
-on_cores = pytest.mark.cores(1, 8, timeout=300)
+on_cores = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(77, 6)).astype("float32")  # two steps of 32 rows and one of 13

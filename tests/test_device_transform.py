@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 import tpufit
 from tpufit import runtime
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300)
+pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (70, 3, 4, 4), dtype=np.uint8)
 LABELS = np.random.default_rng(1).integers(0, 3, 70)

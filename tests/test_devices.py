@@ -179,24 +179,28 @@ def last_line(process):
     return process.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_really_changing_the_cores(run_python):
     line = last_line(run_python(FIT + "fit(4)\nfit()\nfit(8)"))
     assert "8 cores asked for, but this process computes on 4 cores (XLA:CPU, virtual)" in line
     assert "settled by fit(cores=4) at <string>:6" in line and "tpufit.init(cores=8)" in line
 
 
+@pytest.mark.slow
 def test_really_after_a_runtime_started_by_the_user(run_python):
     code = "import torch_xla.runtime as xr\nxr.global_runtime_device_count()\n"
     line = last_line(run_python(code + FIT + "fit(8)", env={"CPU_NUM_DEVICES": "2"}))
     assert "8 cores asked for, but this process was started with 2 CPU cores" in line
 
 
+@pytest.mark.slow
 def test_really_after_the_users_own_work_on_one_device(run_python):
     code = "import torch, torch_xla\ntorch.ones(2, device='xla').add_(1).cpu()\n"
     line = last_line(run_python(code + FIT + "fit(8)", env={"CPU_NUM_DEVICES": "8"}))
     assert "already computed on one XLA device" in line
 
 
+@pytest.mark.slow
 def test_really_on_one_particular_core(run_python):
     code = """
     model.fit(np.ones((20, 2), "float32"), np.zeros(20, int), verbose=0, cores=[2])
@@ -209,11 +213,13 @@ def test_really_on_one_particular_core(run_python):
     assert "done" in process.stdout, process.stderr
 
 
+@pytest.mark.slow
 def test_init_settles(run_python):
     process = run_python(FIT + "tpufit.init(cores=2)\nfit()\nprint(tpufit.runtime.settled())")
     assert process.stdout.strip() == "2 cores (XLA:CPU, virtual)", process.stderr
 
 
+@pytest.mark.slow
 def test_a_backward_pass_on_the_cpu_before(run_python):
     """Autograd counts the devices at its first backward pass, and torch_xla's is not there yet: a notebook's trap."""
     code = """
@@ -225,6 +231,7 @@ def test_a_backward_pass_on_the_cpu_before(run_python):
     assert "done" in process.stdout, process.stderr
 
 
+@pytest.mark.slow
 def test_predicting_first_does_not_settle_the_cores(run_python):
     code = """
     x = np.ones((5, 2), "float32")

@@ -23,7 +23,7 @@ from tpufit.callbacks import (
 )
 from tpufit.errors import ArgumentError, CallbackError
 
-on_cores = pytest.mark.cores(1, 8, timeout=600)
+on_cores = pytest.mark.cores(1, 8, timeout=600, quick=False)
 
 HELD = (IMAGES[:300], LABELS[:300])
 

@@ -69,6 +69,7 @@ def test_mlflow_keeps_what_the_history_has(run_python):
     assert "FINISHED, with {'width': '64'" in output
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_readme(run_python):
     text = (ROOT / "README.md").read_text()
     programs = re.findall(r"```python\n(.*?)```\n(?:\n[^\n]*prints[^\n]*\n\n```text\n(.*?)```)?", text, re.S)

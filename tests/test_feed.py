@@ -407,6 +407,7 @@ def test_ctrl_c_ends_a_wait_at_once(run_python):
     assert (result.stdout.split("\n"), result.returncode) == (["True", "['the batch']", ""], 0), result.stderr
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_while_the_data_block_for_ever(run_python):
     result = run_python(
         """

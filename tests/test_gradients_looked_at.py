@@ -13,7 +13,7 @@ from tpufit import runtime
 from tpufit.callbacks import Callback
 from tpufit.errors import ArgumentError
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300)
+pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 X = np.random.default_rng(0).normal(size=(77, 6)).astype("float32")  # the last batch is of 13 rows
 Y = np.random.default_rng(1).integers(0, 3, 77)

@@ -13,7 +13,7 @@ from tpufit import runtime
 from tpufit.errors import ArgumentError, DataError, LabelError, UnknownNameError
 from tpufit.losses import Loss, LossByOutput, build
 
-on_cores = pytest.mark.cores(1, 8, timeout=300)
+on_cores = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(77, 12)).astype("float32")  # two steps of 32 rows and one of 13

@@ -21,7 +21,7 @@ from tpufit.errors import ArgumentError, DataError, NotCompiledError
 from tpufit.lr_find import LRCurve
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loss never fell")  # at the few and low rates of some tests
-on_cores = pytest.mark.cores(1, 8, timeout=600)
+on_cores = pytest.mark.cores(1, 8, timeout=600, quick=False)
 
 IMAGES, LABELS = load_digits(return_X_y=True)  # 1,797 rows: seven whole batches of 256, and a short one
 IMAGES = (IMAGES / 16).astype("float32")

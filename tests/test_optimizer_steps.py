@@ -12,7 +12,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback
 
-pytestmark = pytest.mark.cores(1, 8, timeout=600)
+pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=False)
 
 X = np.random.default_rng(0).normal(size=(30 * 16 - 3, 6)).astype("float32")  # 30 batches, the last one of 13 rows
 Y = (X.sum(1) > 0).astype("int64")

@@ -14,7 +14,7 @@ import tpufit
 from tpufit import python_state
 from tpufit.callbacks import Callback
 
-pytestmark = pytest.mark.cores(1)
+pytestmark = pytest.mark.cores(1, quick=False)
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(64, 6)).astype("float32")

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tpufit
 from tpufit.errors import BatchError, DataError
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300)
+pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(48, 4)).astype("float32")

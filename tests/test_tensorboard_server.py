@@ -94,6 +94,7 @@ def server(tmp_path):
     log.close()
 
 
+@pytest.mark.slow
 def test_a_fit_over_http(run_python, server, tmp_path):
     process = run_python(FIT)
     assert process.returncode == 0, process.stderr

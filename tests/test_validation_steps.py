@@ -10,7 +10,7 @@ from tpufit import runtime
 from tpufit.callbacks import Callback, SwapEMAWeights
 from tpufit.errors import ArgumentError, CallbackError
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300)
+pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(208, 6)).astype("float32")  # 6 steps of 32 rows, and one of 16

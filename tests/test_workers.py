@@ -15,7 +15,7 @@ import tpufit
 from tpufit.errors import DataError
 
 pytestmark = [
-    pytest.mark.cores(1, 8, timeout=600),
+    pytest.mark.cores(1, 8, timeout=600, quick=False),
     # True, as each of these short epochs waits for workers to start; test_meter.py is about it.
     pytest.mark.filterwarnings("ignore:the device waited for data"),
 ]

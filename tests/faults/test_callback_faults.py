@@ -11,7 +11,7 @@ import tpufit
 from tpufit.callbacks import Callback, TensorBoard
 from tpufit.errors import CallbackError
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300)
+pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = np.arange(64) % 3

@@ -10,7 +10,7 @@ import tpufit
 from tpufit.errors import DataError, LabelError
 
 pytestmark = [
-    pytest.mark.cores(1, 8, timeout=300),
+    pytest.mark.cores(1, 8, timeout=300, quick=False),
     pytest.mark.filterwarnings("ignore:the device waited for data"),  # for workers to start
 ]
 

@@ -15,7 +15,7 @@ from tpufit.callbacks import Callback, ModelCheckpoint
 from tpufit.errors import StateLostError
 from tpufit.runtime import graph
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300)
+pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(256, 12)).astype("float32")

@@ -111,6 +111,7 @@ case("prune", many, pruned, best_and_newest)
 """
 
 
+@pytest.mark.slow
 def test_after_each_write_of_a_checkpoint(run_python):
     ended = run_python(KILLED_AT_EACH_WRITE)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -132,6 +133,7 @@ def test_at_random_moments(tmp_path):
     assert " 0 lost" in ended.stdout
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_killed_process_is_nobodys(tmp_path):
     code = f"""
         import os, time

@@ -14,7 +14,7 @@ from tpufit.callbacks import Callback, CSVLogger, TerminateOnNaN
 from tpufit.errors import CallbackError
 from tpufit.weights import first_broken
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300)
+pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 STEPS, BAD = 150, 7
 X = np.random.default_rng(0).normal(size=(8 * STEPS, 4)).astype("float32")

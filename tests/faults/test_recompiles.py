@@ -9,7 +9,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, LearningRateScheduler, TerminateOnNaN
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300)
+pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 X = np.random.default_rng(0).normal(size=(80, 4)).astype("float32")
 Y = np.arange(80) % 3
