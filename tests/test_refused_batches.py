@@ -72,9 +72,28 @@ def test_a_module_that_fails_by_itself_is_named_and_other_errors_are_left_alone(
     model.compile("sgd", "cross_entropy")
     with pytest.raises(BatchError, match=r"the module, Joining, fails on a batch of x: float32 \(32, 4\)"):
         fit(model, cores)
-    for wrong in (NotImplementedError("of its own"), ValueError("of its own")):
+    for wrong in (NotImplementedError("of its own"), ValueError("of its own"), TypeError("of its own")):
         with pytest.raises(type(wrong), match="^of its own$"):
             fit(model, cores)
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (
+            {"a": X, "b": X},
+            r"x is a dict, so that the module is called as Net\(a=..., b=...\), but its forward takes \(x\)",
+        ),
+        ((X, X), r"x is a tuple of 2, so that the module is called as Net\(..., ...\), but its forward takes \(x\)"),
+    ],
+    ids=["dict", "tuple"],
+)
+def test_arguments_that_the_module_does_not_take(cores, x, says):
+    model = compiled()
+    with pytest.raises(BatchError, match=says) as refusal:
+        fit(model, cores, x)
+    assert type(refusal.value.__cause__) is TypeError
+    assert np.isfinite(fit(model, cores, {"x": X})).all()
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")  # PyTorch's own, before its error

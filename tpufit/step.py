@@ -6,6 +6,7 @@ the device can't be looked at inside.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -117,7 +118,8 @@ class Steps:
             What the module returns. For host data after `fit` this waits for the device, and no gradient flows.
 
         Raises:
-            BatchError: A layer of the module fails, as it does for rows of another shape than it was made for.
+            BatchError: The module takes other arguments, or a layer of it fails, as it does for rows of another shape
+                than it was made for.
         """
         if not tracing():
             self.write_back()
@@ -129,14 +131,15 @@ class Steps:
                 leaves[i] = tensor
         x = tree_unflatten(leaves, spec)
         x = precision.inputs(self._precision, x)
+        args, named = ((), x) if isinstance(x, dict) else (x if isinstance(x, (tuple, list)) else (x,), {})
         try:
             with precision.autocast(self._precision, self._place.device):
-                if isinstance(x, dict):
-                    y_pred = self.module(**x)
-                elif isinstance(x, (tuple, list)):
-                    y_pred = self.module(*x)
-                else:
-                    y_pred = self.module(x)
+                y_pred = self.module(*args, **named)
+        except TypeError as error:
+            misfit = _misfit(self.module, args, named)
+            if not misfit:
+                raise
+            raise BatchError(misfit) from error
         except RuntimeError as error:
             if type(error) is not RuntimeError:  # what has a class of its own is no matter of shapes
                 raise
@@ -922,6 +925,22 @@ def _may_be_of_device(error: BaseException | None) -> bool:
     while error is not None and type(error) is not RuntimeError:
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def _misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> str:
+    """What is wrong if the module's forward pass takes other arguments than a batch gives; empty if it doesn't."""
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*args, **named)
+    except TypeError:
+        kind = type(module).__name__
+        given = ", ".join(["..."] * len(args) + [f"{name}=..." for name in named])
+        form = "a dict" if named else f"a tuple of {len(args)}" if len(args) != 1 else "one tensor"
+        return (
+            f"x is {form}, so that the module is called as {kind}({given}), but its forward takes {signature}. "
+            "A dict's entries are given by name, a tuple's one after the other, and a tensor alone"
+        )
+    return ""
 
 
 def _failure(module: nn.Module, x: Any, error: RuntimeError) -> str:
