@@ -28,7 +28,7 @@ def peak(chip: str) -> float | None:
         61500000000000.0
 
     Source: "Peak compute per chip" on the page of each version, docs.cloud.google.com/tpu/docs/v2 to /v6e, read in
-    November 2026.
+    November 2026, but for v2's page, which could not be found.
     """
     return _PEAKS[chip] / _CORES_A_CHIP.get(chip, 1) if chip in _PEAKS else None
 
