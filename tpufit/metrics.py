@@ -248,8 +248,7 @@ class Metric:
         """The twin that updates at this place; its buffers (thresholds and the like) live there."""
         if self._traced is None or self._traced_at != place:
             assert self._object is not None
-            known = self._resolved and getattr(self._object, "ignore_index", None) is None
-            if not (known or self._keeps_batches or place.on_host):
+            if not (self._resolved or self._keeps_batches or place.on_host):
                 self._keeps_batches = not self._can_be_traced(arguments)
             self._traced, self._traced_at = self._object.clone(), place
             move(self._traced.buffers(), place)

@@ -131,7 +131,12 @@ class Steps:
                 leaves[i] = tensor
         x = tree_unflatten(leaves, spec)
         x = precision.inputs(self._precision, x)
-        args, named = ((), x) if isinstance(x, dict) else (x if isinstance(x, (tuple, list)) else (x,), {})
+        args: Sequence[Any] = (x,)
+        named: Mapping[str, Any] = {}
+        if isinstance(x, dict):
+            args, named = (), x
+        elif isinstance(x, (tuple, list)):
+            args = x
         try:
             with precision.autocast(self._precision, self._place.device):
                 y_pred = self.module(*args, **named)
