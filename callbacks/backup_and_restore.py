@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from ..checkpoint import RunFolder
 from ..errors import ArgumentError
 from ..writer import Writer
-from .base import Callback, Logs, duplicate
+from .base import Callback, Logs
 from .frequency import batches
 from .step_count import StepCount
 
@@ -58,15 +57,6 @@ class BackupAndRestore(Callback):
         self.writer = Writer(RunFolder(backup_dir, keep_last=1 + double_checkpoint))
         self._count = StepCount(self._every)
         self._failed = False
-
-    def for_dry_run(self, folder: Path) -> Callback:
-        """One that backs up into the folder, after each batch or at the epoch's end."""
-        twin = duplicate(self)
-        twin.writer = Writer(RunFolder(folder))
-        twin._every = min(self._every, 1)
-        twin._count = StepCount(twin._every)
-        twin.delete_checkpoint = False
-        return twin
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Make sure that the folder can be written to."""

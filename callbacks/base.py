@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from .monitor import Monitor
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +16,6 @@ if TYPE_CHECKING:
 
 # Logs by name. Those of a batch are lazy: reading a value waits for the device, once for all of them.
 Logs = Mapping[str, Any]
-
-_Any = TypeVar("_Any")
 
 
 class TrainedModel(Protocol):
@@ -129,17 +123,6 @@ class Callback:
             model: The model that is about to be trained or used.
         """
         self.model = model
-
-    def for_dry_run(self, folder: Path) -> Callback | None:
-        """What stands in for it in a `fit(dry_run=True)`, which shall leave nothing behind: by default a copy of it.
-
-        A callback that writes files gives one that writes into the folder instead, and one that sends something away
-        gives None, and is left out. Keras has no such method.
-
-        Args:
-            folder: One of its own, which it may make, and which is removed afterwards.
-        """
-        return duplicate(self)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """`fit` begins.
@@ -307,16 +290,3 @@ class Callback:
         Args:
             state: What `state_dict` returned; tuples have become lists.
         """
-
-
-def duplicate(callback: _Any) -> _Any:
-    """A copy of a callback that keeps its own counts: its lists, dicts and sets are copied too, other objects shared.
-
-    Args:
-        callback: An object of any class.
-    """
-    twin = copy.copy(callback)
-    for name, value in getattr(twin, "__dict__", {}).items():
-        if isinstance(value, (list, dict, set, Monitor)):
-            twin.__dict__[name] = copy.copy(value)
-    return twin

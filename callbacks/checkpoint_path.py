@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import string
@@ -70,16 +69,6 @@ class CheckpointPath:
             )
         if self._is_run and Path(path).is_file():
             raise ArgumentError(f"a path without a suffix is a run directory, and {path!r} is a file")
-
-    def moved_to(self, folder: Path) -> CheckpointPath:
-        """The same names in another folder.
-
-        Args:
-            folder: The folder.
-        """
-        moved = copy.copy(self)
-        moved._folder = folder
-        return moved
 
     def at(self, epoch: int, batch: int | None, logs: Mapping[str, Any]) -> Path:
         """The file of one checkpoint.

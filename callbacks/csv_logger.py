@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
@@ -47,10 +46,6 @@ class CSVLogger(Callback):
         self._table: CSVFile | None = None
         self._first_row = 0  # of this training; those before it are of earlier ones
         self._resumes = False
-
-    def for_dry_run(self, folder: Path) -> Callback:
-        """One that writes into the folder."""
-        return CSVLogger(folder / "log.csv", self.separator)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begin anew, or find where the file ends. The file is touched when an epoch begins."""

@@ -6,14 +6,13 @@ import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from ..checkpoint import Metric, RunFolder
 from ..errors import ArgumentError, CheckpointNotWrittenError
 from ..writer import Writer
-from .base import Callback, Logs, duplicate
+from .base import Callback, Logs
 from .checkpoint_path import CheckpointPath
 from .frequency import batches
 from .monitor import Monitor
@@ -120,16 +119,6 @@ class ModelCheckpoint(Callback):
     def best(self) -> float | None:
         """The best value so far, or None."""
         return self._followed.best
-
-    def for_dry_run(self, folder: Path) -> Callback:
-        """One that saves into the folder, and in any case: whatever was the best so far, and each batch if any."""
-        twin = duplicate(self)
-        twin._path = self._path.moved_to(folder)
-        twin._count, twin._seconds = StepCount(1 if self._between else 0), 0.0
-        twin._followed = Monitor(self.monitor, self.mode)
-        if self.writer is not None:
-            twin.writer = Writer(RunFolder(folder))
-        return twin
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Learn from the metric what is better, and make sure that the run directory can be written to."""

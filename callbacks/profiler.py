@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import ArgumentError
 from ..runtime import start_profile, stop_profile
-from .base import Callback, Logs, duplicate
+from .base import Callback, Logs
 from .scalars import scalars
 
 
@@ -49,12 +49,6 @@ got (5, 3)
         self._steps = steps
         self._done = 0
         self._tracing = False
-
-    def for_dry_run(self, folder: Path) -> Callback:
-        """One that writes into the folder."""
-        twin = duplicate(self)
-        twin.log_dir = os.fspath(folder)
-        return twin
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Count the steps from here."""

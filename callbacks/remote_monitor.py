@@ -8,7 +8,6 @@ import urllib.request
 import warnings
 from collections.abc import Mapping
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
@@ -60,9 +59,6 @@ class RemoteMonitor(Callback):
         self.headers = dict(headers or {})
         self._timeout = _TIMEOUT
         self._warned = False
-
-    def for_dry_run(self, folder: Path) -> None:
-        """None: what was sent can't be taken back."""
 
     @property
     def url(self) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..runtime import start_profile, stop_profile, to_host
-from .base import Callback, Logs, duplicate
+from .base import Callback, Logs
 from .event_files import rewind
 from .frequency import batches
 from .scalars import scalars
@@ -106,12 +106,6 @@ class TensorBoard(Callback):
         self._epoch_began = self._written = (0, 0.0)
         self._test_began = 0.0
         self._epoch: int | None = None
-
-    def for_dry_run(self, folder: Path) -> Callback:
-        """One that writes into the folder."""
-        twin = duplicate(self)
-        twin.log_dir = os.fspath(folder)
-        return twin
 
     @property
     def steps(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
@@ -61,9 +60,6 @@ class Tracker(Callback):
             )
         self.logger, self.hyperparameters, self.update_freq = logger, dict(hyperparameters or {}), update_freq
         self._count = StepCount(batches("update_freq", update_freq, {"epoch": 0, "batch": 1}))
-
-    def for_dry_run(self, folder: Path) -> None:
-        """None: what a tracker has been told can't be taken back."""
 
     @property
     def steps(self) -> int:

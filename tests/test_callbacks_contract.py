@@ -213,16 +213,6 @@ def test_a_progress_bar_of_ones_own_is_the_only_one(job, capsys):
     assert capsys.readouterr().out.count("Evaluate") == 1
 
 
-def test_a_dry_run_leaves_nothing_of_it(job, make, tmp_path):
-    posts = len(Answer.posts)
-    callback = make()
-    before = sorted(tmp_path.rglob("*")), job.start().get_weights(), job.model.learning_rate
-    job.fit(callback, dry_run=True)
-    assert sorted(tmp_path.rglob("*")) == before[0] and len(Answer.posts) == posts
-    assert all(np.array_equal(*pair) for pair in zip(job.model.get_weights(), before[1], strict=True))
-    assert job.model.learning_rate == before[2] and getattr(callback, "best", None) is None
-
-
 class Ending(Callback):
     """Has the process told to end, as a cloud does it, in the fourth batch of the second epoch."""
 

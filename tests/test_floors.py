@@ -48,7 +48,6 @@ FLOORS = {
     "saver": 4,
     "loop": 4,
     "lr_find": 4,
-    "rehearsal": 4,
     "model": 4,
     "loading": 4,
     "checkup": 4,

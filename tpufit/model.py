@@ -37,7 +37,6 @@ from .metrics import MetricsArgument
 from .nests import is_plain
 from .optimizers import OptimizerArgument
 from .predictions import Predictions, as_array
-from .rehearsal import rehearse
 from .runtime import (
     HOST,
     Cores,
@@ -251,7 +250,6 @@ class Model(loop.Trainee):
         limit: int | float | None = None,
         max_time: float | timedelta | None = None,
         resume: bool | str | os.PathLike[str] = False,
-        dry_run: bool | int = False,
         strict: bool = False,
         cores: CoresArgument = None,
     ) -> History:
@@ -289,12 +287,6 @@ class Model(loop.Trainee):
                 the callbacks, or begin if there is none. `"best"`: from the best one. `"next_epoch"`: from the newest,
                 but leave out the rest of its epoch. A path: a run's folder, or one checkpoint, which must be whole.
                 On the same number of cores it goes on bit for bit; `initial_epoch` has no effect then.
-            dry_run: Only try it all on 2 batches (True) or another number of them: an epoch of training, its
-                validation, each callback, and a prediction (not if only `train_step` is a subclass's own). Then
-                weights, optimizer, rates, modes and random numbers are put back to the bit, and one line says what was
-                tried. Copies stand in for the callbacks, and `ModelCheckpoint` and `TensorBoard` write to a temporary
-                folder; see `Callback.for_dry_run` for those of your own. Data that keep their own place, such as an
-                iterator, have moved on.
             strict: Whether what makes steps slow is an error at the user's line (default False): in training and
                 validation a value read from the device, an operation that runs on the host, a step that can't be
                 replayed, and after the first pass over the data a new graph. The weights stay as they were.
@@ -318,9 +310,6 @@ class Model(loop.Trainee):
         """
         self._require_compiled("fit")
         verbosity, seconds = resolve_verbose(verbose), _seconds(max_time)
-        batches_tried = 2 if dry_run is True else dry_run
-        if dry_run is not False:
-            require_whole("dry_run", batches_tried, otherwise="True")
         require_whole("epochs", epochs)
         require_whole("initial_epoch", initial_epoch, 0)
         if strict and self._run_eagerly:
@@ -334,7 +323,7 @@ class Model(loop.Trainee):
                 "class_weight goes with one output only, and the loss has several: pass sample_weight in the form of y"
             )
         given = _as_list(callbacks)
-        resumed = find_checkpoint(resume, given) if dry_run is False else None
+        resumed = find_checkpoint(resume, given)
         seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
         settled_cores = start(cores, f"fit(cores={cores!r})")
         if validation_split and validation_data is None:
@@ -356,24 +345,13 @@ class Model(loop.Trainee):
             begin_anew(self, resumed)
         self._move_to(place)
         params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
-        if dry_run is False:
-            before = self._begin_training(weigher, settled_cores, seed)
-            if verbosity:
-                print(self._headline(settled_cores, train.batch_size, before), flush=True)
-                if resumed is not None:
-                    print(f"going on from step {resumed.step}", flush=True)
-            epochs_due = range(initial_epoch, epochs)
-            return self._train(train, validation, given, params, epochs_due, seconds, strict_at, resumed)
-
-        def fit(validation: loop.Validation | None, stand_ins: list[Any]) -> History:
-            self._begin_training(weigher, settled_cores, seed)
-            first = range(initial_epoch, initial_epoch + 1)
-            return self._train(train, validation, stand_ins, params | {"verbose": 0}, first, seconds, strict_at)
-
-        history, tried = rehearse(self, train, validation, given, batches_tried, fit)
+        before = self._begin_training(weigher, settled_cores, seed)
         if verbosity:
-            print(f"dry run on {settled_cores}: {tried}", flush=True)
-        return history
+            print(self._headline(settled_cores, train.batch_size, before), flush=True)
+            if resumed is not None:
+                print(f"going on from step {resumed.step}", flush=True)
+        epochs_due = range(initial_epoch, epochs)
+        return self._train(train, validation, given, params, epochs_due, seconds, strict_at, resumed)
 
     def evaluate(
         self,
@@ -962,7 +940,7 @@ class Model(loop.Trainee):
         epochs: range,
         seconds: float | None,
         strict_at: str,
-        resumed: Checkpoint | None = None,
+        resumed: Checkpoint | None,
     ) -> History:
         history = History()
         everyone = self._callbacks([*callbacks, history], params)
