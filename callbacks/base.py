@@ -55,9 +55,6 @@ class TrainedModel(Protocol):
     def steps_taken(self) -> int:
         """See the class."""
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients for the batch that was trained last, as host copies, of which nothing is learnt."""
-
     def summary(self, print_fn: Callable[[str], object] | None = None, /) -> None:
         """Give the table of the layers to a function."""
 

@@ -19,7 +19,7 @@ from .frequency import batches
 from .scalars import scalars
 
 # These tags are by epoch, all others by training step.
-_BY_EPOCH = ("epoch_", "weights/", "gradients/")
+_BY_EPOCH = ("epoch_", "weights/")
 # These are written at the end of the first epoch, also of a resumed training.
 _SAID_ONCE = ("summary/text_summary", "_hparams_/")
 
@@ -33,16 +33,14 @@ class TensorBoard(Callback):
     `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*` and histograms are by epoch, from 0, the
     others by training steps.
 
-    An epoch costs no wait beside the one for its logs; each write of batch logs costs one, histograms two.
+    An epoch costs no wait beside the one for its logs; each write of batch logs and of histograms costs one.
 
     A training that is resumed takes its points back to where it goes on: see `load_state_dict`.
 
     Args:
         log_dir: The folder (default `"logs"`); keep it to one training.
-        histogram_freq: After every how many epochs, from the first, to write histograms of weights and of gradients
-            (default 0: never). The gradients are those of the epoch's last batch at the weights after it, before
-            clipping. They are computed for this, by a graph of their own that takes about as long to compile as the
-            training step's.
+        histogram_freq: After every how many epochs, from the first, to write histograms of the weights (default 0:
+            never).
         write_graph: Whether to write the model's summary as text, after the first epoch (default True). PyTorch has no
             graph of layers to show.
         write_images: Whether to write weights that are matrices as images, along with histograms (default False).
@@ -273,11 +271,10 @@ class TensorBoard(Callback):
 
     def _write_histograms(self, epoch: int) -> None:
         weights = self.model.state_dict()
-        for kind, tensors in (("weights", weights), ("gradients", self.model.gradients())):
-            for name, tensor in tensors.items():
-                finite = tensor[tensor.isfinite()].float()
-                if tensor.is_floating_point() and finite.numel():
-                    self.writer().add_histogram(f"{kind}/{name}", finite, epoch)
+        for name, tensor in weights.items():
+            finite = tensor[tensor.isfinite()].float()
+            if tensor.is_floating_point() and finite.numel():
+                self.writer().add_histogram(f"weights/{name}", finite, epoch)
         for name, tensor in weights.items() if self.write_images else ():
             if tensor.dim() == 2:
                 low, high = tensor.float().aminmax()

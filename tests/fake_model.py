@@ -54,9 +54,6 @@ class FakeModel:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.module.load_state_dict(dict(state))
 
-    def gradients(self) -> dict[str, Tensor]:
-        return {name: -tensor for name, tensor in self.state_dict().items()}
-
     def summary(self, print_fn: Callable[[str], object] | None = None) -> None:
         (print_fn or print)("layer   type\nmodule  Linear")
 

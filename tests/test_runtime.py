@@ -126,7 +126,7 @@ def test_nothing_is_split_on_one_core_and_rows_are_on_many(place, cores):
 
 
 def test_roles(place):
-    assert set(report.ROLES) == {"train", "eval", "predict", "gradients", "init", "transfer", "metric"}
+    assert set(report.ROLES) == {"train", "eval", "predict", "init", "transfer", "metric"}
 
 
 def _program(function, place, role="predict"):

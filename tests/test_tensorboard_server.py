@@ -121,7 +121,7 @@ def test_a_fit_over_http(run_python, server, tmp_path):
     steps = [step for step, _ in points("train", "batch_loss", count=6)]
     assert len(steps) == 6 and steps == sorted(set(steps))  # 3 epochs of 4 steps, every second of them
 
-    for tag, size in (("weights/weight", 12), ("gradients/weight", 12), ("gradients/bias", 3)):
+    for tag, size in (("weights/weight", 12), ("weights/bias", 3)):
         query = f"histograms/histograms?run=a/train&tag={tag}"
         histograms = server(query, until=lambda found: len(found) == 3)
         assert [step for _, step, _ in histograms] == [0, 1, 2]

@@ -27,7 +27,7 @@ class Pass:
     """One pass over data.
 
     Attributes:
-        role: `"train"`, `"eval"`, `"predict"` or `"gradients"`.
+        role: `"train"`, `"eval"` or `"predict"`.
         steps: How many steps it had.
         rows: How many rows.
         seconds: How long it took.

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -763,31 +762,6 @@ class Model(loop.Trainee):
             return
         self.write_back()
         overwrite([own[name] for name in fitting], list(fitting.values()), self._place)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients for the batch that was trained last, as the weights are now; nothing is learnt of them.
-
-        They are those that `apply_gradients` computes, before clipping, and training goes on to the bit as it would
-        have. It costs a graph of its own, which takes about as long to compile as the training step's, a forward and a
-        backward pass, and a wait for the device.
-
-        Returns:
-            Host tensors by the names of the parameters, as in `torch.nn.Module.named_parameters`.
-
-        Raises:
-            ArgumentError: Nothing has been trained yet.
-        """
-        trained = self._runners.get("train")
-        if trained is None or trained.last is None:
-            raise ArgumentError("there is no batch to compute gradients for: call fit or train_on_batch first")
-        began, run = perf_counter(), trained.like("gradients")
-        with loop.modes_kept(self):
-            self.module.train()
-            (found,) = run([trained.last])
-        named = {name: found[id(p)] for name, p in self.module.named_parameters() if id(p) in found}
-        values = fetch(list(named.values()), "gradients")
-        self._passes.append(Pass("gradients", run.steps, run.rows, perf_counter() - began, 0.0))
-        return dict(zip(named, values, strict=True))
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """The module's parameters and buffers as arrays, in the order of `state_dict`. This waits for the device, once.

@@ -87,7 +87,6 @@ class Steps:
         self._averages: dict[int, Averages] = {}
         self._update = Update()  # what the step being traced does with its gradients,
         self._rows = 0  # and of how many rows these are
-        self._collected: dict[int, Tensor] | None = None  # the gradients, by parameter, of a step that shall not learn
         self._batches_waiting = self._updates = 0  # batches since the last update, and updates
         self._state = State([])
         self._programs: dict[str, tuple[Program, Running]] = {}  # by role
@@ -225,10 +224,6 @@ class Steps:
         parameters = optimizers.parameters(optimizer)
         optimizer.zero_grad()
         loss.backward()
-        if self._collected is not None:
-            self._collected |= {id(p): p.grad.detach().clone() for p in parameters if p.grad is not None}
-            optimizer.zero_grad()
-            return
         stepping = nullcontext() if self._place.on_host else self._attach(optimizer).stepping()
         accumulator, averages = self._accumulators.get(id(optimizer)), self._averages.get(id(optimizer))
         if accumulator is not None:
@@ -561,7 +556,7 @@ class StepRunner:
 
     Args:
         model: Whose steps.
-        role: `"train"`, `"eval"`, `"predict"`, or `"gradients"`: what `"train"` would learn from.
+        role: `"train"`, `"eval"` or `"predict"`.
         transform: What to do to each batch on the device, before the step.
 
     Attributes:
@@ -580,7 +575,7 @@ class StepRunner:
         self.before_step: Callable[[], None] | None = None
         self.warm = False
         self._transform_number = model._transform_number(transform)
-        self._class_weight = model._class_weight if role in ("train", "gradients") else None
+        self._class_weight = model._class_weight if role == "train" else None
         self._shapes = model._shapes.setdefault(role, ShapeWatch(role))
         self._signatures = model._signatures
         self._in_flight = InFlight()
@@ -616,10 +611,6 @@ class StepRunner:
             return None
         batch = self.last.batch(torch.empty_like(tensor, device="meta") for tensor in self.last.tensors)
         return batch if self._transform is None else self._transform(batch)
-
-    def like(self, role: str) -> StepRunner:
-        """A runner of another role, for the same batches."""
-        return StepRunner(self._model, role, self._transform)
 
     @property
     def is_current(self) -> bool:
@@ -674,8 +665,7 @@ class StepRunner:
             last: Whether no batch of the pass comes after these.
 
         Returns:
-            For `"predict"` the outputs of each batch, and for `"gradients"` the gradients of each, by the `id` of the
-            parameter, on the device; else None.
+            For `"predict"` the outputs of each batch, on the device; else None.
 
         Raises:
             LabelError: A label of a batch is none of the module's classes.
@@ -717,7 +707,7 @@ class StepRunner:
         model.rows_seen += rows
         if self._role == "train":
             model._step += len(group)
-        if self._role in ("predict", "gradients"):
+        if self._role == "predict":
             return outputs
         self._running.count(rows, outputs)
         finite = self._running.finite
@@ -886,29 +876,12 @@ class StepRunner:
                     model._loss_format = getattr(logs.get("loss"), "dtype", None)
                     self._running.add_means(logs, fed.rows)
                     continue
-                if self._role == "gradients":
-                    outputs.append(self._gradients(batch))
-                    continue
                 with torch.no_grad():
                     if self._role == "eval":
                         self._running.add_means(model.test_step(batch), fed.rows)
                     else:
                         outputs.append(model.predict_step(batch))
-        return outputs if self._role in ("predict", "gradients") else self._running.kept
-
-    def _gradients(self, batch: Any) -> dict[int, Tensor]:
-        """The gradients of a step that learns nothing, and leaves buffers such as batch norm's as they are."""
-        model = self._model
-        buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
-        model._collected = {}
-        try:
-            model.train_step(batch)
-            return model._collected
-        finally:
-            model._collected = None
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+        return outputs if self._role == "predict" else self._running.kept
 
     def _python_state(self) -> dict[str, Any]:
         weights = {"class_weight": self._class_weight.summary} if self._class_weight else {}

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ROLES = ("train", "eval", "predict", "gradients", "init", "transfer", "metric")
+ROLES = ("train", "eval", "predict", "init", "transfer", "metric")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Counts:
     """A snapshot of the counters, since the process began or since an earlier snapshot.
 
     Attributes:
-        graphs: Graphs compiled, by role: `"train"`, `"eval"`, `"predict"`, `"gradients"`, `"init"`, `"transfer"`,
-            `"metric"`.
+        graphs: Graphs compiled, by role: `"train"`, `"eval"`, `"predict"`, `"init"`, `"transfer"`, `"metric"`.
         captures: How often a step was captured anew, by what had changed, e.g. `"momentum in ..."`; new shapes apart.
         waits: Waits for the device, by reason, e.g. `"logs"` or `"outputs"`.
         fallbacks: Operations that ran on the host for lack of a lowering, by name, e.g. `"aten::nonzero"`.
