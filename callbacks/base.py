@@ -70,7 +70,7 @@ class TrainedModel(Protocol):
     def higher_is_better(self, name: str, /) -> bool | None:
         """Whether a log gets better as it rises; None if its metric doesn't say."""
 
-    def report(self, verbose: bool = False, flops: bool = False) -> Report:
+    def report(self, verbose: bool = False) -> Report:
         """What the steps did since `fit` began, what they took, and what is wrong."""
 
 

@@ -70,7 +70,7 @@ class FakeModel:
     def higher_is_better(self, name: str) -> bool | None:
         return self._directions.get(name.removeprefix("val_"))
 
-    def report(self, verbose: bool = False, flops: bool = False) -> Report:
+    def report(self, verbose: bool = False) -> Report:
         return Report((), Counts(), {})
 
 

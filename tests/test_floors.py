@@ -34,7 +34,6 @@ FLOORS = {
     "predictions": 1,
     "python_state": 1,
     "summary": 1,
-    "utilisation": 1,
     "step": 2,
     "snapshot": 2,
     "checkpoint": 2,

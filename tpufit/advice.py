@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 # From this share of the time on, and so many seconds, a thing is worth a sentence.
 _SHARE, _SECONDS = 0.2, 1.0
 _COMPILE_SECONDS = 60.0
 _OFTEN = 8  # compilations of one step; whole batches, a shorter last one and some buckets are no fault
-_MXU = 128  # rows and columns of a TPU's matrix unit; a register has 8 times 128 numbers
-_SUBLANES = 8
 
 
 def traced(role: str, cause: str) -> str:
@@ -200,65 +197,6 @@ def unused(used: int, available: int) -> str | None:
         return None
     return (
         f"{used} of this TPU's {available} cores {'is' if used == 1 else 'are'} used: fit(cores='auto') uses them all"
-    )
-
-
-def rows(rows_per_core: int) -> str | None:
-    """A hint about the rows that a core gets.
-
-    Args:
-        rows_per_core: How many, in most steps.
-
-    Example:
-        >>> print(rows(12))
-        a core gets 12 rows a step, which a TPU pads to 16: a batch_size that is a multiple of 8 wastes nothing, and \
-one of 128 fills its matrix unit
-        >>> rows(256) is None
-        True
-    """
-    padded = math.ceil(rows_per_core / _SUBLANES) * _SUBLANES
-    if padded != rows_per_core:
-        return (
-            f"a core gets {rows_per_core} rows a step, which a TPU pads to {padded}: a batch_size that is a multiple "
-            "of 8 wastes nothing, and one of 128 fills its matrix unit"
-        )
-    if rows_per_core < _MXU:
-        return (
-            f"a core gets {rows_per_core} rows a step: if a row is not itself a sequence or an image, a batch_size of "
-            "128 or more is what fills a TPU's matrix unit"
-        )
-    return None
-
-
-def widths(shapes: Mapping[str, tuple[int, int]]) -> str | None:
-    """A hint about layers whose widths don't fit the matrix unit.
-
-    Args:
-        shapes: Outputs and inputs of each matrix, by name.
-
-    Example:
-        >>> print(widths({"body": (1024, 1024), "head": (10, 1024)}))
-        None
-        >>> print(widths({"a": (130, 64), "b": (128, 128)}))
-        half or more of a TPU's matrix unit, of 128 times 128, is idle in a (130 x 64): widths that are multiples of \
-128, or just below, fill it
-    """
-
-    def padded(shape: tuple[int, int]) -> int:
-        return math.prod(math.ceil(n / _MXU) * _MXU for n in shape)
-
-    total, useful = sum(map(padded, shapes.values())), sum(map(math.prod, shapes.values()))
-    if useful > 0.75 * total:
-        return None
-    worst = sorted(shapes, key=lambda name: math.prod(shapes[name]) - padded(shapes[name]))[:3]
-    named = ", ".join(
-        f"{n} ({shapes[n][0]} x {shapes[n][1]})" for n in worst if 2 * math.prod(shapes[n]) <= padded(shapes[n])
-    )
-    if not named:
-        return None
-    return (
-        f"half or more of a TPU's matrix unit, of 128 times 128, is idle in {named}: widths that are multiples of 128, "
-        "or just below, fill it"
     )
 
 

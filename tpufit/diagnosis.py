@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.padding import Padding
@@ -15,7 +15,6 @@ from rich.text import Text
 from . import advice
 from .data import meter
 from .runtime import Compiled, Counts, cure_of
-from .utilisation import Utilisation
 
 _WIDTH = 100  # columns
 _SHOWN = 12  # compilations that the table has a row for
@@ -52,12 +51,9 @@ class Report:
         counts: Graphs, waits, fallbacks, host reads and times.
         traced: Why a step is traced on every call, by role; nothing where it is replayed. Only roles that have run.
         donated: How many bytes of weights and optimizer state each step writes its new values over.
-        rows_per_core: How many rows a core gets in most steps of training; 0 if there were none.
-        widths: Outputs and inputs of the module's matrices, by name.
         cores: How many cores compute,
         available: and how many there are.
         joined: Whether several steps run as one graph.
-        utilisation: Rows and operations a second in the last epoch, if it was asked for.
         metrics_report: The runtime's own report, if it was asked for.
 
     Example:
@@ -73,12 +69,9 @@ hundredth batch, or in on_epoch_end']
     counts: Counts
     traced: Mapping[str, str]
     donated: int = 0
-    rows_per_core: int = 0
-    widths: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cores: int = 1
     available: int = 1
     joined: bool = False
-    utilisation: Utilisation | None = None
     metrics_report: str = ""
 
     @property
@@ -138,12 +131,8 @@ hundredth batch, or in on_epoch_end']
         """What a TPU could do better with, where nothing is wrong."""
         busy = self.counts.seconds
         elapsed = self.seconds - busy.get("compile", 0.0) - busy.get("trace", 0.0)
-        found = [
-            advice.rows(self.rows_per_core) if self.rows_per_core else None,
-            advice.widths(self.widths),
-            advice.starting(busy.get("steps", 0.0), elapsed, self.joined),
-        ]
-        return [sentence for sentence in found if sentence]
+        found = advice.starting(busy.get("steps", 0.0), elapsed, self.joined)
+        return [found] if found else []
 
     @property
     def host_time(self) -> str:
@@ -178,7 +167,6 @@ def _facts(report: Report) -> Table:
     for name, value in (
         ("steps of training", f"{report.steps:,}"),
         ("rows a second", f"{speed:,.0f}" if speed else ""),
-        ("utilisation", str(report.utilisation or "")),
         *((f"{role} step", f"traced: {cause}" if cause else "replayed") for role, cause in report.traced.items()),
         ("on the host", ", ".join(fallbacks)),
         ("values read", f"{report.counts.host_reads}{reads and f', at {reads}'}" if report.counts.host_reads else ""),

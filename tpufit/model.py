@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from . import loop, losses, optimizers
 from . import metrics as metric_objects
@@ -25,8 +24,8 @@ from .callbacks.progress import ProgbarLogger, resolve_verbose
 from .checkpoint import Checkpoint, Metric
 from .checkpoint import save as save_checkpoint
 from .class_weight import ClassWeight
-from .data import Stream, hold_out, stream, unpack
-from .data.batches import as_tensors, count_rows
+from .data import Stream, hold_out, stream
+from .data.batches import as_tensors
 from .diagnosis import Pass, Report
 from .errors import ArgumentError, CheckpointNotWrittenError, NotCompiledError, WeightsError, require_whole
 from .gradients import Gradients
@@ -43,7 +42,6 @@ from .runtime import (
     Placement,
     State,
     available,
-    chip,
     counts,
     metrics_report,
     overwrite,
@@ -57,7 +55,6 @@ from .saver import find_checkpoint, outside_of_fit
 from .step import StepRunner, copies, fetch
 from .summary import memory, noting_outputs, table
 from .training_state import begin_anew, take
-from .utilisation import Utilisation, flops_of
 from .weights import first_broken, match_weights, named_tensors, read_weights, write_weights
 from .writer import Writer
 
@@ -678,19 +675,14 @@ class Model(loop.Trainee):
         lines += [f"precision {self._precision}: {self._formats}"] if self._formats else []
         (print_fn or print)("\n".join(lines))
 
-    def report(self, verbose: bool = False, flops: bool = False) -> Report:
+    def report(self, verbose: bool = False) -> Report:
         """What the steps did since the last `fit` began, what they took, and what is wrong. It waits for nothing.
 
         Args:
             verbose: Also give the report of torch_xla's own, in `metrics_report` (default False).
-            flops: Also count the operations of the module's forward and backward pass, over shapes alone, and what
-                share of a TPU's peak the last epoch reached, in `utilisation` (default False).
 
         Returns:
             The `Report`: print it, or read its `problems` and `hints`.
-
-        Raises:
-            ArgumentError: The operations can't be counted, or nothing has been trained.
 
         Example:
             >>> import torch, tpufit
@@ -702,29 +694,16 @@ class Model(loop.Trainee):
             (2, [])
         """
         train = self._programs.get("train")
-        rows = self._largest_batch("train")
         return Report(
             passes=tuple(self._passes),
             counts=counts() - self._counted,
             traced={role: program.traced_because for role, (program, _) in self._programs.items() if program.met},
             donated=train[0].donated if train else 0,
-            rows_per_core=-(-rows // self._place.count),
-            widths={name: (p.shape[0], p.shape[1]) for name, p in self.module.named_parameters() if p.dim() >= 2},
             cores=self._place.count,
             available=available(self._place.count),
             joined=self._steps_per_execution != 1,
-            utilisation=self._utilisation() if flops else None,
             metrics_report=metrics_report() if verbose else "",
         )
-
-    def _utilisation(self) -> Utilisation:
-        last = next((one for one in reversed(self._passes) if one.role == "train"), None)
-        if last is None or not self._runners["train"].batch_shapes:
-            raise ArgumentError("report(flops=True) counts the operations of the last epoch: call fit first")
-        x, _, _ = unpack(self._runners["train"].batch_shapes)
-        flops = flops_of(self.module, precisions.inputs(self._precision, x))
-        rows = count_rows(tree_leaves(x))
-        return Utilisation.of(flops / rows, last.rows, last.seconds, self._place.count, chip())
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's parameters and buffers as host tensors, by name. This waits for the device, once.

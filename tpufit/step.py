@@ -474,12 +474,6 @@ class Steps:
             updates.append(Update(takes_step, overwrites))
         return updates
 
-    def _largest_batch(self, role: str) -> int:
-        """How many rows the largest batch has that the steps of a role have met."""
-        met = self._shapes[role].changes if role in self._shapes else ()
-        shapes = [shapes[0][0] for _, shapes in (self._signatures[number] for number in met) if shapes]
-        return max((shape[0] for shape in shapes if shape), default=0)
-
     def _drop_gradients(self) -> None:
         """Forget gradients that an epoch which was broken off has left over."""
         if self._batches_waiting:
@@ -598,19 +592,6 @@ class StepRunner:
         self._guard_number = 0
         self._hooked = False
         model._runners[role] = self
-
-    @property
-    def last(self) -> Fed | None:
-        """The last batch."""
-        return self._group[-1] if self._group else None
-
-    @property
-    def batch_shapes(self) -> Any:
-        """The last batch, as its step got it, with shapes and dtypes only; None before the first step."""
-        if self.last is None:
-            return None
-        batch = self.last.batch(torch.empty_like(tensor, device="meta") for tensor in self.last.tensors)
-        return batch if self._transform is None else self._transform(batch)
 
     @property
     def is_current(self) -> bool:

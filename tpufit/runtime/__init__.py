@@ -5,7 +5,6 @@
 | `devices` | find and start the cores |
 | `faults` | errors of the runtime, in a sentence |
 | `mesh` | where rows and parameters live |
-| `chip` | which kind of TPU it is |
 | `graph` | trace a step once, then replay its graph |
 | `transfer` | host to device and back; the one function that waits |
 | `lowered` | operations that torch_xla lacks, made of those that it has |
@@ -15,7 +14,6 @@
 | `watch` | what a traced step reads, draws and leaves to the host |
 """
 
-from .chip import chip
 from .devices import (
     Cores,
     CoresArgument,
@@ -54,7 +52,6 @@ __all__ = [
     "agree",
     "available",
     "capture_began",
-    "chip",
     "count_capture",
     "counts",
     "cure_of",
