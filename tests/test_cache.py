@@ -14,21 +14,16 @@ import processes
 import pytest
 import torch
 from cache_sources import FILES_OF_16, NOISE_OF_16, Everything, Rows, expected, noise
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tpufit.data.__main__ import main
 from tpufit.data.cache import CachedDataset
-from tpufit.data.gather import window_order
-from tpufit.data.layout import Layout
-from tpufit.data.samples import Field
 from tpufit.errors import ArgumentError, CacheError, DataError, UnknownNameError
 
 TESTS = Path(__file__).parent
-MODES = ["mmap", "ram", "blocks"]
+MODES = ["mmap", "ram"]
 
 
 def exactly(actual, wanted):
@@ -339,49 +334,6 @@ def test_a_bare_tensor_and_views_and_gradients(tmp_path):
     rows = torch.arange(24.0).view(4, 6).requires_grad_()
     data = CachedDataset([row.view(2, 3).T for row in rows], tmp_path, workers=0)
     exactly(data.get_batch([2, 0]), torch.stack([row.view(2, 3).T for row in rows])[[2, 0]].detach())
-
-
-# How samples are mixed in mode="blocks".
-
-
-def layout(rows, copies, rows_per_file, rows_per_block):
-    fields = (Field("sample", torch.uint8, (1,)),)
-    return Layout(rows, copies, 0, "1", "", "", None, "sample", fields, rows_per_file, rows_per_block)
-
-
-@settings(deadline=None)
-@given(
-    st.integers(1, 3000), st.integers(1, 3), st.integers(1, 500), st.integers(1, 80), st.integers(0), st.integers(0, 9)
-)
-def test_blocks_are_few_at_a_time(rows, copies, rows_per_file, rows_per_block, seed, epoch):
-    cache = layout(rows, copies, rows_per_file, min(rows_per_block, rows_per_file))
-    order = window_order(cache, seed, epoch)
-    assert sorted(order.tolist()) == list(range(rows))
-    assert np.array_equal(order, window_order(cache, seed, epoch))
-    stored = order + epoch % copies * rows
-    files, local = np.divmod(stored, cache.rows_per_file)
-    blocks = list(zip(files.tolist(), (local // cache.rows_per_block).tolist(), strict=True))
-    first = {block: position for position, block in reversed(list(enumerate(blocks)))}
-    last = {block: position for position, block in enumerate(blocks)}
-    changes = np.zeros(rows + 1, int)
-    np.add.at(changes, list(first.values()), 1)
-    np.add.at(changes, [position + 1 for position in last.values()], -1)
-    assert changes.cumsum().max() <= 65
-
-
-def test_the_order_of_blocks_changes_with_seed_and_epoch(tmp_path, everything):
-    data = CachedDataset.open(everything, mode="blocks")
-    orders = [data.order(seed, epoch).tolist() for seed in (0, 1) for epoch in (0, 1)]
-    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    assert CachedDataset.open(everything).order(0, 0) is CachedDataset.open(everything, mode="ram").order(0, 0) is None
-
-
-def test_an_epoch_in_the_order_of_blocks(tmp_path):
-    data = CachedDataset(Everything(300), tmp_path, mode="blocks", shard_mb=1, workers=0)
-    data.warm_up(progress=False)
-    order = data.order(3, 0)
-    labels = [data.get_batch(order[start : start + 32])["label"] for start in range(0, 300, 32)]
-    exactly(torch.cat(labels), torch.from_numpy(order))
 
 
 # The command line.

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow  # each of them kills or starves processes
 
 TESTS = Path(__file__).parent
 IMPORTS = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
-MODES = ["mmap", "ram", "blocks"]
+MODES = ["mmap", "ram"]
 SOON = 60.0  # seconds that something may take which takes a few
 
 
@@ -324,11 +324,10 @@ def test_a_flipped_bit_among_the_rows(tmp_path, mode):
 def test_files_are_checked_when_first_read(tmp_path):
     warmed(tmp_path)
     flip(tmp_path / "shard-00003-of-00004.safetensors", -8)  # in the last byte
-    for mode in ("mmap", "blocks"):
-        data = CachedDataset.open(tmp_path, mode=mode)
-        assert data.get_batch(range(48))[1].tolist() == list(range(48))
-        with pytest.raises(CacheDamagedError, match="shard-00003"):
-            data[48]
+    data = CachedDataset.open(tmp_path)
+    assert data.get_batch(range(48))[1].tolist() == list(range(48))
+    with pytest.raises(CacheDamagedError, match="shard-00003"):
+        data[48]
     assert data.verify() == ["shard-00003-of-00004.safetensors"]
 
 

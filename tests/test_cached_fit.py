@@ -50,16 +50,6 @@ def test_training_from_a_cache_is_training_from_arrays(cores, mode, tmp_path):
     np.testing.assert_allclose(model.predict(cached, verbose=0), plain.predict(floats, verbose=0), atol=1e-5)
 
 
-def test_blocks_give_every_row_once_in_their_own_order(cores, tmp_path):
-    cached = CachedDataset(Images(), tmp_path / "cache", mode="blocks", shard_mb=0.001, workers=0)
-    cached.warm_up(progress=False)
-    data = stream(cached, batch_size=16 // cores, cores=cores, shuffle=True, seed=3)
-    first, second = (np.concatenate([x.numpy() for x, _ in data.epoch(epoch)]) for epoch in range(2))
-    assert not np.array_equal(first, second)
-    for rows in (first, second):
-        assert sorted(map(bytes, rows)) == sorted(map(bytes, IMAGES))
-
-
 def test_each_epoch_has_its_variant(cores, tmp_path):
     class Numbers(Dataset):
         def __len__(self):

@@ -31,16 +31,16 @@ from ..errors import (
 )
 from . import layout as layouts
 from .fingerprint import describe
-from .gather import Blocks, InMemory, Mapped, Reader, window_order
+from .gather import InMemory, Mapped, Reader
 from .layout import Layout
 from .make import Maker, alone, probe
 from .samples import Field, nest
 from .shards import Shard
 from .warm import Workers, build, check_room, exclusive, missing
 
-Mode = Literal["mmap", "ram", "blocks"]
+Mode = Literal["mmap", "ram"]
 
-_READERS: dict[str, type[Reader]] = {"mmap": Mapped, "ram": InMemory, "blocks": Blocks}
+_READERS: dict[str, type[Reader]] = {"mmap": Mapped, "ram": InMemory}
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,8 @@ class CachedDataset(Dataset[Any]):
     of the transform, and three of the samples. It can't see the code of installed packages or the values of globals;
     `version` is there for these. It is never made anew, or read, when something has changed.
 
-    A file's size and header are checked when it is opened, and all its rows when the first of them is read
-    (`mode="blocks"`: each block whenever it is read). So a wrong sample is never returned, at the cost of one pass over
-    the files per process.
+    A file's size and header are checked when it is opened, and all its rows when the first of them is read. So
+    a wrong sample is never returned, at the cost of one pass over the files per process.
 
     Args:
         source: A map-style dataset: anything with a length and items.
@@ -97,8 +96,8 @@ class CachedDataset(Dataset[Any]):
         copies: How many variants of each sample are kept.
         shard_mb: How large a file of a new cache may be, in MiB. A worker holds one in memory.
         workers: How many processes make samples: `"auto"` is one for each CPU, 0 this one.
-        mode: `"mmap"` for a cache that fits in the memory that is free, `"ram"` to copy it there at the first read, or
-            `"blocks"` for a larger one: it reads the disk in large pieces, and `order` says in which order.
+        mode: `"mmap"` (default) to read the mapped files, which the system keeps in the memory that is free; `"ram"` to
+            copy them into memory of its own at the first read.
         ordered: Whether a batch keeps the order of its rows. Else they are sorted, which is faster; then each core is
             given rows that were neighbours in the source.
 
@@ -241,22 +240,6 @@ class CachedDataset(Dataset[Any]):
             CacheDamagedError: A file is not what was written.
         """
         return self._gather(np.asarray(indices), epoch, self.ordered)
-
-    def order(self, seed: int, epoch: int) -> NDArray[np.int64] | None:
-        """The order in which to read an epoch, where the mode needs one of its own.
-
-        Args:
-            seed: The run's seed.
-            epoch: The number of the epoch, from 0.
-
-        Returns:
-            For `mode="blocks"` the numbers of all samples, shape `(rows,)`: blocks of neighbouring samples (of 2 MiB)
-            in a random order, and each sample up to 64 blocks later. That mixes them less than a full permutation, so
-            a source sorted by class should be shuffled before it is cached. None for the other modes, which read any
-            order equally well. Another order can be read in this mode too, but each sample may cost the reading of a
-            block.
-        """
-        return window_order(self._layout, seed, epoch) if self.mode == "blocks" else None
 
     def warm_up(self, progress: bool = True, *, repair: bool = False) -> None:
         """Make the files that are missing. No TPU is needed; what is finished is kept, however it may end.

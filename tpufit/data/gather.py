@@ -1,11 +1,10 @@
-"""Reading the rows of a batch out of the files of a cache: mapped, from memory, or block by block from the disk."""
+"""Reading the rows of a batch out of the files of a cache: mapped, or from memory."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,15 +15,12 @@ from torch import Tensor
 
 from .layout import Layout
 from .samples import Field
-from .shards import Columns, Shard
+from .shards import Shard
 
 Rows = NDArray[np.int64]
 
 # Shorter rows are copied file by file; for longer ones it is faster to list them one by one.
 _LONG = 2048  # bytes
-# In "blocks" mode the rows of this many blocks are mixed, and twice as many are kept in memory: 256 MiB at most, if no
-# row is longer than a block.
-_WINDOW = 64
 # Memory of batches is kept for the next ones if it is large, and no more than a feed and a device hold at once.
 _LARGE, _KEPT = 1 << 20, 4
 
@@ -144,65 +140,3 @@ class InMemory(Reader):
         for field, batch in gathered:
             np.take(self._columns[field.name], rows, axis=0, out=batch, mode="clip")  # mode="raise" would copy twice
         return gathered
-
-
-class Blocks(Reader):
-    """From the disk, a block of neighbouring rows at a time; each is checked, and the last ones are kept in memory."""
-
-    def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
-        super().__init__(layout, shards)
-        self._kept: OrderedDict[int, Columns] = OrderedDict()
-        self._turn = threading.Lock()
-
-    def _gather(self, rows: Rows, ordered: bool) -> list[tuple[Field, NDArray[Any]]]:
-        gathered = [(field, self._memory[field.name].room(len(rows))) for field in self._layout.fields]
-        blocks, local = _blocks_of(self._layout, rows)
-        positions = np.argsort(blocks, kind="stable")
-        numbers, starts = np.unique(blocks[positions], return_index=True)
-        with self._turn:
-            for number, (a, b) in zip(numbers.tolist(), pairwise([*starts.tolist(), len(rows)]), strict=True):
-                columns = self._block(number)
-                for field, batch in gathered:
-                    batch[positions[a:b]] = columns[field.name][local[positions[a:b]]]
-        return gathered
-
-    def _block(self, number: int) -> Columns:
-        if number not in self._kept:
-            file, block = divmod(number, _blocks_per_file(self._layout))
-            self._kept[number] = self._shards[file].read(block)
-            if len(self._kept) > 2 * _WINDOW:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(number)
-        return self._kept[number]
-
-
-def window_order(layout: Layout, seed: int, epoch: int) -> Rows:
-    """An order of the samples that reads each block of the cache but once, and keeps few of them in memory.
-
-    The blocks are put in a random order, and each sample then moves back by up to 64 blocks. So samples are mixed with
-    those of 63 other random blocks, not with all.
-
-    Args:
-        layout: What the cache holds.
-        seed: The run's seed.
-        epoch: The number of the pass over the data, from 0.
-
-    Returns:
-        The samples' numbers in their order, shape `(rows,)`; a function of the arguments only.
-    """
-    generator = np.random.Generator(np.random.Philox(key=[seed % (1 << 64), epoch]))
-    rows = np.arange(layout.rows) + epoch % layout.copies * layout.rows
-    numbers, blocks = np.unique(_blocks_of(layout, rows)[0], return_inverse=True)
-    place = generator.permutation(len(numbers))[blocks] + _WINDOW * generator.random(layout.rows)
-    return np.argsort(place, kind="stable")
-
-
-def _blocks_per_file(layout: Layout) -> int:
-    return -(-layout.rows_per_file // layout.rows_per_block)
-
-
-def _blocks_of(layout: Layout, rows: Rows) -> tuple[Rows, Rows]:
-    """In which block of the cache each row is, and where in it."""
-    files, local = np.divmod(rows, layout.rows_per_file)
-    blocks, rest = np.divmod(local, layout.rows_per_block)
-    return files * _blocks_per_file(layout) + blocks, rest

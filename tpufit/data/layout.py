@@ -18,7 +18,7 @@ from .samples import Field
 _FORMAT = 1
 _META = "meta.json"
 _MIB = 1 << 20
-# What is read, and checked, at once where memory is scarce: large enough for any disk.
+# What has a checksum of its own.
 _BLOCK = 2 * _MIB
 # A cache that would fit a file or two is cut into more, if they hold enough rows: a file is what a worker makes at
 # once, and what a kill costs.

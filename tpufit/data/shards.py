@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -95,43 +93,10 @@ class Shard:
         """
         for name, column in (self.columns if columns is None else columns).items():
             for block, rows in enumerate(_blocks(column, self._layout.rows_per_block)):
-                self._compare(name, block, rows)
-
-    def read(self, block: int) -> Columns:
-        """Read one block of rows from the disk, past the mapping, and check it.
-
-        Args:
-            block: Which one, from 0.
-
-        Returns:
-            Its rows.
-
-        Raises:
-            CacheDamagedError: They are not what was written.
-        """
-        first = block * self._layout.rows_per_block
-        rows = min(self._layout.rows_per_block, self._rows - first)
-        columns: Columns = {}
-        with open(self._path, "rb") as file:
-            for field in self._layout.fields:
-                room = columns[field.name] = field.empty(rows)
-                file.seek(self._offsets[field.name] + first * field.row_bytes)
-                file.readinto(room.data)
-                self._compare(field.name, block, room)
-        return columns
-
-    @cached_property
-    def _offsets(self) -> dict[str, int]:
-        """Where in the file each column begins. safetensors knows, but doesn't tell."""
-        with open(self._path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        return {field.name: 8 + length + header[field.name]["data_offsets"][0] for field in self._layout.fields}
-
-    def _compare(self, name: str, block: int, rows: NDArray[Any]) -> None:
-        if zlib.crc32(rows.data) != self._checksums[name][block]:
-            first = block * self._layout.rows_per_block
-            raise self._damaged(f"{name} of its rows {first} to {first + len(rows) - 1} is not what was written")
+                if zlib.crc32(rows.data) != self._checksums[name][block]:
+                    first = block * self._layout.rows_per_block
+                    last = first + len(rows) - 1
+                    raise self._damaged(f"{name} of its rows {first} to {last} is not what was written")
 
     def _damaged(self, what: str) -> CacheDamagedError:
         return CacheDamagedError(

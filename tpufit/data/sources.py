@@ -123,10 +123,6 @@ class _Rows(Source):
     def take(self, rows: slice | NDArray[np.int64], index: int) -> Any:
         """The batch of these rows, in this order, in a pass."""
 
-    def order(self, index: int) -> NDArray[np.int64]:
-        """The order of the rows in a pass."""
-        return order(self.length, self.plan.seed, index)
-
     def steps(self) -> int:
         return -(-self.length // self.plan.rows)
 
@@ -138,7 +134,7 @@ class _Rows(Source):
     ) -> Iterator[tuple[int, Any]]:
         skipped()
         plan = self.plan
-        shuffled = self.order(index) if plan.shuffle else None
+        shuffled = order(self.length, plan.seed, index) if plan.shuffle else None
         for first in range(start, self.length, plan.rows):
             end = min(first + plan.rows, self.length)
             rows: slice | NDArray[np.int64] = slice(first, end) if shuffled is None else shuffled[first:end]
@@ -211,10 +207,6 @@ class Cached(_Rows):
         self.dataset = dataset
         self.some = None if some is None else np.asarray(some, dtype=np.int64)
         self.device_transform = dataset.device_transform
-
-    def order(self, index: int) -> NDArray[np.int64]:
-        own = self.dataset.order(self.plan.seed, index) if self.some is None else None
-        return super().order(index) if own is None else own
 
     def take(self, rows: slice | NDArray[np.int64], index: int) -> Any:
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
