@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from ..files import replacing
+from ..utils.files import replacing
 
 _MISSING = "NA"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..files import drop_drafts, replacing
+from ..utils.files import drop_drafts, replacing
 
 
 def rewind(folder: Path, keep: Callable[[str, int], bool]) -> None:

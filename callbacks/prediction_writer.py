@@ -14,9 +14,9 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..errors import ArgumentError
-from ..files import replacing
-from ..npy_file import NpyFile
 from ..step import fetch
+from ..utils.files import replacing
+from ..utils.npy_file import NpyFile
 from .base import Callback, Logs
 
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.

@@ -17,7 +17,7 @@ from tpufit.errors import (
     CheckpointMissingError,
     CheckpointNotWrittenError,
 )
-from tpufit.files import Lock
+from tpufit.utils.files import Lock
 from tpufit.writer import Writer
 
 FILES = ["manifest.json", "model.safetensors", "state.json", "training.safetensors"]

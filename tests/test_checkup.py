@@ -10,7 +10,7 @@ from tpufit.checkup import table
 from tpufit.checkup.checks import CHECKS
 from tpufit.checkup.facts import Facts
 from tpufit.checkup.trial import ALL, Trial
-from tpufit.host import CHIPS
+from tpufit.utils.hardware import CHIPS
 
 V3, V5E = CHIPS["0x0027"], CHIPS["0x0063"]
 GOOD = {"torch": "2.9.0", "torch_xla": "2.9.0"}

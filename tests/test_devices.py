@@ -6,9 +6,10 @@ import textwrap
 import fake_torch_xla
 import pytest
 
-from tpufit import advice, host
+from tpufit import advice
 from tpufit.errors import ArgumentError, CoresError, StartError, VersionError
 from tpufit.runtime import Cores, Placement, devices
+from tpufit.utils import hardware
 
 
 @pytest.fixture(autouse=True)
@@ -143,17 +144,17 @@ def test_a_runtime_that_does_not_start(monkeypatch):
 )
 def test_versions_that_do_not_belong_together(torch_version, xla_version, message):
     with pytest.raises(VersionError, match=message) as error:
-        host.check_versions(torch_version, xla_version)
+        hardware.check_versions(torch_version, xla_version)
     assert "pip install torch==2.9.0 torch_xla==2.9.0" in str(error.value)
 
 
 def test_versions_that_do():
-    host.check_versions("2.9.0+cpu", "2.9.0")
+    hardware.check_versions("2.9.0+cpu", "2.9.0")
 
 
 def test_versions_are_looked_at_before_anything_is_started(monkeypatch):
     fake = fake_torch_xla.install(monkeypatch)
-    monkeypatch.setattr(host, "version", {"torch": "2.13.0", "torch_xla": "2.9.0"}.get)
+    monkeypatch.setattr(hardware, "version", {"torch": "2.13.0", "torch_xla": "2.9.0"}.get)
     with pytest.raises(VersionError):
         start(8)
     assert fake.calls == []

@@ -14,9 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What stands in tpufit/ (callbacks/ too, by the link) and its floor. A file imports from its own floor and those below.
 FLOORS = {
     "errors": 0,
-    "files": 0,
-    "host": 0,
-    "seeds": 0,
+    "utils": 0,
     "runtime": 0,
     "data": 1,
     "advice": 1,
@@ -39,7 +37,6 @@ FLOORS = {
     "checkpoint": 2,
     "weights": 2,
     "nests": 1,
-    "npy_file": 1,
     "signals": 0,
     "writer": 2,
     "training_state": 2,
@@ -135,7 +132,7 @@ def strings(tree):
 
 
 # All but the first in messages only.
-_NAMES_IT = ("tpufit.runtime", "tpufit.errors", "tpufit.host", "tpufit.checkup")
+_NAMES_IT = ("tpufit.runtime", "tpufit.errors", "tpufit.utils.hardware", "tpufit.checkup")
 
 
 def test_torch_xla_is_named_in_the_runtime_only():
@@ -146,7 +143,7 @@ def test_torch_xla_is_named_in_the_runtime_only():
         if ("torch_xla" in text or "_XLAC" in text) and not module.startswith(_NAMES_IT)
     ]
     assert not named, (
-        f"only tpufit/runtime/ may name torch_xla (and errors.py, host.py and checkup/ in messages): {named}"
+        f"only tpufit/runtime/ may name torch_xla (and errors.py, utils/hardware.py and checkup/ in messages): {named}"
     )
 
 

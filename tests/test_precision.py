@@ -8,7 +8,7 @@ from torch import nn
 import tpufit
 from tpufit import precision
 from tpufit.errors import UnknownNameError
-from tpufit.summary import nbytes
+from tpufit.utils.text import size
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300)
 
@@ -65,7 +65,8 @@ def test_formats_of_inputs_weights_and_loss(cores, name):
     shapes = {line.split()[0]: line.split()[2] for line in lines[0].splitlines()[1:] if line.startswith(" ")}
     assert shapes["last"].startswith("16x")  # the whole batch of the first step
     kept = [value for state in model.optimizer.state.values() for value in state.values()]
-    assert f"{nbytes(net.parameters())} gradients + {nbytes(kept)} optimizer" in lines[0]
+    gradients, state = (size(sum(t.nbytes for t in tensors)) for tensors in (net.parameters(), kept))
+    assert f"{gradients} gradients + {state} optimizer" in lines[0]
 
 
 def test_what_is_not_as_it_was_asked_for_is_said(cores):

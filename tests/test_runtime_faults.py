@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import tpufit
-from tpufit import host
 from tpufit.errors import (
     CoresError,
     DeviceBusyError,
@@ -21,6 +20,7 @@ from tpufit.errors import (
     StateLostError,
 )
 from tpufit.runtime import Load, devices, translate
+from tpufit.utils import hardware
 
 GB = 1 << 30
 LOAD = Load(
@@ -109,7 +109,7 @@ def fresh(monkeypatch):
     ],
 )
 def test_a_core_in_use_names_its_holders(fresh, monkeypatch, text, sentence):
-    monkeypatch.setattr(host, "holders", lambda: {17: "python old_run.py"})
+    monkeypatch.setattr(hardware, "holders", lambda: {17: "python old_run.py"})
     fake_torch_xla.install(monkeypatch, fails=text)
     with pytest.raises(DeviceBusyError, match=sentence) as error:
         devices.start("auto", "fit()")

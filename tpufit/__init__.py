@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from .loading import load
     from .model import Model
     from .runtime import init
-    from .seeds import set_random_seed
+    from .utils.random import set_random_seed
 
 __version__ = "0.1.0"
 __all__ = ["Model", "__version__", "doctor", "init", "load", "set_random_seed"]
 
-_WHERE = {"Model": "model", "init": "runtime", "load": "loading", "set_random_seed": "seeds"}
+_WHERE = {"Model": "model", "init": "runtime", "load": "loading", "set_random_seed": "utils.random"}
 
 
 def __getattr__(name: str) -> Any:

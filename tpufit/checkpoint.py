@@ -38,8 +38,9 @@ from .errors import (
     CheckpointMissingError,
     CheckpointNotWrittenError,
 )
-from .files import DISK_FULL, HeldError, Lock, flush, write_tensors
 from .runtime import versions as runtime_versions
+from .utils.files import DISK_FULL, HeldError, Lock, flush, write_tensors
+from .utils.text import dtype_name, size
 from .weights import first_broken, untied
 
 FORMAT = 1
@@ -353,7 +354,7 @@ class RunFolder:
             need = sum(t.nbytes for t in (*checkpoint.weights.values(), *checkpoint.training.values()))
             need += len(json.dumps(checkpoint.state))
             free = shutil.disk_usage(self.path).free
-            return f"{head}no room in {self.path} (need {_size(need)}, free {_size(free)}). {self._last_good()}"
+            return f"{head}no room in {self.path} (need {size(need)}, free {size(free)}). {self._last_good()}"
         return f"{head}{error}. {self._last_good()}"
 
 
@@ -383,7 +384,7 @@ def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> N
             "versions": dict(checkpoint.versions),
             "files": _fingerprints(folder, (_WEIGHTS, _TRAINING, _STATE)),
             "tensors": {
-                file: {name: {"dtype": _dtype(t), "shape": list(t.shape)} for name, t in tensors.items()}
+                file: {name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape)} for name, t in tensors.items()}
                 for file, tensors in ((_WEIGHTS, weights), (_TRAINING, training))
             },
         }
@@ -529,11 +530,3 @@ def _write_text(path: Path, text: str) -> None:
 
 def _number(name: str) -> int:
     return int(name.removeprefix("step-"))
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.0f} MB" if nbytes >= 1e6 else f"{nbytes:,} bytes"

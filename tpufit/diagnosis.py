@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from rich.text import Text
 from . import advice
 from .data import meter
 from .runtime import Compiled, Counts, cure_of
+from .utils.text import rendered
 
 _WIDTH = 100  # columns
 _SHOWN = 12  # compilations that the table has a row for
@@ -137,10 +137,10 @@ hundredth batch, or in on_epoch_end']
     @property
     def host_time(self) -> str:
         """Where the host's time went, as a table: each phase without the others inside it."""
-        return _text(_times(self))
+        return rendered(_times(self), _WIDTH)
 
     def __str__(self) -> str:
-        return _text(self)
+        return rendered(self, _WIDTH)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _facts(self)
@@ -217,9 +217,3 @@ def _compilations(compiled: Sequence[Compiled]) -> Table:
 
 def _section(title: str, content: Table | Group | Text) -> Group:
     return Group(Text(f"\n{title}", style="bold"), Padding(content, (0, 0, 0, 2)))
-
-
-def _text(content: Report | Table) -> str:
-    text = io.StringIO()
-    Console(file=text, width=_WIDTH).print(content)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -27,6 +27,7 @@ from .errors import ArgumentError, DataError, UnknownNameError
 from .losses import spread, weight_of
 from .outputs import Output, check_form, described, output_name, part
 from .runtime import Layout, Placement, move, to_device, to_host
+from .utils.text import dtype_name
 
 MetricArgument = str | torchmetrics.Metric
 OneOutputs = Sequence[MetricArgument] | Mapping[str, MetricArgument] | MetricArgument | None
@@ -221,7 +222,7 @@ class Metric:
 
     def state_dict(self) -> dict[str, Any]:
         """Its name, and what a named metric has been resolved by."""
-        form = self._seen and [(list(t.shape), str(t.dtype).removeprefix("torch.")) for t in self._seen]
+        form = self._seen and [(list(t.shape), dtype_name(t.dtype)) for t in self._seen]
         return {"name": self.name, "seen": form}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from .errors import ArgumentError, UnknownNameError
-from .host import retired_variables
 from .runtime import exchange
+from .utils.hardware import retired_variables
+from .utils.text import dtype_name
 
 PRECISIONS = ("bf16", "bf16-true", "fp32")
 MATMUL_PRECISIONS = ("default", "high", "highest")
@@ -142,4 +143,4 @@ def inputs(name: str, x: Any) -> Any:
 
 
 def _names(formats: Iterable[torch.dtype | None]) -> str:
-    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in formats))
+    return " and ".join(sorted(dtype_name(dtype) for dtype in formats))

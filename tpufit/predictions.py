@@ -14,9 +14,9 @@ from torch import Tensor, bfloat16
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from .errors import ArgumentError, DataError
-from .files import replacing
-from .npy_file import NpyFile
 from .outputs import described
+from .utils.files import replacing
+from .utils.npy_file import NpyFile
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:

@@ -18,9 +18,9 @@ from .data import Stream
 from .errors import ArgumentError, CheckpointError, CheckpointMismatchError, CheckpointMissingError, DataError
 from .nests import decode, encode
 from .runtime import Placement
-from .seeds import Draws
 from .step import StepRunner, Steps
 from .training_state import put_back, settings, take
+from .utils.random import Draws
 from .writer import Writer
 
 

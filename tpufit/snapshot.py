@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from .runtime import overwrite
-from .seeds import Draws
 from .step import Steps, copies
+from .utils.random import Draws
 
 
 class Snapshot:

@@ -48,8 +48,8 @@ from .runtime import (
     tracing,
     translate,
 )
-from .seeds import step_seed
 from .summary import noting_outputs
+from .utils.random import step_seed
 
 
 class Steps:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
+
+from .utils.text import dtype_name, rendered, size
 
 _WIDTH = 120  # columns
 
@@ -35,16 +35,14 @@ def table(module: nn.Module, outputs: Mapping[str, str] | None = None) -> str:
         own = {id(p): p for p in named.values() if id(p) not in owners}.values()
         notes = _notes(name, named, owners)
         if named or not any(True for _ in layer.children()):
-            dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in named.values()}))
+            dtypes = ", ".join(sorted({dtype_name(p.dtype) for p in named.values()}))
             output = (outputs or {}).get(name, "?")
-            size = nbytes(own) if own else ""
-            rows.add_row(name or "(module)", type(layer).__name__, output, f"{_count(own):,}", size, dtypes, notes)
-    text = io.StringIO()
-    Console(file=text, width=_WIDTH).print(rows)
+            takes = _size(own) if own else ""
+            rows.add_row(name or "(module)", type(layer).__name__, output, f"{_count(own):,}", takes, dtypes, notes)
     parameters = list(module.parameters())
     trainable = [p for p in parameters if p.requires_grad]
-    totals = f"{_count(parameters):,} parameters ({nbytes(parameters)}), {_count(trainable):,} of them trainable"
-    return text.getvalue() + totals
+    totals = f"{_count(parameters):,} parameters ({_size(parameters)}), {_count(trainable):,} of them trainable"
+    return f"{rendered(rows, _WIDTH)}\n{totals}"
 
 
 def memory(module: nn.Module, state: Iterable[Tensor]) -> str:
@@ -61,9 +59,9 @@ def memory(module: nn.Module, state: Iterable[Tensor]) -> str:
     weights = list({id(t): t for t in (*module.parameters(), *module.buffers())}.values())
     gradients = [p for p in module.parameters() if p.requires_grad]
     rest = list(state)
-    optimizer = f"{nbytes(rest)} optimizer" if rest else "? optimizer (known after a step)"
+    optimizer = f"{_size(rest)} optimizer" if rest else "? optimizer (known after a step)"
     return (
-        f"memory per core: {nbytes([*weights, *gradients, *rest])} = {nbytes(weights)} weights + {nbytes(gradients)} "
+        f"memory per core: {_size([*weights, *gradients, *rest])} = {_size(weights)} weights + {_size(gradients)} "
         f"gradients + {optimizer}; activations apart"
     )
 
@@ -100,20 +98,6 @@ def noting_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
         handle.remove()
 
 
-def nbytes(tensors: Iterable[Tensor]) -> str:
-    """How much memory tensors take, for people.
-
-    Args:
-        tensors: Each counts, also one that comes twice.
-    """
-    size = float(sum(t.numel() * t.element_size() for t in tensors))
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
-
-
 def _notes(layer: str, named: Mapping[str, Tensor], owners: dict[int, str]) -> str:
     """Which of a layer's parameters are another layer's too, or don't learn; the others become its own."""
     notes = []
@@ -128,3 +112,7 @@ def _notes(layer: str, named: Mapping[str, Tensor], owners: dict[int, str]) -> s
 
 def _count(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() for t in tensors)
+
+
+def _size(tensors: Iterable[Tensor]) -> str:
+    return size(sum(t.nbytes for t in tensors))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError, WeightsError, few
-from .files import replacing, write_tensors
+from .utils.files import replacing, write_tensors
 
 _SUFFIX = ".safetensors"
 

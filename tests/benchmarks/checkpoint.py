@@ -33,8 +33,8 @@ import tpufit
 from tpufit import saver
 from tpufit.callbacks import Callback, ModelCheckpoint
 from tpufit.checkpoint import Checkpoint, RunFolder, read
-from tpufit.files import flush
 from tpufit.saver import outside_of_fit, take
+from tpufit.utils.files import flush
 
 WIDTHS = (1024, 4096, 3072, 32)
 QUICK = (64, 128, 64, 32)

@@ -117,7 +117,7 @@ def zero(prefix):
 def own(state, name):
     return next(entry["state"] for entry in state["callbacks"] if entry["class"] == name)
 
-fresh = tpufit.seeds.Draws
+fresh = tpufit.utils.random.Draws
 tpufit.set_random_seed(SEED)
 begun = fresh.now().state_dict()
 

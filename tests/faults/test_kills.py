@@ -12,7 +12,7 @@ KILLED_AT_EACH_WRITE = """
 import os, shutil, signal, sys, warnings
 from pathlib import Path
 import torch
-from tpufit import checkpoint as ck, files
+from tpufit import checkpoint as ck
 from tpufit.checkpoint import Checkpoint, Metric, RunFolder
 
 warnings.simplefilter("ignore")  # that it dropped what was not finished

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..errors import VersionError
-from ..host import check_versions, describe, retired_variables, size
+from ..utils.hardware import check_versions, describe, retired_variables
+from ..utils.text import size
 from .facts import Facts
 from .trial import ALL, Trial
 

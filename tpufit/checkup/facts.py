@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from .. import host
+from ..utils import hardware
 from .trial import ALL, Trial, run
 
 _PACKAGES = ("torch", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu")
@@ -42,7 +42,7 @@ class Facts:
     wants_libtpu: str | None = "0.0.21"
     environ: Mapping[str, str] = field(default_factory=dict)
     place: str = "a machine without a TPU"
-    chips: tuple[host.Chip, ...] = ()
+    chips: tuple[hardware.Chip, ...] = ()
     holders: Mapping[int, str] = field(default_factory=dict)
     own: int = 1
     settled: str = ""
@@ -65,17 +65,17 @@ def gather(train: bool, timeout: float) -> Facts:
     cores = runtime.settled() if runtime else None
     return Facts(
         python=sys.version_info[:3],
-        versions={name: version for name in _PACKAGES if (version := host.version(name)) is not None},
+        versions={name: version for name in _PACKAGES if (version := hardware.version(name)) is not None},
         wants_libtpu=_wanted_libtpu(),
         environ=dict(os.environ),
-        place=host.place(),
-        chips=tuple(host.chips()),
-        holders=host.holders(),
+        place=hardware.place(),
+        chips=tuple(hardware.chips()),
+        holders=hardware.holders(),
         own=os.getpid(),
         settled=str(cores or ""),
         foreign=cores is None and "torch_xla" in sys.modules,
-        memory=host.memory(),
-        cpus=len(os.sched_getaffinity(0)),
+        memory=hardware.memory(),
+        cpus=hardware.cpus(),
         disk=shutil.disk_usage(os.getcwd()).free,
         trials=tuple(run(cores, timeout) for cores in (1, ALL)) if train and cores is None else (),
     )

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import CacheDamagedError, CacheError
-from ..files import replacing
+from ..utils.files import replacing
+from ..utils.text import dtype_name
 from .samples import Field
 
 _FORMAT = 1
@@ -183,7 +184,7 @@ _CURE = "Copy the folder again from where it is good, or delete it and make the 
 
 
 def _plain(layout: Layout) -> dict[str, Any]:
-    fields = [[field.name, str(field.dtype).removeprefix("torch."), list(field.shape)] for field in layout.fields]
+    fields = [[field.name, dtype_name(field.dtype), list(field.shape)] for field in layout.fields]
     return {**vars(layout), "fields": fields}
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..seeds import Draws, step_seed
+from ..utils.random import Draws, step_seed
 from . import shards
 from .layout import Layout
 from .samples import check_alike, flatten

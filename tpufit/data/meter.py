@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from ..utils.hardware import cpus
 
 # From this share of an epoch on it is said, once in a fit; in an epoch that waited less than a second it is nothing.
 WORTH_SAYING = 0.2
@@ -26,11 +26,7 @@ def advice(waited: float, elapsed: float) -> str | None:
         return None
     return (
         f"the device waited for data {waited / elapsed:.0%} of the epoch: decoding and augmenting take longer than the "
-        f"steps. Let workers do it (DataLoader(..., num_workers={_cpus()}) on this machine), or do it once: "
+        f"steps. Let workers do it (DataLoader(..., num_workers={cpus()}) on this machine), or do it once: "
         "tpufit.data.CachedDataset keeps ready samples, with copies=k in k augmented variants, and its "
         "device_transform augments on the device. A larger batch_size helps where the steps are small"
     )
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

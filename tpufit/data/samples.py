@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import DataError
+from ..utils.text import dtype_name
 
 # Rows are checked and copied as whole numbers of their size, because NumPy lacks bfloat16.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -138,7 +139,7 @@ class _Names(dict[str, str]):
 
 
 def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+    return f"{dtype_name(dtype)} {tuple(shape)}"
 
 
 def _leaf(leaf: Any, name: str) -> Tensor:

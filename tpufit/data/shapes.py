@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..errors import StrictError
+from ..utils.text import dtype_name
 
 # Whole batches and a shorter last one, of training and of a few buckets, are no fault; more are likely to be one.
 _MANY = 8
@@ -88,8 +89,7 @@ def listed(parts: Mapping[str, Any]) -> str:
         'x[0]: float32 (4, 3), x[1]: float32 (4,), y: int64 (2,)'
     """
     return ", ".join(
-        f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-        for name, tensor in _tensors(parts).items()
+        f"{name}: {dtype_name(tensor.dtype)} {tuple(tensor.shape)}" for name, tensor in _tensors(parts).items()
     )
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import CacheDamagedError
-from ..files import replacing, write_tensors
+from ..utils.files import replacing, write_tensors
 from .layout import Layout
 
 Columns = dict[str, NDArray[Any]]  # the bits of some rows by the fields' names, as in Field.bits

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ..errors import ArgumentError, DataError, require_whole
-from ..seeds import Draws
+from ..utils.random import Draws
 from .batches import as_tensors, count_rows, host_array
 from .cache import CachedDataset
 from .sources import Arrays, Cached, Iteration, Plan, Samples, Source, Transform, of_loader

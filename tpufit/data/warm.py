@@ -30,7 +30,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..errors import ArgumentError, CacheBusyError, CacheDiskFullError, CacheError, DataError
-from ..files import DISK_FULL, HeldError, Lock, drop_drafts
+from ..utils.files import DISK_FULL, HeldError, Lock, drop_drafts
+from ..utils.hardware import cpus
 from .layout import Layout
 from .make import Maker, alone
 
@@ -149,7 +150,7 @@ def _bar(rows: int, shown: bool) -> Iterator[Callable[[int], None]]:
 
 def _crew(maker: Maker, workers: Workers, files: int) -> tuple[int, bytes]:
     """How many workers there will be, and what they are sent; none if this process does the work."""
-    crew = min(_cpus() if workers == "auto" else workers, files)
+    crew = min(cpus() if workers == "auto" else workers, files)
     if crew == 0 or (crew == 1 and workers == "auto"):
         return 0, b""
     payload, obstacle = _pickled(maker)
@@ -159,10 +160,6 @@ def _crew(maker: Maker, workers: Workers, files: int) -> tuple[int, bytes]:
         raise ArgumentError(f"workers={workers}: {obstacle}, or pass workers=0")
     warnings.warn(f"one process makes all the samples: {obstacle}, or pass workers=0", stacklevel=4)
     return 0, b""
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _pickled(maker: Maker) -> tuple[bytes, str]:

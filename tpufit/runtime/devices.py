@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from .. import host
 from ..errors import ArgumentError, CoresError, StartError
+from ..utils import hardware
 from .faults import translate_start
 from .lowered import lower_missing
 
@@ -100,7 +100,7 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     if _settled is not None:
         _agree(request, _settled, cores)
         return _settled
-    host.check_versions(host.version("torch"), host.version("torch_xla"))
+    hardware.check_versions(hardware.version("torch"), hardware.version("torch_xla"))
     wish = os.environ.get("PJRT_DEVICE")  # torch_xla sets it when it is imported
     runtime = _import_runtime()
     started = runtime._XLAC._xla_runtime_is_initialized()
@@ -136,7 +136,7 @@ def platform() -> str:
     """What `"auto"` would compute on, e.g. `"TPU"` or `"CPU"`, without starting the runtime."""
     if _settled is not None:
         return _settled.platform
-    host.check_versions(host.version("torch"), host.version("torch_xla"))
+    hardware.check_versions(hardware.version("torch"), hardware.version("torch_xla"))
     return str(_import_runtime().runtime.device_type())
 
 
@@ -181,13 +181,13 @@ def agree(value: Any) -> Any:
 
 def versions() -> dict[str, str]:
     """The installed versions that the last digits of a training depend on."""
-    return {name: host.version(name) or "none" for name in ("torch", "torch_xla")}
+    return {name: hardware.version(name) or "none" for name in ("torch", "torch_xla")}
 
 
 def _import_runtime() -> Any:
     """Import torch_xla, quietly: it logs the platform it found, which `fit` prints better."""
     if "torch_xla" not in sys.modules:
-        host.drop_stale_variables()
+        hardware.drop_stale_variables()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
         logging.disable(logging.WARNING)
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .. import host
 from ..errors import (
     CoresError,
     DeviceBusyError,
@@ -15,6 +14,8 @@ from ..errors import (
     StartError,
     TpufitError,
 )
+from ..utils import hardware
+from ..utils.text import size
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
         torch_xla says: libtpu not found
     """  # noqa: E501
     text = str(error)
-    held = host.holders()
+    held = hardware.holders()
     asks = f"PJRT_DEVICE={wish!r} asks for a {platform}, but"
     if ("libtpu" in text and ("not found" in text or "cannot open" in text)) or "Failed to open" in text:
         said = (
@@ -147,7 +148,8 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
     elif "No PjRtPlugin" in text:
         said = f"{asks} torch_xla knows only TPU and CPU here. Unset PJRT_DEVICE: then a TPU is taken, if there is one"
     elif _BUSY.search(text) or _CLOSED.search(text):
-        who = f"process {host.describe(held)}" if held else "another process, of another user or in another container"
+        hidden = "another process, of another user or in another container"
+        who = f"process {hardware.describe(held)}" if held else hidden
         return DeviceBusyError(
             _with(
                 f"the TPU is held by {who}. End it yourself, e.g. an old notebook kernel or run; tpufit kills nothing. "
@@ -156,10 +158,10 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
                 text,
             )
         )
-    elif platform == "TPU" and not host.chips():
+    elif platform == "TPU" and not hardware.chips():
         said = f"{asks} this host has no TPU chip on its PCI bus. Choose a TPU machine, or unset PJRT_DEVICE"
     else:
-        who = f" ({host.describe(held)} has it open)" if held else ""
+        who = f" ({hardware.describe(held)} has it open)" if held else ""
         said = (
             f"the {platform} runtime of torch_xla did not start. If another process holds the TPU{who}, end it; if "
             f"there is no TPU, unset PJRT_DEVICE (now {wish!r}); python -m tpufit doctor looks for more"
@@ -174,7 +176,7 @@ def _full(text: str, load: Load | None) -> str:
     if "used" in asked:
         need = f": it needs {asked['used']} of {asked['of']}"
     elif "bytes" in asked:
-        need = f": {host.size(int(asked['bytes']))} more were asked for"
+        need = f": {size(int(asked['bytes']))} more were asked for"
     elif "more" in asked:
         need = f": {asked['more']} more were asked for, {asked['free']} are free"
     else:
@@ -184,15 +186,15 @@ def _full(text: str, load: Load | None) -> str:
     each = -(-load.rows // load.cores)
     if load.role == "train":
         have = (
-            f"weights {host.size(load.weights)}, optimizer {host.size(load.optimizer)}, gradients "
-            f"{host.size(load.learns)}, batch {host.size(load.batch)}; what is left are activations"
+            f"weights {size(load.weights)}, optimizer {size(load.optimizer)}, gradients "
+            f"{size(load.learns)}, batch {size(load.batch)}; what is left are activations"
         )
         cures = [f"a smaller batch_size ({max(1, each // 2)}) with compile(accumulate_steps=2)"] if each > 1 else []
         cures += ["compile(precision='bf16')"] if load.precision == "fp32" else []
         cures += ["torch_xla.utils.checkpoint.checkpoint around each large layer but the first, to keep less of it"]
         cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
     else:
-        parts = f"weights {host.size(load.weights)}, batch {host.size(load.batch)}"
+        parts = f"weights {size(load.weights)}, batch {size(load.batch)}"
         have = f"{parts}; what is left are activations and outputs"
         cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
     return (

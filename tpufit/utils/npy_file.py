@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy_format
 
-from .errors import DataError
+from ..errors import DataError
 
 _npy: Any = npy_format  # older NumPys have no types for it
 

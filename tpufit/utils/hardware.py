@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from .errors import VersionError
+from ..errors import VersionError
 
 # Everything about replay, sharding and seeds was measured with this version of both, and torch_xla is frozen there.
 SUPPORTED = "2.9"
@@ -159,18 +159,9 @@ def memory(root: Path = _ROOT) -> dict[str, int]:
     return found
 
 
-def size(number: float) -> str:
-    """Bytes in words.
-
-    Example:
-        >>> size(0), size(1536), size(3 << 30)
-        ('0 B', '1.5 KiB', '3 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} TiB"
+def cpus() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def retired_variables(environ: Mapping[str, str]) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tpufit.errors import ArgumentError
-from tpufit.seeds import set_random_seed, step_seed
+from tpufit.utils.random import set_random_seed, step_seed
 
 
 def test_one_seed_for_python_numpy_and_torch():

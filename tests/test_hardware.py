@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tpufit import host
+from tpufit.utils import hardware
 
 
 def lay_out(root, *, device=None, chips=0, folders=()):
@@ -35,7 +35,7 @@ def lay_out(root, *, device=None, chips=0, folders=()):
     ],
 )
 def test_the_chips_of_each_type(tmp_path, device, chips, name, cores):
-    found = host.chips(lay_out(tmp_path, device=device, chips=chips))
+    found = hardware.chips(lay_out(tmp_path, device=device, chips=chips))
     assert {chip.name for chip in found} == {name}
     assert sum(chip.devices for chip in found) == cores
 
@@ -54,7 +54,7 @@ def test_the_chips_of_each_type(tmp_path, device, chips, name, cores):
 def test_the_place_is_known_by_what_is_there(tmp_path, monkeypatch, chips, folders, place):
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")  # copied from somewhere
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
-    assert host.place(lay_out(tmp_path, device="0x0063", chips=chips, folders=folders)) == place
+    assert hardware.place(lay_out(tmp_path, device="0x0063", chips=chips, folders=folders)) == place
 
 
 LEFT = {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0", "TPU_ACCELERATOR_TYPE": "v3-8"}
@@ -63,14 +63,14 @@ LEFT = {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0", "TPU_ACCELER
 def test_on_kaggle_stale_variables_are_removed_and_it_says_so(tmp_path):
     environ = dict(LEFT)
     with pytest.warns(UserWarning, match="removed TPU_PROCESS_ADDRESSES='local' and CLOUD_TPU_TASK_ID='0'"):
-        host.drop_stale_variables(environ, lay_out(tmp_path, device="0x0027", chips=4, folders=["kaggle"]))
+        hardware.drop_stale_variables(environ, lay_out(tmp_path, device="0x0027", chips=4, folders=["kaggle"]))
     assert environ == {"TPU_ACCELERATOR_TYPE": "v3-8"}
 
 
 @pytest.mark.parametrize(("chips", "folders"), [(4, []), (0, ["kaggle"])])
 def test_elsewhere_they_stay(tmp_path, chips, folders):
     environ = dict(LEFT)
-    host.drop_stale_variables(environ, lay_out(tmp_path, device="0x0027", chips=chips, folders=folders))
+    hardware.drop_stale_variables(environ, lay_out(tmp_path, device="0x0027", chips=chips, folders=folders))
     assert environ == LEFT
 
 
@@ -80,15 +80,15 @@ def test_who_holds_the_tpu(tmp_path):
         os.symlink(opened, tmp_path / f"proc/{pid}/fd/3")
         (tmp_path / f"proc/{pid}/cmdline").write_text(f"python\0run{pid}.py\0")
     (tmp_path / "proc/20").mkdir()  # another user's
-    assert host.holders(tmp_path) == {9: "python run9.py", 17: "python run17.py"}
-    assert os.getpid() not in host.holders()
+    assert hardware.holders(tmp_path) == {9: "python run9.py", 17: "python run17.py"}
+    assert os.getpid() not in hardware.holders()
 
 
 @pytest.mark.parametrize("path", ["sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"])
 def test_a_containers_memory(tmp_path, path):
-    assert "the container (cgroup)" not in host.memory(tmp_path)
+    assert "the container (cgroup)" not in hardware.memory(tmp_path)
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(f"{1 << 30}\n")
-    assert host.memory(tmp_path)["the container (cgroup)"] == 1 << 30
+    assert hardware.memory(tmp_path)["the container (cgroup)"] == 1 << 30
     (tmp_path / path).write_text("max\n")
-    assert "the container (cgroup)" not in host.memory(tmp_path)
+    assert "the container (cgroup)" not in hardware.memory(tmp_path)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from .errors import ArgumentError
+from ..errors import ArgumentError
 
 _MASK = (1 << 64) - 1
 
