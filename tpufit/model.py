@@ -545,8 +545,7 @@ class Model(loop.Trainee):
         Source: `keras.Model.train_on_batch`.
         """
         self._require_compiled("train_on_batch")
-        run = self._on_batch("train", start(cores, f"train_on_batch(cores={cores!r})"))
-        self._run_on_batch(run, (x, y, sample_weight), training=True)
+        run, _ = self._run_on_batch("train", "train_on_batch", (x, y, sample_weight), cores)
         return _returned(run.logs(), return_dict)
 
     def test_on_batch(
@@ -563,8 +562,7 @@ class Model(loop.Trainee):
         Source: `keras.Model.test_on_batch`.
         """
         self._require_compiled("test_on_batch")
-        run = self._on_batch("eval", start(cores, f"test_on_batch(cores={cores!r})"))
-        self._run_on_batch(run, (x, y, sample_weight), training=False)
+        run, _ = self._run_on_batch("eval", "test_on_batch", (x, y, sample_weight), cores)
         return _returned(run.logs(), return_dict)
 
     def predict_on_batch(self, x: Any, *, cores: CoresArgument = None) -> Any:
@@ -579,8 +577,7 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.predict_on_batch`.
         """
-        run = self._on_batch("predict", start(cores, f"predict_on_batch(cores={cores!r})"))
-        outputs = self._run_on_batch(run, (x, None, None), training=False)
+        _, outputs = self._run_on_batch("predict", "predict_on_batch", (x, None, None), cores)
         predictions = Predictions(batches=1)
         predictions.add(fetch(outputs[0], "outputs"))
         return predictions.result()
@@ -907,8 +904,8 @@ class Model(loop.Trainee):
             self._strict_at = ""
         return history
 
-    def _on_batch(self, role: str, cores: Cores) -> StepRunner:
-        """What runs single batches: made anew when something else has run meanwhile, or the metrics were reset."""
+    def _batch_runner(self, role: str, cores: Cores) -> StepRunner:
+        """The runner of single batches: a new one when another pass has begun meanwhile, or the metrics were reset."""
         place = self._place_on(cores)
         run = self._batch_runs.get(role)
         if run is None or place != self._place or not run.is_current:
@@ -919,13 +916,17 @@ class Model(loop.Trainee):
             run = self._batch_runs[role] = StepRunner(self, role)
         return run
 
-    def _run_on_batch(self, run: StepRunner, parts: tuple[Any, Any, Any], training: bool) -> Any:
+    def _run_on_batch(
+        self, role: str, method: str, parts: tuple[Any, Any, Any], cores: CoresArgument
+    ) -> tuple[StepRunner, Any]:
+        """Run one batch. Returns what has run it, and the outputs of `"predict"`."""
+        run = self._batch_runner(role, start(cores, f"{method}(cores={cores!r})"))
         used = max(i for i, part in enumerate(parts) if part is not None or i == 0) + 1
         with loop.modes_kept(self):
-            self.module.train(training)
+            self.module.train(role == "train")
             try:
                 with self._noticing_loss():
-                    return run([run.prepare(as_tensors(parts[:used]))])
+                    return run, run([run.prepare(as_tensors(parts[:used]))])
             finally:
                 self._expose()
 
