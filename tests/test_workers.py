@@ -16,7 +16,7 @@ from tpufit.errors import DataError
 
 pytestmark = [
     pytest.mark.cores(1, 8, timeout=600, quick=False),
-    # True, as each of these short epochs waits for workers to start; test_meter.py is about it.
+    # True, as each of these short epochs waits for workers to start; test_advice.py is about it.
     pytest.mark.filterwarnings("ignore:the device waited for data"),
 ]
 

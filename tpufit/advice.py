@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .utils.hardware import cpus
+
 # From this share of the time on, and so many seconds, a thing is worth a sentence.
 _SHARE, _SECONDS = 0.2, 1.0
 _COMPILE_SECONDS = 60.0
@@ -117,6 +119,29 @@ def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
     return (
         f"compiling {graphs} graphs took {seconds:.0f} s of {elapsed:.0f} s: fewer shapes of batches are fewer graphs, "
         "a smaller steps_per_execution makes smaller ones, and a longer training pays for them only once"
+    )
+
+
+def waiting(waited: float, elapsed: float) -> str | None:
+    """About an epoch that waited for its data.
+
+    Args:
+        waited: For how long the loop had no batch, in seconds.
+        elapsed: How long the epoch took, in seconds.
+
+    Example:
+        >>> waiting(waited=0.1, elapsed=10.0) is None
+        True
+        >>> waiting(waited=9.0, elapsed=10.0)[:50]
+        'the device waited for data 90% of the epoch: decod'
+    """
+    if waited < _SECONDS or waited < _SHARE * elapsed:
+        return None
+    return (
+        f"the device waited for data {waited / elapsed:.0%} of the epoch: decoding and augmenting take longer than the "
+        f"steps. Let workers do it (DataLoader(..., num_workers={cpus()}) on this machine), or do it once: "
+        "tpufit.data.CachedDataset keeps ready samples, with copies=k in k augmented variants, and its "
+        "device_transform augments on the device. A larger batch_size helps where the steps are small"
     )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from . import optimizers
@@ -36,7 +34,7 @@ class Ema:
             raise ArgumentError(f"ema_overwrite_frequency must be at least 1, got {self.overwrite_frequency!r}")
 
 
-class Averages:
+class Averages(optimizers.PerParameter):
     """The moving averages of an optimizer's parameters: part of what training changes.
 
     Args:
@@ -49,23 +47,9 @@ class Averages:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        learning = [p for p in optimizers.parameters(optimizer) if p.requires_grad]
-        self._averages = {p: p.detach().clone() for p in learning}
-        self._begun = torch.zeros(1, device=learning[0].device if learning else None)
+        # The number is 0 until the first update, and then 1.
+        super().__init__(optimizer, lambda parameter: parameter.detach().clone(), ".begun")
         self.swapped = False
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Its tensors."""
-        return [self._begun, *self._averages.values()]
-
-    def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Its tensors by name.
-
-        Args:
-            names: The parameters' names by their `id`.
-        """
-        return {".begun": self._begun} | {names[id(p)]: average for p, average in self._averages.items()}
 
     @torch.no_grad()
     def update(self, momentum: float, overwrite: bool) -> None:
@@ -75,16 +59,16 @@ class Averages:
             momentum: How much of the averages is kept.
             overwrite: Whether the weights then become the averages.
         """
-        kept = self._begun * momentum
-        for parameter, average in self._averages.items():
+        kept = self._number * momentum
+        for parameter, average in self._beside.items():
             average.copy_(average * kept + parameter * (1 - kept))
             if overwrite:
                 parameter.copy_(average)
-        self._begun.fill_(1)
+        self._number.fill_(1)
 
     def swap(self) -> None:
         """Exchange the weights with their averages, without a copy."""
-        for parameter, average in self._averages.items():
+        for parameter, average in self._beside.items():
             weights = exchange(parameter, torch.empty_like(parameter, device="meta"))
             exchange(parameter, exchange(average, weights.detach()).detach())
         self.swapped = not self.swapped
@@ -92,7 +76,7 @@ class Averages:
     @torch.no_grad()
     def overwrite(self) -> None:
         """Make the averages the weights; where they are already, the averages become averages again."""
-        for parameter, average in self._averages.items():
+        for parameter, average in self._beside.items():
             if self.swapped:
                 average.copy_(parameter)
             else:

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from . import advice
-from .data import meter
 from .runtime import Compiled, Counts, cure_of
 from .utils.text import rendered
 
@@ -111,7 +110,7 @@ hundredth batch, or in on_epoch_end']
             None if counts.lines or traced else advice.read_elsewhere(counts.host_reads, self.steps),
             *(advice.compiled(role, list_) for role, list_ in causes.items()),
             advice.compiling(counts.seconds.get("compile", 0.0), self.seconds, len(counts.compiled)),
-            meter.advice(sum(one.waited for one in training), sum(one.seconds for one in training)),
+            advice.waiting(sum(one.waited for one in training), sum(one.seconds for one in training)),
             advice.logs_read(counts.waits["batch logs"], self.steps),
             advice.weights_changed(counts.waits["changed weights"], self.steps),
             advice.in_callbacks(counts.seconds.get("callbacks", 0.0), self.seconds),

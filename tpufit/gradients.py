@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from . import optimizers
@@ -73,7 +74,7 @@ class Gradients:
             nn.utils.clip_grad_norm_(having, self.global_clip_norm, foreach=False)
 
 
-class Accumulator:
+class Accumulator(optimizers.PerParameter):
     """The gradients of an optimizer's parameters, summed over batches on the device: part of what training changes.
 
     A batch counts by its rows, so that any batches give what all their rows would give as one.
@@ -83,22 +84,8 @@ class Accumulator:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        learning = [p for p in optimizers.parameters(optimizer) if p.requires_grad]
-        self._sums = {p: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in learning}
-        self._rows = torch.zeros(1, device=learning[0].device if learning else None)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Its tensors."""
-        return [self._rows, *self._sums.values()]
-
-    def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Its tensors by name.
-
-        Args:
-            names: The parameters' names by their `id`.
-        """
-        return {".rows": self._rows} | {names[id(p)]: total for p, total in self._sums.items()}
+        # The number is that of the rows so far.
+        super().__init__(optimizer, partial(torch.zeros_like, dtype=torch.float32, requires_grad=False), ".rows")
 
     def add(self, rows: int) -> None:
         """Take the gradients of a batch in, inside a step; the parameters have none afterwards.
@@ -106,15 +93,15 @@ class Accumulator:
         Args:
             rows: How many rows the batch has.
         """
-        self._rows.add_(rows)
-        for parameter, total in self._sums.items():
+        self._number.add_(rows)
+        for parameter, total in self._beside.items():
             if parameter.grad is not None:
                 total.add_(parameter.grad, alpha=rows)
 
     def release(self) -> None:
         """Give the parameters that have a gradient the mean one over all rows, and begin anew, inside a step."""
-        for parameter, total in self._sums.items():
+        for parameter, total in self._beside.items():
             if parameter.grad is not None:
-                parameter.grad = (total / self._rows).to(parameter.dtype)
+                parameter.grad = (total / self._number).to(parameter.dtype)
             total.zero_()
-        self._rows.zero_()
+        self._number.zero_()

@@ -37,12 +37,12 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+from . import advice
 from .callbacks.dispatch import CallbackList
 from .checkpoint import Checkpoint
 from .data import Stream
 from .data.direct import Direct
 from .data.feed import Feed, FeedEndedError
-from .data.meter import advice
 from .diagnosis import Pass
 from .runtime import add_seconds, agree, timing
 from .saver import Progress, Saver, progress_of
@@ -223,7 +223,7 @@ class _Training:
         elapsed = perf_counter() - began - (validations.take_seconds() if validations is not None else 0.0)
         model._passes.append(Pass("train", run.steps, run.rows, elapsed, waited))
         model.input_bound = waited / elapsed
-        if not self._advised and (said := advice(waited, elapsed)):
+        if not self._advised and (said := advice.waiting(waited, elapsed)):
             self._advised = True
             warnings.warn(said, stacklevel=5)
         return logs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -307,3 +307,32 @@ class _TensorScalars(TorchFunctionMode):
 def _counts_on_device(optimizer: Optimizer) -> bool:
     """Whether the optimizer can keep its step counter on an XLA device (PyTorch calls that capturable)."""
     return "capturable" in optimizer.param_groups[0] and not isinstance(optimizer, torch.optim.Adadelta)
+
+
+class PerParameter:
+    """A tensor beside each parameter that learns, and a number for all of them: part of what training changes.
+
+    Args:
+        optimizer: Whose parameters.
+        make: Makes the tensor of a parameter.
+        number: The number's name in a checkpoint.
+    """
+
+    def __init__(self, optimizer: Optimizer, make: Callable[[nn.Parameter], Tensor], number: str) -> None:
+        learning = [p for p in parameters(optimizer) if p.requires_grad]
+        self._beside = {p: make(p) for p in learning}
+        self._number = torch.zeros(1, device=learning[0].device if learning else None)
+        self._name = number
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors."""
+        return [self._number, *self._beside.values()]
+
+    def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
+        """Its tensors by name.
+
+        Args:
+            names: The parameters' names by their `id`.
+        """
+        return {self._name: self._number} | {names[id(p)]: tensor for p, tensor in self._beside.items()}

@@ -404,8 +404,7 @@ class Steps:
                 tensors.setdefault(id(tensor), tensor)
         for optimizer in self._optimizers():
             tensors |= {id(t): t for t in optimizers.device_state(optimizer)}
-        parts: list[Accumulator | Averages] = [*self._accumulators.values(), *self._averages.values()]
-        tensors |= {id(t): t for part in parts for t in part.tensors}
+        tensors |= {id(t): t for part in (*self._accumulators.values(), *self._averages.values()) for t in part.tensors}
         return tensors, names
 
     def _modules(self) -> list[nn.Module]:

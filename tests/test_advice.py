@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 
 import tpufit
+from tpufit import advice
 from tpufit.callbacks import Callback
-from tpufit.data.meter import advice
 
 pytestmark = pytest.mark.cores(1)
 
@@ -56,5 +56,5 @@ def test_data_that_are_ready_are_not_waited_for(cores):
 
 
 def test_advice_begins_at_a_fifth_and_a_second():
-    assert advice(0.9, 1.0) is None and advice(1.1, 10.0) is None
-    assert "30% of the epoch" in advice(3.0, 10.0)
+    assert advice.waiting(0.9, 1.0) is None and advice.waiting(1.1, 10.0) is None
+    assert "30% of the epoch" in advice.waiting(3.0, 10.0)
