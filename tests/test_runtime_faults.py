@@ -51,7 +51,7 @@ LOAD = Load(
             OutOfMemoryError,
             "196.00M more were asked for, 134.44M are free",
         ),
-        ("Error preparing computation: Out of memory allocating 24000000000336 bytes.", OutOfMemoryError, "21.8 TiB"),
+        ("Error preparing computation: Out of memory allocating 24000000000336 bytes.", OutOfMemoryError, "21.83 TiB"),
         (
             "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem.",
             OutOfMemoryError,
