@@ -273,8 +273,7 @@ class Callback:
 
         Args:
             batch: Its number, from 0.
-            logs: `"outputs"`: what the module returned, still on the device. A callback that takes them out of the logs
-                keeps them from `predict`, which then neither fetches nor returns them.
+            logs: `"outputs"`: what the module returned, still on the device.
         """
 
     def on_save(self, step: int, logs: Logs | None = None) -> None:
