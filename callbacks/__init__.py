@@ -8,12 +8,10 @@ from .dispatch import CallbackList
 from .early_stopping import EarlyStopping
 from .history import History
 from .lambda_callback import LambdaCallback
-from .learning_rate_monitor import LearningRateMonitor
 from .learning_rate_scheduler import LearningRateScheduler
 from .lr_scheduler import LRScheduler
 from .model_checkpoint import ModelCheckpoint
 from .one_cycle import OneCycle
-from .profiler import Profiler
 from .progress import ProgbarLogger
 from .reduce_lr_on_plateau import ReduceLROnPlateau
 from .remote_monitor import RemoteMonitor
@@ -31,11 +29,9 @@ __all__ = [
     "History",
     "LRScheduler",
     "LambdaCallback",
-    "LearningRateMonitor",
     "LearningRateScheduler",
     "ModelCheckpoint",
     "OneCycle",
-    "Profiler",
     "ProgbarLogger",
     "ReduceLROnPlateau",
     "RemoteMonitor",

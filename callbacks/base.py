@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from .monitor import Monitor
 
@@ -306,6 +306,17 @@ class Callback:
         Args:
             state: What `state_dict` returned; tuples have become lists.
         """
+
+
+class RateCallback(Callback):
+    """A callback that sets the learning rate. It adds the epoch's rate to the epoch's logs, as Keras's do."""
+
+    reads_weights = False
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Add `learning_rate` to the logs; a subclass that sets the next epoch's rate does so afterwards."""
+        if logs is not None:
+            cast("dict[str, Any]", logs)["learning_rate"] = self.model.learning_rate
 
 
 def duplicate(callback: _Any) -> _Any:

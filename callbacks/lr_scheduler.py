@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from .base import Callback, Logs
-from .learning_rate_scheduler import log_rate
+from .base import Logs, RateCallback
 from .monitor import Monitor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer, lr_scheduler
 
 
-class LRScheduler(Callback):
+class LRScheduler(RateCallback):
     """Lets a scheduler of `torch.optim.lr_scheduler` set the rates, after each epoch or before each step.
 
     It is made when training begins, and so starts from the rate that the cores have scaled. The rates that it sets are
@@ -35,8 +34,6 @@ class LRScheduler(Callback):
         ...     return SequentialLR(optimizer, phases, milestones=[100])
         >>> callback = LRScheduler(warm_up_and_cosine, interval="step")
     """
-
-    reads_weights = False
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class LRScheduler(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Set the rate of the next epoch."""
-        log_rate(self, logs)
+        super().on_epoch_end(epoch, logs)
         if self.interval == "epoch":
             self._step(logs)
 

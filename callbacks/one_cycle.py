@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from .base import Callback, Logs
-from .learning_rate_scheduler import log_rate
+from .base import Logs, RateCallback
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import OneCycleLR
 
 
-class OneCycle(Callback):
+class OneCycle(RateCallback):
     """One cycle of the learning rate, and of the momentum against it, with a rate of its own for every step.
 
     Its length is the true number of global steps: the batches of all epochs, on any number of cores. A new rate costs
@@ -48,8 +47,6 @@ class OneCycle(Callback):
     Source: Smith and Topin, "Super-convergence: very fast training of neural networks using large learning rates",
     2018, as `torch.optim.lr_scheduler.OneCycleLR` computes it.
     """
-
-    reads_weights = False
 
     def __init__(
         self,
@@ -123,10 +120,6 @@ class OneCycle(Callback):
             group["lr"] = float(twin["lr"])
             if self.cycle_momentum:
                 _set_momentum(group, self._level(float(twin["momentum"])))
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Add the rate to the logs."""
-        log_rate(self, logs)
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the cycle it is; needed where the number of batches isn't known."""

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ArgumentError
-from .base import Callback, Logs
-from .learning_rate_scheduler import log_rate
+from .base import Logs, RateCallback
 from .monitor import Monitor
 from .terminal import say
 
 
-class ReduceLROnPlateau(Callback):
+class ReduceLROnPlateau(RateCallback):
     """Multiplies the learning rate by a factor when a log has stopped getting better.
 
     Epoch logs get a `learning_rate`, as in Keras. An object may be used for several calls of `fit`; each begins anew.
@@ -44,8 +43,6 @@ class ReduceLROnPlateau(Callback):
     Source: `keras.callbacks.ReduceLROnPlateau`.
     """
 
-    reads_weights = False
-
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -72,7 +69,7 @@ class ReduceLROnPlateau(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Look at the log, and reduce the rate if it is time to."""
-        log_rate(self, logs)
+        super().on_epoch_end(epoch, logs)
         value = self._monitor.read(logs, type(self).__name__)
         if value is None:
             return

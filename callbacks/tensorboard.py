@@ -28,10 +28,10 @@ class TensorBoard(Callback):
     """Writes logs for `tensorboard --logdir logs`, as Keras lays them out.
 
     The run `train` gets `epoch_loss`, the other logs likewise, `epoch_learning_rate`, `epoch_input_bound` (the share of
-    the time in which data were waited for), the model's summary as text and, if asked, `batch_*`, histograms and a
-    profile; the run `validation` gets `epoch_*` without `val_`, so that both are in one chart, and
-    `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*` and histograms are by epoch, from 0, the
-    others by training steps.
+    the time in which data were waited for), the model's summary as text and, if asked, `batch_*` with the rate of the
+    step, histograms and a profile. The run `validation` gets `epoch_*` without `val_`, so that both are in one chart,
+    and `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*` and histograms are by epoch, from 0,
+    the others by training steps.
 
     An epoch costs no wait beside the one for its logs; each write of batch logs costs one, histograms two.
 
@@ -217,7 +217,7 @@ class TensorBoard(Callback):
             self._profile(logs)
         if self._every and self.steps // self._every > self._written[0] // self._every:  # 0: epochs only
             now = (self.steps, time.perf_counter())
-            self._write("train", "batch_{}", scalars(logs), now[0])
+            self._write("train", "batch_{}", {**self._rate(), **scalars(logs)}, now[0])
             if self.write_steps_per_second:
                 self._write("train", "batch_{}", {"steps_per_second": _speed(self._written, now)}, now[0])
             self._written = now
@@ -238,10 +238,8 @@ class TensorBoard(Callback):
         """Write the epoch."""
         self._epoch, now = None, (self.steps, time.perf_counter())
         values = scalars(logs)
-        train = {name: value for name, value in values.items() if not name.startswith("val_")}
+        train = self._rate() | {name: value for name, value in values.items() if not name.startswith("val_")}
         validation = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
-        if self.model.optimizer is not None:
-            train["learning_rate"] = float(self.model.optimizer.param_groups[0]["lr"])
         if self.model.input_bound is not None:
             train["input_bound"] = self.model.input_bound
         if self.write_steps_per_second:
@@ -255,6 +253,10 @@ class TensorBoard(Callback):
             self._write_histograms(epoch)
         for writer in self._writers.values():
             writer.flush()  # so that a TensorBoard that is open shows the epoch now
+
+    def _rate(self) -> dict[str, float]:
+        """The rate, for logs that don't have it: a schedule before this callback may have set the next one already."""
+        return {} if self.model.optimizer is None else {"learning_rate": self.model.learning_rate}
 
     def _begin(self, epoch: int, resumes: bool, within: bool = False) -> None:
         if resumes:
