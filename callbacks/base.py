@@ -92,12 +92,14 @@ class Callback:
     Attributes:
         model: The model, from the start of `fit`, `evaluate` or `predict` on.
         params: `"epochs"`, `"steps"` (batches an epoch, None if unknown) and `"verbose"` (0, 1 or 2).
-        reads_weights: Whether its hooks may look at the weights through the module itself, True by default: then they
-            are put back into it before each of its hooks. A callback that leaves the module alone, or only uses the
-            model's own methods (`state_dict`, `save_weights`, ...) and the optimizer, may say False, and save that
-            time.
-        measures_time: Whether the host's time of steps and callbacks is to be measured for `model.report()`, False by
-            default.
+        reads_weights: True (default) puts the weights back into the module before each of its hooks. A callback that
+            leaves the module alone, or only uses the model's own methods (`state_dict`, `save_weights`, ...) and the
+            optimizer, may say False, and save that time.
+        measures_time: True measures the host's time of steps and callbacks for `model.report()` (default False).
+        checkpoints: The writer of the run directory that the callback keeps, given to `model.save_checkpoint`. `fit`
+            then finds checkpoints there to resume from, and writes a last one before a signal ends it. Default: None.
+        restores: True lets every `fit` go on from the newest of `checkpoints`, as with `resume=True` (default False).
+        save_on_exception: True has `fit` write a checkpoint also after an error between two steps (default False).
 
     Example:
         >>> class Losses(Callback):
@@ -113,6 +115,9 @@ class Callback:
     params: dict[str, Any]
     reads_weights: bool = True
     measures_time: bool = False
+    checkpoints: Writer | None = None
+    restores: bool = False
+    save_on_exception: bool = False
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Take the parameters of the run, before its first hook.
