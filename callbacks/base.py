@@ -1,4 +1,4 @@
-"""`Callback`, and what a callback may touch of the model."""
+"""`Callback`, and `TrainedModel`: the part of the model that a callback may touch."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _Any = TypeVar("_Any")
 
 
 class TrainedModel(Protocol):
-    """What a callback may touch of the model. `tpufit.Model` has all of it, and more.
+    """The part of the model that a callback may touch. `tpufit.Model` has all of it, and more.
 
     Attributes:
         stop_training: Set it to True to end training after the current batch.
-        out_of_time: Whether the last `fit` has ended because its `max_time` was over.
+        out_of_time: True if the last `fit` has ended because its `max_time` was over.
         optimizer: The optimizer.
         learning_rate: The actual learning rate, to be read and set; that of the first group, if there are several.
-        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1; while one is
-            under way, of its time so far.
-        first_bad_step: The first training step that returned a scalar which is not finite, as far as is known.
-        steps_taken: How many steps of training it has taken since it was made.
-        rows_seen: How many rows it has been given since it was made, to train, evaluate or predict.
+        input_bound: The share of time in which the device waited for data, from 0 to 1, in the epoch under way or, if
+            there is none, in the last one.
+        first_bad_step: The first training step known to have returned a scalar that is not finite.
+        steps_taken: The number of training steps since the model was made.
+        rows_seen: The number of rows that it has trained on, evaluated or predicted since it was made.
     """
 
     stop_training: bool
@@ -71,16 +71,16 @@ class TrainedModel(Protocol):
         """Write the weights to a `.safetensors` file, whole or not at all; only if they are finite, if asked to."""
 
     def save_checkpoint(self, writer: Writer, metric: Metric | None = None, /) -> None:
-        """Have the whole state of training written, once all callbacks have had their turn."""
+        """Ask for a checkpoint of the whole training. It is taken once all callbacks have had their turn."""
 
     def swap_ema_weights(self, to: bool | None = None, /) -> None:
         """Let the weights and their moving averages change places."""
 
     def higher_is_better(self, name: str, /) -> bool | None:
-        """Whether a log gets better as it rises; None if its metric doesn't say."""
+        """True if a log gets better as it rises, False if as it falls; None if its metric doesn't say."""
 
     def report(self, verbose: bool = False, flops: bool = False) -> Report:
-        """What the steps did since `fit` began, what they took, and what is wrong."""
+        """The graphs, waits and times of the steps since `fit` began, and their problems."""
 
 
 class Callback:
@@ -278,30 +278,31 @@ class Callback:
 
         Args:
             batch: Its number, from 0.
-            logs: `"outputs"`: what the module returned, still on the device.
+            logs: `"outputs"`: the module's outputs, still on the device.
         """
 
     def on_save(self, step: int, logs: Logs | None = None) -> None:
         """A checkpoint of the whole training has been written; training may be some steps further by now.
 
         Args:
-            step: How many steps of training it has.
-            logs: `"path"`: its folder.
+            step: The number of training steps that it is of.
+            logs: `"path"`: the checkpoint's folder.
         """
 
     def on_exception(self, exception: BaseException, logs: Logs | None = None) -> None:
         """`fit`, `evaluate` or `predict` breaks off; its end hook follows.
 
         Args:
-            exception: Why: an error, `KeyboardInterrupt`, or after SIGTERM `SystemExit`.
+            exception: The cause: an error, `KeyboardInterrupt`, or after SIGTERM `SystemExit`.
             logs: Empty.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a `fit` that goes on from a checkpoint must know: counters, the best so far. By default nothing.
+        """The state that a resumed `fit` needs: counters, the best so far. It is asked for between two steps.
 
         Returns:
-            Numbers, strings, tensors and arrays, in lists and dicts. It is asked for between two steps.
+            Numbers, strings, tensors and arrays, in lists and dicts; by default nothing. A callback that returns
+            nothing gets no call of `load_state_dict`.
         """
         return {}
 
@@ -309,7 +310,7 @@ class Callback:
         """Go on from a state: called after `on_train_begin`, and in the middle of an epoch after `on_epoch_begin`.
 
         Args:
-            state: What `state_dict` returned; tuples have become lists.
+            state: The dict that `state_dict` returned; tuples have become lists.
         """
 
 

@@ -16,16 +16,16 @@ _MISSING = "NA"
 class CSVFile:
     """A CSV file that is whole after every row, whenever the process may die.
 
-    The first row says which columns there are. A later one may bring new ones: the file is then written anew, with `NA`
+    The first row names the columns. A later row may bring new ones: the whole file is then written again, with `NA`
     where the rows before have nothing.
 
     Args:
         path: The file. Missing folders are made.
-        separator: What stands between two values, one character (default `","`).
-        append: Whether to go on with a file that is there, and its columns (default False: it is replaced).
+        separator: The character between two values (default `","`).
+        append: Go on with a file that is there, and its columns (default False: it is replaced).
 
     Attributes:
-        rows: How many rows it has, without the one of names.
+        rows: The number of rows, without the one of names.
 
     Example:
         >>> import tempfile
@@ -73,7 +73,7 @@ class CSVFile:
 
         Args:
             epoch: The epoch, from 0: rows of it and of later ones go, and so does one that is cut short.
-            first_row: Where the training's rows begin; those before stay.
+            first_row: The first of the training's rows; those before stay.
         """
         self._columns, rows = self._read()
         column = self._columns.index("epoch") if "epoch" in self._columns else 0

@@ -1,4 +1,4 @@
-"""How often something is done while training: an argument made a number of steps, and the count of them."""
+"""`Frequency`: something that is done at every so many training steps. With no hooks and no model."""
 
 from __future__ import annotations
 

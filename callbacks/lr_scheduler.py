@@ -82,7 +82,7 @@ class LRScheduler(RateCallback):
             self._step(logs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own state, as far as it is numbers and texts; the rest is made anew with the scheduler."""
+        """The scheduler's own state, as far as it is numbers and texts; the rest comes with another scheduler."""
         assert self.scheduler is not None
         return {"scheduler": _plain(self.scheduler.state_dict()), "fresh": self._fresh}
 
@@ -90,7 +90,7 @@ class LRScheduler(RateCallback):
         """Go on from a state.
 
         Args:
-            state: What `state_dict` returned; after `on_train_begin`, which makes the scheduler.
+            state: The dict that `state_dict` returned; after `on_train_begin`, which makes the scheduler.
         """
         assert self.scheduler is not None
         self.scheduler.load_state_dict(dict(state["scheduler"]))
@@ -110,7 +110,7 @@ class LRScheduler(RateCallback):
 
 
 def _plain(value: Any) -> Any:
-    """A state without what JSON has no form for, such as a table by step: that is made of the arguments again."""
+    """A state without the parts that JSON can't hold, such as a table by step: the arguments give these again."""
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             return _DROPPED

@@ -14,15 +14,16 @@ from .terminal import say
 class ReduceLROnPlateau(RateCallback):
     """Multiplies the learning rate by a factor when a log has stopped getting better.
 
-    Epoch logs get a `learning_rate`, as in Keras. An object may be used for several calls of `fit`; each begins anew.
+    Epoch logs get a `learning_rate`, as in Keras. An object may be used for several calls of `fit`; each forgets
+    the one before.
 
     Args:
         monitor: The log to follow (default `"val_loss"`).
-        factor: What the rate is multiplied by, below 1 (default 0.1).
+        factor: The factor, below 1 (default 0.1).
         patience: Epochs in a row without a better value after which it is (default 10).
         verbose: 1 says each reduction; 0 (default) says nothing.
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if
-            neither does, an error asks).
+        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if neither does, an
+            error asks).
         min_delta: The least change that counts as better (default 0.0001).
         cooldown: Epochs after a reduction in which none is counted (default 0).
         min_lr: The rate is never made smaller than this (default 0).
@@ -62,7 +63,7 @@ class ReduceLROnPlateau(RateCallback):
         self._cooling = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begin anew."""
+        """Forget the training before."""
         self._monitor.settle(self.model.higher_is_better(self._monitor.name))
         self._monitor.reset()
         self._cooling = 0
@@ -85,14 +86,14 @@ class ReduceLROnPlateau(RateCallback):
                 say(f"Epoch {epoch + 1}: ReduceLROnPlateau reduces the learning rate to {self.model.learning_rate:g}")
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known so far, as numbers."""
+        """The best so far, and the counts of epochs since, as numbers."""
         return {**self._monitor.state_dict(), "cooling": self._cooling}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
 
         Args:
-            state: What `state_dict` returned; after `on_train_begin`, which begins anew.
+            state: The dict that `state_dict` returned; after `on_train_begin`, which forgets everything.
         """
         self._monitor.load_state_dict(state)
         self._cooling = state["cooling"]

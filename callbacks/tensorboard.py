@@ -1,4 +1,4 @@
-"""`TensorBoard`: what a training does, as files that TensorBoard shows."""
+"""`TensorBoard`: the logs of a training, as files that TensorBoard shows."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class TensorBoard(Callback):
             (default 0: never). The gradients are those of the epoch's last batch at the weights after it, before
             clipping. They are computed for this, by a graph of their own that takes about as long to compile as the
             training step's.
-        write_graph: Whether to write the model's summary as text, after the first epoch (default True). PyTorch has no
-            graph of layers to show.
-        write_images: Whether to write weights that are matrices as images, along with histograms (default False).
-        write_steps_per_second: Whether to write the speed of training, without validations (default False).
+        write_graph: Write the model's summary as text, after the first epoch (default True). PyTorch has no graph of
+            layers to show.
+        write_images: Write weights that are matrices as images, along with histograms (default False).
+        write_steps_per_second: Write the speed of training, without validations (default False).
         update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to write the running means of
             the epoch as well. Each time waits for the device.
         profile_batch: A training step, or the first and last of several, from 1, to record a profile of (default 0:
@@ -131,7 +131,7 @@ class TensorBoard(Callback):
             tag: Its name.
             image: A tensor or array, of bytes or of floats from 0 to 1. One on the device is waited for.
             step: The step it belongs to (default: that of training).
-            dataformats: What its dimensions are: `"CHW"` (default), `"HWC"` or `"HW"`; several have an N in front.
+            dataformats: The order of its dimensions: `"CHW"` (default), `"HWC"` or `"HW"`; several have an N in front.
 
         Source: `torch.utils.tensorboard.SummaryWriter.add_image` and `add_images`.
         """
@@ -263,7 +263,7 @@ class TensorBoard(Callback):
             self.writer(run).add_scalar(tag.format(name), value, step)
 
     def _describe(self) -> None:
-        """Write what is said once. It is only now that the summary knows the shapes of the layers' outputs."""
+        """Write the summary and the hyperparameters, once: before an epoch has ended, no layer's output is known."""
         if self.write_graph:
             # Indented by four, text is code in Markdown, and keeps its columns.
             self.model.summary(lambda text: self.add_text("summary", indent(text, "    "), 0))
@@ -313,7 +313,7 @@ class TensorBoard(Callback):
 
 
 class _Progress:
-    """How far training is, and how fast it was without its validations.
+    """The place where training is, and its speed without validations.
 
     Attributes:
         steps: The training steps when the last `fit` ended, or of the checkpoint to go on from.
@@ -372,7 +372,7 @@ class _Profile:
         self._runs = False
 
     def look(self, steps: int, logs: Logs | None, folder: str) -> None:
-        """Begin before the first of the steps, and end after the last. Whoever reads logs, waits for the device."""
+        """Begin before the first of the steps, and end after the last. To read logs is to wait for the device."""
         if self._due is None:
             return
         first, last = self._due
