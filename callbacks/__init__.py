@@ -2,33 +2,25 @@
 
 from .backup_and_restore import BackupAndRestore
 from .base import Callback
-from .csv_file import CSVFile
 from .csv_logger import CSVLogger
 from .diagnostics import Diagnostics
 from .dispatch import CallbackList
 from .early_stopping import EarlyStopping
 from .history import History
 from .lambda_callback import LambdaCallback
-from .learning_rate_monitor import LearningRateMonitor
 from .learning_rate_scheduler import LearningRateScheduler
-from .logger import Logger
 from .lr_scheduler import LRScheduler
 from .model_checkpoint import ModelCheckpoint
 from .one_cycle import OneCycle
-from .prediction_writer import PredictionWriter
-from .profiler import Profiler
 from .progress import ProgbarLogger
 from .reduce_lr_on_plateau import ReduceLROnPlateau
 from .remote_monitor import RemoteMonitor
 from .swap_ema_weights import SwapEMAWeights
 from .tensorboard import TensorBoard
-from .tensorboard_run import TensorBoardRun
 from .terminate_on_nan import TerminateOnNaN
-from .tracker import Tracker
 
 __all__ = [
     "BackupAndRestore",
-    "CSVFile",
     "CSVLogger",
     "Callback",
     "CallbackList",
@@ -37,19 +29,13 @@ __all__ = [
     "History",
     "LRScheduler",
     "LambdaCallback",
-    "LearningRateMonitor",
     "LearningRateScheduler",
-    "Logger",
     "ModelCheckpoint",
     "OneCycle",
-    "PredictionWriter",
-    "Profiler",
     "ProgbarLogger",
     "ReduceLROnPlateau",
     "RemoteMonitor",
     "SwapEMAWeights",
     "TensorBoard",
-    "TensorBoardRun",
     "TerminateOnNaN",
-    "Tracker",
 ]

@@ -1,10 +1,10 @@
-"""`Callback`, and what a callback may touch of the model."""
+"""`Callback`, and `TrainedModel`: the part of the model that a callback may touch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     import torch
@@ -19,18 +19,18 @@ Logs = Mapping[str, Any]
 
 
 class TrainedModel(Protocol):
-    """What a callback may touch of the model. `tpufit.Model` has all of it, and more.
+    """The part of the model that a callback may touch. `tpufit.Model` has all of it, and more.
 
     Attributes:
         stop_training: Set it to True to end training after the current batch.
-        out_of_time: Whether the last `fit` has ended because its `max_time` was over.
+        out_of_time: True if the last `fit` has ended because its `max_time` was over.
         optimizer: The optimizer.
         learning_rate: The actual learning rate, to be read and set; that of the first group, if there are several.
-        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1; while one is
-            under way, of its time so far.
-        first_bad_step: The first training step that returned a scalar which is not finite, as far as is known.
-        steps_taken: How many steps of training it has taken since it was made.
-        rows_seen: How many rows it has been given since it was made, to train, evaluate or predict.
+        input_bound: The share of time in which the device waited for data, from 0 to 1, in the epoch under way or, if
+            there is none, in the last one.
+        first_bad_step: The first training step known to have returned a scalar that is not finite.
+        steps_taken: The number of training steps since the model was made.
+        rows_seen: The number of rows that it has trained on, evaluated or predicted since it was made.
     """
 
     stop_training: bool
@@ -62,16 +62,16 @@ class TrainedModel(Protocol):
         """Write the weights to a `.safetensors` file, whole or not at all; only if they are finite, if asked to."""
 
     def save_checkpoint(self, writer: Writer, metric: Metric | None = None, /) -> None:
-        """Have the whole state of training written, once all callbacks have had their turn."""
+        """Ask for a checkpoint of the whole training. It is taken once all callbacks have had their turn."""
 
     def swap_ema_weights(self, to: bool | None = None, /) -> None:
         """Let the weights and their moving averages change places."""
 
     def higher_is_better(self, name: str, /) -> bool | None:
-        """Whether a log gets better as it rises; None if its metric doesn't say."""
+        """True if a log gets better as it rises, False if as it falls; None if its metric doesn't say."""
 
     def report(self, verbose: bool = False) -> Report:
-        """What the steps did since `fit` began, what they took, and what is wrong."""
+        """The graphs, waits and times of the steps since `fit` began, and their problems."""
 
 
 class Callback:
@@ -83,12 +83,14 @@ class Callback:
     Attributes:
         model: The model, from the start of `fit`, `evaluate` or `predict` on.
         params: `"epochs"`, `"steps"` (batches an epoch, None if unknown) and `"verbose"` (0, 1 or 2).
-        reads_weights: Whether its hooks may look at the weights through the module itself, True by default: then they
-            are put back into it before each of its hooks. A callback that leaves the module alone, or only uses the
-            model's own methods (`state_dict`, `save_weights`, ...) and the optimizer, may say False, and save that
-            time.
-        measures_time: Whether the host's time of steps and callbacks is to be measured for `model.report()`, False by
-            default.
+        reads_weights: True (default) puts the weights back into the module before each of its hooks. A callback that
+            leaves the module alone, or only uses the model's own methods (`state_dict`, `save_weights`, ...) and the
+            optimizer, may say False, and save that time.
+        measures_time: True measures the host's time of steps and callbacks for `model.report()` (default False).
+        checkpoints: The writer of the run directory that the callback keeps, given to `model.save_checkpoint`. `fit`
+            then finds checkpoints there to resume from, and writes a last one before a signal ends it. Default: None.
+        restores: True lets every `fit` go on from the newest of `checkpoints`, as with `resume=True` (default False).
+        save_on_exception: True has `fit` write a checkpoint also after an error between two steps (default False).
 
     Example:
         >>> class Losses(Callback):
@@ -104,6 +106,9 @@ class Callback:
     params: dict[str, Any]
     reads_weights: bool = True
     measures_time: bool = False
+    checkpoints: Writer | None = None
+    restores: bool = False
+    save_on_exception: bool = False
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Take the parameters of the run, before its first hook.
@@ -253,31 +258,31 @@ class Callback:
 
         Args:
             batch: Its number, from 0.
-            logs: `"outputs"`: what the module returned, still on the device. A callback that takes them out of the logs
-                keeps them from `predict`, which then neither fetches nor returns them.
+            logs: `"outputs"`: the module's outputs, still on the device.
         """
 
     def on_save(self, step: int, logs: Logs | None = None) -> None:
         """A checkpoint of the whole training has been written; training may be some steps further by now.
 
         Args:
-            step: How many steps of training it has.
-            logs: `"path"`: its folder.
+            step: The number of training steps that it is of.
+            logs: `"path"`: the checkpoint's folder.
         """
 
     def on_exception(self, exception: BaseException, logs: Logs | None = None) -> None:
         """`fit`, `evaluate` or `predict` breaks off; its end hook follows.
 
         Args:
-            exception: Why: an error, `KeyboardInterrupt`, or after SIGTERM `SystemExit`.
+            exception: The cause: an error, `KeyboardInterrupt`, or after SIGTERM `SystemExit`.
             logs: Empty.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a `fit` that goes on from a checkpoint must know: counters, the best so far. By default nothing.
+        """The state that a resumed `fit` needs: counters, the best so far. It is asked for between two steps.
 
         Returns:
-            Numbers, strings, tensors and arrays, in lists and dicts. It is asked for between two steps.
+            Numbers, strings, tensors and arrays, in lists and dicts; by default nothing. A callback that returns
+            nothing gets no call of `load_state_dict`.
         """
         return {}
 
@@ -285,5 +290,16 @@ class Callback:
         """Go on from a state: called after `on_train_begin`, and in the middle of an epoch after `on_epoch_begin`.
 
         Args:
-            state: What `state_dict` returned; tuples have become lists.
+            state: The dict that `state_dict` returned; tuples have become lists.
         """
+
+
+class RateCallback(Callback):
+    """A callback that sets the learning rate. It adds the epoch's rate to the epoch's logs, as Keras's do."""
+
+    reads_weights = False
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Add `learning_rate` to the logs; a subclass that sets the next epoch's rate does so afterwards."""
+        if logs is not None:
+            cast("dict[str, Any]", logs)["learning_rate"] = self.model.learning_rate

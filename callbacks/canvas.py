@@ -1,4 +1,4 @@
-"""Where a line that changes is drawn: in a terminal, or in a notebook's cell."""
+"""The place where a line that changes is drawn: in a terminal, or in a notebook's cell."""
 
 from __future__ import annotations
 
@@ -10,28 +10,55 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from .terminal import can_draw
+
 
 class Canvas(Protocol):
     """One line that can be drawn again and again, by any thread."""
 
     def draw(self, line: Text) -> None:
-        """Draw the line in the place of what was there."""
+        """Draw the line in the place of the one before."""
 
     def end(self, line: Text) -> None:
         """Draw it for the last time; it stays."""
 
 
-def canvas_of(console: Console) -> Canvas:
-    """A canvas at the place where a console writes. It must be one that can be drawn on.
+# The console of the canvas that is drawn on, if there is one: two at a time would overwrite each other.
+_DRAWN_ON: list[Console] = []
+
+
+def canvas_of(console: Console) -> Canvas | None:
+    """Begin to draw where a console writes.
 
     Args:
-        console: Where to write.
+        console: The place to draw.
+
+    Returns:
+        A canvas; None if another one is drawn on, or if the console is no terminal or notebook.
     """
-    return NotebookCanvas() if console.is_jupyter else TerminalCanvas(console)
+    if _DRAWN_ON or not can_draw(console):
+        return None
+    canvas = NotebookCanvas() if console.is_jupyter else TerminalCanvas(console)
+    _DRAWN_ON.append(console)
+    return canvas
+
+
+def print_line(line: str, console: Console) -> None:
+    """Print a line that stays, whole however narrow the terminal is, and above the canvas if one is drawn on.
+
+    Args:
+        line: The line.
+        console: The place to print, if no canvas is drawn on.
+    """
+    if console.is_jupyter:
+        print(line)
+    else:
+        # Only the console that is drawn on knows that it must print above the line that moves.
+        (_DRAWN_ON or [console])[0].print(Text(line), soft_wrap=True)
 
 
 class TerminalCanvas:
-    """The last line of a terminal. What is printed meanwhile comes above it.
+    """The last line of a terminal. Whatever is printed meanwhile comes above it.
 
     Args:
         console: The terminal.
@@ -43,7 +70,7 @@ class TerminalCanvas:
             console=console,
             auto_refresh=False,  # its thread would draw while nothing has changed
             transient=True,
-            # Else what a program writes to a file of errors would come to the terminal.
+            # Else the lines that a program writes to a file of errors would come to the terminal.
             redirect_stderr=sys.stderr.isatty(),
         )
         self._live.start()
@@ -54,6 +81,7 @@ class TerminalCanvas:
 
     def end(self, line: Text) -> None:
         """Leave the line, whole however narrow the terminal is."""
+        _DRAWN_ON.clear()
         self._live.stop()
         self._console.print(line, soft_wrap=True)
 
@@ -76,6 +104,7 @@ class NotebookCanvas:
 
     def end(self, line: Text) -> None:
         """Leave the line."""
+        _DRAWN_ON.clear()
         self.draw(line)
 
 

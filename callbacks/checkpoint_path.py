@@ -1,4 +1,4 @@
-"""`CheckpointPath`: where a checkpoint goes, with no model and no disk."""
+"""`CheckpointPath`: the place of a checkpoint. With no model and no disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..errors import ArgumentError
 from .scalars import as_scalar
 
 _SUFFIX = ".safetensors"
-_WORD = re.compile(r"\.[A-Za-z]\w*")  # what looks like a suffix: ".h5", but not the ".1" of "run-0.1"
+_WORD = re.compile(r"\.[A-Za-z]\w*")  # looks like a suffix: ".h5", but not the ".1" of "run-0.1"
 _SAFE = re.compile(r"[A-Za-z0-9._=+-]+")
-_LONGEST = 200  # what most file systems allow is 255 bytes, and a draft's name is a little longer than its target's
+_LONGEST = 200  # most file systems allow 255 bytes, and a draft's name is a little longer than its target's
 # Every kind of number that a field may meet: a format must hold for all of them, now and not after hours of training.
 _TRIALS = (0.5, -1234567.5, 1e-9, float("nan"), float("inf"))
 
@@ -26,7 +26,7 @@ class CheckpointPath:
     Args:
         filepath: `*.safetensors`, its last component with fields such as `{epoch:02d}` or `{val_loss:.2f}` or without;
             or a path with neither suffix nor braces, which is a run directory.
-        per_batch: Whether checkpoints are written between batches, so that there is a `{batch}`.
+        per_batch: True if checkpoints are written between batches, so that there is a `{batch}`.
 
     Attributes:
         fields: The names of the template's fields.

@@ -8,28 +8,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
 from ..utils.files import replacing
 
 _MISSING = "NA"
 
 
 class CSVFile:
-    """A CSV file that is whole after every row, whenever the process may die. It is a `Logger`.
+    """A CSV file that is whole after every row, whenever the process may die.
 
-    The first row says which columns there are. A later one may bring new ones: the file is then written anew, with `NA`
+    The first row names the columns. A later row may bring new ones: the whole file is then written again, with `NA`
     where the rows before have nothing.
 
     Args:
         path: The file. Missing folders are made.
-        separator: What stands between two values, one character (default `","`).
-        append: Whether to go on with a file that is there, and its columns (default False: it is replaced).
+        separator: The character between two values (default `","`).
+        append: Go on with a file that is there, and its columns (default False: it is replaced).
 
     Attributes:
-        rows: How many rows it has, without the one of names.
-
-    Raises:
-        ArgumentError: A separator of another length.
+        rows: The number of rows, without the one of names.
 
     Example:
         >>> import tempfile
@@ -45,8 +41,6 @@ class CSVFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
-        if not isinstance(separator, str) or len(separator) != 1:
-            raise ArgumentError(f"separator must be one character, got {separator!r}")
         self._path, self._separator = Path(path), separator
         self._columns: list[str] = []
         self.rows = 0
@@ -79,7 +73,7 @@ class CSVFile:
 
         Args:
             epoch: The epoch, from 0: rows of it and of later ones go, and so does one that is cut short.
-            first_row: Where the training's rows begin; those before stay.
+            first_row: The first of the training's rows; those before stay.
         """
         self._columns, rows = self._read()
         column = self._columns.index("epoch") if "epoch" in self._columns else 0
@@ -87,21 +81,6 @@ class CSVFile:
             rows.pop()
         self._write(rows)
         self.rows = len(rows)
-
-    def log_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """A table has no place for them: nothing happens."""
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a row, with the step as its first column.
-
-        Args:
-            step: How many training steps had been taken.
-            metrics: Floats by name.
-        """
-        self.add({"step": step, **metrics})
-
-    def close(self) -> None:
-        """Nothing is open between two rows: nothing happens."""
 
     def _read(self) -> tuple[list[str], list[list[str]]]:
         with open(self._path, newline="") as file:

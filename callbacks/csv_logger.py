@@ -19,8 +19,8 @@ class CSVLogger(Callback):
 
     Args:
         filename: The file, e.g. `"run/log.csv"`. Missing folders are made.
-        separator: What stands between two values, one character (default `","`).
-        append: Whether each `fit` adds to a file that is there, under one row of names (default False: it is replaced).
+        separator: The character between two values (default `","`).
+        append: Let each `fit` add to a file that is there, under one row of names (default False: it is replaced).
 
     Raises:
         ArgumentError: A separator of another length.
@@ -48,7 +48,7 @@ class CSVLogger(Callback):
         self._resumes = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begin anew, or find where the file ends. The file is touched when an epoch begins."""
+        """Forget the training before. The file is opened when an epoch begins."""
         self._table, self._resumes = None, False
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -60,14 +60,14 @@ class CSVLogger(Callback):
         self._open(epoch).add({"epoch": epoch, **dict(sorted((logs or {}).items()))})
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed training must know: where its rows begin."""
+        """The first of the training's rows."""
         return {"first_row": self._first_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on in the file of a training that is resumed, with its next epoch.
 
         Args:
-            state: What `state_dict` returned; after `on_train_begin`, which begins anew.
+            state: The dict that `state_dict` returned; after `on_train_begin`, which forgets everything.
         """
         self._first_row, self._resumes = state["first_row"], True
 

@@ -1,4 +1,4 @@
-"""`Diagnostics`: says at the end of `fit` what made it slow, if anything did."""
+"""`Diagnostics`: names the causes of a slow `fit` at its end, if there are any."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from .terminal import say
 
 
 class Diagnostics(Callback):
-    """Measures where the host's time goes, and says at the end of `fit` what is wrong: a sentence each, with its cure.
+    """Measures the host's time, and prints the problems of a `fit` at its end: a sentence each, with its cure.
 
-    It is silent where nothing is wrong. All that it has seen is in `model.report()`: why each graph was compiled, what
-    was traced, read, or left to the host, at which line, and the time of everything. It waits for nothing, and takes a
-    few microseconds a step.
+    It prints nothing if there are none. `model.report()` has all that it has seen: the cause of each graph that was
+    compiled, the line of each step that was traced, read from or left to the host, and the time of everything. It waits
+    for nothing, and takes a few microseconds a step.
 
     Args:
         verbose: Print the whole report at the end, with hints (default False).
@@ -32,7 +32,7 @@ class Diagnostics(Callback):
         self._verbose = verbose
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Say what is wrong; after an error that error says it."""
+        """Print the problems; after an error there is only the error."""
         if not logs:
             return
         report = self.model.report()

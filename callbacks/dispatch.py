@@ -43,12 +43,12 @@ class CallbackList:
     Args:
         callbacks: A callback, a list or tuple of them, or None. An object of any class will do that has at least one
             hook as a method.
-        model: What they get as `self.model`.
-        params: What they get as `self.params`, the same dict for all.
+        model: Their `self.model`.
+        params: Their `self.params`, the same dict for all.
         expose: Called before a hook of a callback that may look at the weights (`Callback.reads_weights`).
 
     Attributes:
-        measures: Whether one of them wants the host's time to be measured (`Callback.measures_time`).
+        measures: True if one of them wants the host's time to be measured (`Callback.measures_time`).
 
     Raises:
         ArgumentError: One of them is not a callback; raised before any of their methods runs.
@@ -82,7 +82,7 @@ class CallbackList:
             _check(callback)
         self.measures = any(getattr(callback, "measures_time", False) for callback in self._callbacks)
         self._listeners: dict[str, list[tuple[object, _Hook]]] = {hook: [] for hook in _HOOKS}
-        self._open: str | None = None  # the hook that ends what has begun: training, or an evaluation or prediction
+        self._open: str | None = None  # the end hook of the training, evaluation or prediction under way
         self._failed: object = None
         for callback in self._callbacks:
             for setter, value in (("set_params", params), ("set_model", model)):
@@ -109,7 +109,7 @@ class CallbackList:
         return len(self._callbacks)
 
     def has(self, hook: str) -> bool:
-        """Whether any callback overrides a hook.
+        """True if any callback overrides a hook.
 
         Args:
             hook: Its name, e.g. `"on_train_batch_end"`.
@@ -147,10 +147,10 @@ class CallbackList:
             self._open = None
 
     def close_after_error(self, error: BaseException) -> None:
-        """End what had begun: `on_exception` and `on_train_end` of all callbacks, but not of the one that raised.
+        """Call `on_exception` and `on_train_end` of all callbacks, but not of the one that raised.
 
-        Outside of `fit` it is `on_test_end` or `on_predict_end`; their logs are empty. What these raise is a warning,
-        so that it never hides the first error. If nothing had begun, or all is ended, nothing happens.
+        Outside of `fit` it is `on_test_end` or `on_predict_end`; their logs are empty. An error in one of these hooks
+        is a warning, so that it never hides the first error. If nothing had begun, or all is ended, nothing happens.
 
         Args:
             error: The error.

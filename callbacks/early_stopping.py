@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Ends training when a log has stopped getting better.
 
-    An object may be used for several calls of `fit`; each begins anew.
+    An object may be used for several calls of `fit`; each forgets the one before.
 
     Args:
-        monitor: The log to follow (default `"val_loss"`). If it is missing, a warning lists the logs there are.
+        monitor: The log to follow (default `"val_loss"`). If it is missing, a warning lists the logs that there are.
         min_delta: The least change that counts as better (default 0).
         patience: Epochs in a row without a better value after which training ends (default 0, which like 1 ends it at
             the first).
         verbose: 1 says when it stops and restores; 0 (default) says nothing.
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if
-            neither does, an error asks).
+        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if neither does, an
+            error asks).
         baseline: A value that must be beaten too: while it isn't, patience runs out even if the log gets better
             (default: none).
-        restore_best_weights: Whether `fit` ends with the weights of the best epoch, however training ended
-            (default False). The best is then copied to the host each time there is a better one.
-        start_from_epoch: Epochs at the start that are not looked at (default 0).
+        restore_best_weights: Let `fit` end with the weights of the best epoch, however training ended (default False).
+            The weights are then copied to the host each time the log is better.
+        start_from_epoch: The number of epochs at the start that don't count (default 0).
 
     Attributes:
         stopped_epoch: The epoch (from 0) after which it ended training; 0 if it didn't.
         best: The best value so far, or None.
-        best_epoch: Its epoch, from 0.
-        best_weights: Its weights, if they are to be restored.
+        best_epoch: The best value's epoch, from 0.
+        best_weights: The best epoch's weights, if they are to be restored.
         wait: Epochs in a row without a better value.
 
     Raises:
@@ -72,9 +72,8 @@ class EarlyStopping(Callback):
         for name, epochs in (("patience", patience), ("start_from_epoch", start_from_epoch)):
             if epochs < 0:
                 raise ArgumentError(f"{name} must be a number of epochs, 0 or more, got {epochs!r}")
-        self.monitor, self.mode, self.min_delta, self.baseline = monitor, mode, min_delta, baseline
         self.patience, self.verbose, self.start_from_epoch = patience, verbose, start_from_epoch
-        self.restore_best_weights = restore_best_weights
+        self.restore_best_weights, self.monitor = restore_best_weights, monitor
         self.stopped_epoch = self.best_epoch = 0
         self.best_weights: dict[str, Tensor] | None = None
         self._followed = Monitor(monitor, mode, min_delta, baseline)
@@ -90,7 +89,7 @@ class EarlyStopping(Callback):
         return self._followed.wait
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begin anew."""
+        """Forget the training before."""
         self.stopped_epoch = self.best_epoch = 0
         self.best_weights = None
         self._followed.reset()
@@ -120,7 +119,7 @@ class EarlyStopping(Callback):
             self.model.load_state_dict(self.best_weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known so far: numbers, and under `"best_weights"` host tensors by name, or None."""
+        """The best so far: numbers, and under `"best_weights"` host tensors by name, or None."""
         return {
             **self._followed.state_dict(),
             "best_epoch": self.best_epoch,
@@ -132,7 +131,7 @@ class EarlyStopping(Callback):
         """Go on from a state.
 
         Args:
-            state: What `state_dict` returned; after `on_train_begin`, which begins anew.
+            state: The dict that `state_dict` returned; after `on_train_begin`, which forgets everything.
         """
         self._followed.load_state_dict(state)
         self.best_epoch, self.stopped_epoch = state["best_epoch"], state["stopped_epoch"]

@@ -1,4 +1,4 @@
-"""TensorBoard's event files: taken back to where a resumed training begins."""
+"""TensorBoard's event files, taken back to the step from which a training is resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rewind(folder: Path, keep: Callable[[str, int], bool]) -> None:
 
     Args:
         folder: The run's; it need not exist.
-        keep: Whether to keep a point, by its tag and step.
+        keep: Called with the tag and the step of each point; True keeps it.
     """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog

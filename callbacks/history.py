@@ -75,7 +75,7 @@ class History(Callback):
         """Go on from a state.
 
         Args:
-            state: What `state_dict` returned.
+            state: The dict that `state_dict` returned.
         """
         self.epoch = list(state["epoch"])
         self.history = {name: list(values) for name, values in state["history"].items()}

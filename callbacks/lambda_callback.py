@@ -12,7 +12,7 @@ _Hook = Callable[..., object]
 
 
 class LambdaCallback(Callback):
-    """A callback made of functions, for what isn't worth a class.
+    """A callback made of functions, where a class isn't worth it.
 
     Args:
         on_epoch_begin: Called as the hook of that name, with its arguments in their order: `(epoch, logs)`. So are the

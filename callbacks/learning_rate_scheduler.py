@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from ..errors import ArgumentError
-from .base import Callback, Logs
+from .base import Logs, RateCallback
 from .terminal import say
 
 
-class LearningRateScheduler(Callback):
+class LearningRateScheduler(RateCallback):
     """Asks a function for the learning rate of each epoch.
 
     Epoch logs get a `learning_rate`, as in Keras. The rate is the actual one: it is not scaled by the cores.
@@ -38,8 +38,6 @@ class LearningRateScheduler(Callback):
     Source: `keras.callbacks.LearningRateScheduler`.
     """
 
-    reads_weights = False
-
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         if not callable(schedule):
             raise ArgumentError(f"schedule must be a function of (epoch, lr), got {schedule!r}")
@@ -54,21 +52,6 @@ class LearningRateScheduler(Callback):
         self.model.learning_rate = float(rate)
         if self.verbose:
             say(f"Epoch {epoch + 1}: learning rate {float(rate):g}")
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Add the rate to the logs."""
-        log_rate(self, logs)
-
-
-def log_rate(callback: Callback, logs: Logs | None) -> None:
-    """Add `learning_rate` to the logs of an epoch.
-
-    Args:
-        callback: Whose model has the rate.
-        logs: The logs.
-    """
-    if logs is not None:
-        cast("dict[str, float]", logs)["learning_rate"] = callback.model.learning_rate
 
 
 def _takes_two(schedule: Callable[..., float]) -> bool:

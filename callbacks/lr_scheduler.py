@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from .base import Callback, Logs
-from .learning_rate_scheduler import log_rate
+from .base import Logs, RateCallback
 from .monitor import Monitor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer, lr_scheduler
 
 
-class LRScheduler(Callback):
+class LRScheduler(RateCallback):
     """Lets a scheduler of `torch.optim.lr_scheduler` set the rates, after each epoch or before each step.
 
     It is made when training begins, and so starts from the rate that the cores have scaled. The rates that it sets are
@@ -35,8 +34,6 @@ class LRScheduler(Callback):
         ...     return SequentialLR(optimizer, phases, milestones=[100])
         >>> callback = LRScheduler(warm_up_and_cosine, interval="step")
     """
-
-    reads_weights = False
 
     def __init__(
         self,
@@ -80,12 +77,12 @@ class LRScheduler(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Set the rate of the next epoch."""
-        log_rate(self, logs)
+        super().on_epoch_end(epoch, logs)
         if self.interval == "epoch":
             self._step(logs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own state, as far as it is numbers and texts; the rest is made anew with the scheduler."""
+        """The scheduler's own state, as far as it is numbers and texts; the rest comes with another scheduler."""
         assert self.scheduler is not None
         return {"scheduler": _plain(self.scheduler.state_dict()), "fresh": self._fresh}
 
@@ -93,7 +90,7 @@ class LRScheduler(Callback):
         """Go on from a state.
 
         Args:
-            state: What `state_dict` returned; after `on_train_begin`, which makes the scheduler.
+            state: The dict that `state_dict` returned; after `on_train_begin`, which makes the scheduler.
         """
         assert self.scheduler is not None
         self.scheduler.load_state_dict(dict(state["scheduler"]))
@@ -113,7 +110,7 @@ class LRScheduler(Callback):
 
 
 def _plain(value: Any) -> Any:
-    """A state without what JSON has no form for, such as a table by step: that is made of the arguments again."""
+    """A state without the parts that JSON can't hold, such as a table by step: the arguments give these again."""
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             return _DROPPED

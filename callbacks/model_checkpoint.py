@@ -14,42 +14,43 @@ from ..errors import ArgumentError, CheckpointNotWrittenError
 from ..writer import Writer
 from .base import Callback, Logs
 from .checkpoint_path import CheckpointPath
-from .frequency import batches
 from .monitor import Monitor
+from .save_rule import SaveRule
 from .scalars import as_scalar, as_text
-from .step_count import StepCount
 from .terminal import say
 
 
 class ModelCheckpoint(Callback):
-    """Saves the state of training, or weights alone: after each epoch, or every so many batches or minutes.
+    """Saves the state of training, or weights alone: after each epoch, or after every so many batches or minutes.
 
-    Into a run directory it saves all that `fit(resume=True)` needs to go on bit for bit, in the background; also when
-    the process gets SIGTERM or Ctrl-C, or `max_time` is over. A file gets the weights.
+    A run directory gets all that `fit(resume=True)` needs to go on bit for bit. It is written in the background, and
+    also when the process gets SIGTERM or Ctrl-C, or `max_time` is over. A file gets the weights.
 
     Args:
-        filepath: Where to. `"ckpt"`, without suffix and braces, is a run directory: `ckpt/step-0000000010/`, by the
+        filepath: The place. `"ckpt"`, without suffix and braces, is a run directory: `ckpt/step-0000000010/`, by the
             steps of training. `"ckpt/best.safetensors"` is one file of weights, replaced each time.
-            `"ckpt/{epoch:02d}-{val_loss:.2f}.safetensors"` is a template for such: its last component may have the
-            fields `{epoch}` and `{batch}`, both from 1, and any log.
-        monitor: The log that says what is best (default `"val_loss"`).
-        verbose: 1 says what is saved; 0 (default) says nothing.
-        save_best_only: Whether to save only what is better than all before (default False). NaN never is. If the log is
-            missing, a warning lists those that there are, and nothing is saved.
-        save_weights_only: Whether weights are all that is saved (default False), as they are in a file in any case.
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if
-            neither does, an error asks).
-        save_freq: `"epoch"` (default), a number of batches, or a `timedelta`.
-        initial_value_threshold: The value to beat at first (default: none). It goes on from one `fit` to the next.
-        keep_last: How many of the newest checkpoints a run directory keeps (default 3); None keeps all.
-        keep_best: How many of the best it keeps besides (default: 1 if the log is there). If a number is given and the
-            log is missing, that is an error.
-        on_exception: Whether to save also when `fit` breaks off with an error between two steps (default False).
-        max_save_failures: How many checkpoints in a row may fail, with a warning, before training ends (default 3).
+            `"ckpt/{epoch:02d}-{val_loss:.2f}.safetensors"` is a template for such files: its last component may have
+            the fields `{epoch}` and `{batch}`, both from 1, and any log.
+        monitor: The log that says which checkpoint is best (default `"val_loss"`).
+        verbose: 1 prints a line for each checkpoint; 0 (default) prints nothing.
+        save_best_only: Save only if the log is better than all before (default False). NaN never is. If the log is
+            missing, a warning lists the logs that there are, and nothing is saved.
+        save_weights_only: Save weights alone (default False), as a file does in any case.
+        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if neither does, an
+            error asks).
+        save_freq: `"epoch"` (default), a number of the model's training steps (4 is after the steps 4, 8, 12, ...), or
+            a `timedelta`.
+        initial_value_threshold: The value to beat at first (default: none). It stays from one `fit` to the next.
+        keep_last: The number of newest checkpoints that a run directory keeps (default 3); None keeps all.
+        keep_best: The number of best ones that it keeps besides (default: 1 if the log is there). If a number is given
+            and the log is missing, that is an error.
+        on_exception: Save also when `fit` breaks off with an error between two steps (default False).
+        max_save_failures: The number of checkpoints in a row that may fail, with a warning, before training ends
+            (default 3).
 
     Attributes:
         best: The best value so far, or None.
-        writer: What writes into the run directory, or None for files.
+        checkpoints: The writer of the run directory, or None for files.
 
     Raises:
         ArgumentError: A format other than safetensors, a template with anything but plain names, an unknown mode or
@@ -87,10 +88,8 @@ class ModelCheckpoint(Callback):
         on_exception: bool = False,
         max_save_failures: int = 3,
     ) -> None:
-        self._seconds = save_freq.total_seconds() if isinstance(save_freq, timedelta) else 0.0
-        every = 0 if self._seconds else batches("save_freq", save_freq, {"epoch": 0})
-        self._between = bool(every or self._seconds)
-        if self._between and save_best_only and monitor.startswith("val_"):
+        self._rule = SaveRule(save_freq)
+        if self._rule.between_batches and save_best_only and monitor.startswith("val_"):
             raise ArgumentError(
                 f"monitor={monitor!r} is not known between batches: use save_freq='epoch', or a training log such as "
                 "monitor='loss'"
@@ -99,21 +98,17 @@ class ModelCheckpoint(Callback):
             if value is not None and value < least:
                 raise ArgumentError(f"{name} must be a whole number of at least {least}, or None, got {value!r}")
         self.filepath, self.monitor, self.verbose = os.fspath(filepath), monitor, verbose
-        self.save_best_only, self.save_weights_only = save_best_only, save_weights_only
-        self.save_freq, self.mode, self.keep_best, self.save_on_exception = save_freq, mode, keep_best, on_exception
-        self._path = CheckpointPath(filepath, per_batch=self._between)
+        self.save_best_only, self.keep_best, self.save_on_exception = save_best_only, keep_best, on_exception
+        self._path = CheckpointPath(filepath, per_batch=self._rule.between_batches)
         self._followed = Monitor(monitor, mode, best=initial_value_threshold)
-        self._count = StepCount(every)
         self._epoch = 0
-        self._last_save = monotonic()
-        self.writer: Writer | None = None
         if self._path.run is not None:
             if save_weights_only:
                 raise ArgumentError(
                     f"weights alone go into a file: filepath must end in '.safetensors', got {self.filepath!r}"
                 )
             best = 1 if keep_best is None else keep_best
-            self.writer = Writer(RunFolder(self._path.run, keep_last, best), max_save_failures)
+            self.checkpoints = Writer(RunFolder(self._path.run, keep_last, best), max_save_failures)
 
     @property
     def best(self) -> float | None:
@@ -121,41 +116,46 @@ class ModelCheckpoint(Callback):
         return self._followed.best
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Learn from the metric what is better, and make sure that the run directory can be written to."""
-        if self.save_best_only or self.writer is not None:
+        """Learn from the metric which values are better, and make sure that the run directory can be written to."""
+        if self.save_best_only or self.checkpoints is not None:
             self._followed.settle(self.model.higher_is_better(self.monitor))
-        self._count.begin()
-        self._last_save = monotonic()
-        if self.writer is not None:
-            self.writer.run.open()
+        self._rule.saved(monotonic())
+        if self.checkpoints is not None:
+            self.checkpoints.run.open()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note the epoch."""
         self._epoch = epoch
+        self._rule.begin(self.model.steps_taken)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Save, if it is time to."""
-        if self._count.advance(batch) or (self._seconds and monotonic() - self._last_save >= self._seconds):
+        if self._rule.is_due(self.model.steps_taken, monotonic()):
             self._save(self._epoch, batch, logs or {})
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Save, if it is time to."""
-        if not self._between:
+        if not self._rule.between_batches:
             self._save(epoch, None, logs or {})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Let others write into the run directory."""
-        if self.writer is not None:
-            self.writer.run.close()
+        if self.checkpoints is not None:
+            self.checkpoints.run.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far, and how many batches have been counted."""
-        return {"followed": self._followed.state_dict(), "count": self._count.state_dict()}
+        """The best so far."""
+        return {"followed": self._followed.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Go on from a state.
+
+        Args:
+            state: The dict that `state_dict` returned.
+        """
         self._followed.load_state_dict(state["followed"])
-        self._count.load_state_dict(state["count"])
+        # In the middle of an epoch this comes after on_epoch_begin, and the model has taken its steps back since.
+        self._rule.begin(self.model.steps_taken)
 
     def _save(self, epoch: int, batch: int | None, logs: Logs) -> None:
         reason = ""
@@ -170,9 +170,9 @@ class ModelCheckpoint(Callback):
                 if self.verbose:
                     say(f"Epoch {epoch + 1}: {reason}not saved")
                 return
-        self._last_save = monotonic()
-        if self.writer is not None:
-            self.model.save_checkpoint(self.writer, self._metric(batch, logs))
+        self._rule.saved(monotonic())
+        if self.checkpoints is not None:
+            self.model.save_checkpoint(self.checkpoints, self._metric(batch, logs))
             where = self.filepath
         else:
             where = str(self._path.at(epoch + 1, None if batch is None else batch + 1, logs))
@@ -185,7 +185,7 @@ class ModelCheckpoint(Callback):
             say(f"Epoch {epoch + 1}: {reason}saved {where}")
 
     def _metric(self, batch: int | None, logs: Logs) -> Metric | None:
-        """How good the checkpoint is; between batches a log is read only if that was asked for."""
+        """The value that ranks the checkpoint; between batches None, unless it has been read: reading a log waits."""
         if batch is not None and not self.save_best_only:
             return None
         value = as_scalar(logs[self.monitor]) if self.monitor in logs else None

@@ -1,4 +1,4 @@
-"""`Monitor`: is this value better than those before? With no hooks and no model."""
+"""`Monitor`: follows a log, and knows which value is best. With no hooks and no model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Monitor:
         mode: `"min"`, `"max"` or `"auto"` (default: as its metric says, else by its name; if neither does,
             `settle` raises).
         min_delta: A change of less than this (default 0) is none.
-        baseline: A value that must be beaten as well for `wait` to begin anew (default: none).
+        baseline: A value that must be beaten as well for `wait` to go back to 0 (default: none).
         best: The value to begin with (default: none, so that any finite value is better).
 
     Attributes:
@@ -61,13 +61,13 @@ class Monitor:
         self._warned = False
 
     def settle(self, higher_is_better: bool | None) -> None:
-        """Let the metric say what better means, if the mode is `"auto"`.
+        """Let the metric decide the direction, if the mode is `"auto"`.
 
         Args:
-            higher_is_better: What it says; None leaves it to the name.
+            higher_is_better: The metric's answer; None leaves it to the name.
 
         Raises:
-            ArgumentError: The name doesn't say it either. A guess would keep the worst weights half of the time.
+            ArgumentError: The name doesn't decide either. A guess would keep the worst weights half of the time.
         """
         if self.mode == "auto":
             rising = _rises(self.name) if higher_is_better is None else higher_is_better
@@ -87,11 +87,11 @@ class Monitor:
         self.best, self.wait = best, 0
 
     def read(self, logs: Mapping[str, Any] | None, asker: str) -> float | None:
-        """Find the value in logs. If it is not there, the first time, a warning lists what is.
+        """Find the value in logs. The first time that it is missing, a warning lists the logs that there are.
 
         Args:
             logs: The logs; if they are lazy and have it, this waits for the device.
-            asker: Who wants to know, for the message.
+            asker: The name of the callback, for the message.
 
         Returns:
             The value, or None.
@@ -115,7 +115,7 @@ class Monitor:
         return value
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Whether a value is better than another by more than `min_delta`. NaN and infinities never are.
+        """True if a value is better than another by more than `min_delta`. NaN and infinities never are.
 
         Args:
             value: The value.
@@ -128,13 +128,13 @@ class Monitor:
         return value - self.min_delta > than if self.rising else value + self.min_delta < than
 
     def observe(self, value: float) -> bool:
-        """Take a value in.
+        """Compare a value with the best so far, and keep it if it is better.
 
         Args:
             value: The value.
 
         Returns:
-            Whether it is the best so far.
+            True if it is better.
         """
         better = self.is_better(value, self.best)
         self.wait += 1
@@ -145,14 +145,14 @@ class Monitor:
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known so far, as numbers."""
+        """The best so far, and the count of values since, as numbers."""
         return {"best": self.best, "wait": self.wait}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
 
         Args:
-            state: What `state_dict` returned.
+            state: The dict that `state_dict` returned.
         """
         self.best, self.wait = state["best"], state["wait"]
 

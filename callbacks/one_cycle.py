@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from .base import Callback, Logs
-from .learning_rate_scheduler import log_rate
+from .base import Logs, RateCallback
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import OneCycleLR
 
 
-class OneCycle(Callback):
+class OneCycle(RateCallback):
     """One cycle of the learning rate, and of the momentum against it, with a rate of its own for every step.
 
     Its length is the true number of global steps: the batches of all epochs, on any number of cores. A new rate costs
@@ -30,13 +29,12 @@ class OneCycle(Callback):
         anneal_strategy: `"cos"` (default) or `"linear"`.
         div_factor: The first rate is `max_lr / div_factor` (default 25).
         final_div_factor: The last rate is the first one divided by this (default 10,000).
-        three_phase: Whether a third phase follows in which the rate falls from the first one to the last
-            (default False).
-        cycle_momentum: Whether the momentum falls as the rate rises (default True): SGD's and RMSprop's `momentum`
-            where there is one, else the first of Adam's `betas`.
+        three_phase: Add a third phase, in which the rate falls from the first one to the last (default False).
+        cycle_momentum: Let the momentum fall as the rate rises (default True): SGD's and RMSprop's `momentum` where
+            there is one, else the first of Adam's `betas`.
         base_momentum: The momentum at the peak (default 0.85).
         max_momentum: The momentum at both ends (default 0.95).
-        momentum_levels: How many values the momentum takes, at least 2 (default 3).
+        momentum_levels: The number of values that the momentum takes, at least 2 (default 3).
 
     Raises:
         ArgumentError: The length isn't known, or `momentum_levels` is less than 2. PyTorch's own errors for the rest.
@@ -48,8 +46,6 @@ class OneCycle(Callback):
     Source: Smith and Topin, "Super-convergence: very fast training of neural networks using large learning rates",
     2018, as `torch.optim.lr_scheduler.OneCycleLR` computes it.
     """
-
-    reads_weights = False
 
     def __init__(
         self,
@@ -106,7 +102,7 @@ class OneCycle(Callback):
         self._position = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Find the place in the cycle, which a training that is resumed doesn't begin at 0."""
+        """Find the place in the cycle: a resumed training doesn't begin at 0."""
         steps = self.params["steps"]
         self._epoch_begin = epoch * steps if steps else None
 
@@ -124,19 +120,15 @@ class OneCycle(Callback):
             if self.cycle_momentum:
                 _set_momentum(group, self._level(float(twin["momentum"])))
 
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Add the rate to the logs."""
-        log_rate(self, logs)
-
     def state_dict(self) -> dict[str, Any]:
-        """Where in the cycle it is; needed where the number of batches isn't known."""
+        """The place in the cycle, for data that don't say how many batches they have."""
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
 
         Args:
-            state: What `state_dict` returned; after `on_train_begin`, which begins anew.
+            state: The dict that `state_dict` returned; after `on_train_begin`, which goes back to 0.
         """
         self._position = state["position"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import ClassVar
 
 from rich.console import Console
 from rich.text import Text
@@ -11,7 +10,7 @@ from rich.text import Text
 from ..errors import ArgumentError
 from ..runtime import capture_began
 from .base import Callback, Logs
-from .canvas import Canvas, canvas_of
+from .canvas import Canvas, canvas_of, print_line
 from .clock import Clock
 from .progress_line import ProgressLine
 from .scalars import scalars
@@ -22,7 +21,7 @@ _INTERVAL = 0.25
 
 
 def resolve_verbose(verbose: str | int) -> int:
-    """How much to show: 0 is nothing, 1 a progress bar, 2 a line an epoch.
+    """Turn `verbose` into a number: 0 shows nothing, 1 a progress bar, 2 a line an epoch.
 
     Args:
         verbose: One of these, or `"auto"`: 1 in a terminal or a notebook, else 2.
@@ -47,12 +46,12 @@ class ProgbarLogger(Callback):
     """Shows how far `fit`, `evaluate` or `predict` is: `fit` and the others make one, so you need not.
 
     With `verbose=1` in a terminal or a notebook it draws a bar for each epoch, at most four times a second however
-    fast the steps are, and only then looks at the logs; while a step is compiled it says so, with a clock. Else it
-    prints one line when the epoch ends, and looks at nothing before. A validation inside `fit` shows in its epoch's
+    fast the steps are, and only then reads the logs; while a step is compiled it says so, with a clock. Else it
+    prints one line when the epoch ends, and reads nothing before. A validation inside `fit` shows in its epoch's
     line; samples per second are those of training, after the first step.
 
     Args:
-        console: Where to write (default: standard output).
+        console: The place to write (default: standard output).
 
     Example:
         >>> from types import SimpleNamespace
@@ -69,8 +68,6 @@ class ProgbarLogger(Callback):
     """
 
     reads_weights = False
-
-    _drawing: ClassVar[ProgbarLogger | None] = None
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or standard_output()
@@ -149,12 +146,12 @@ class ProgbarLogger(Callback):
         self._line = ProgressLine(title, total, now)
         self._rows_before = self.model.rows_seen
         self._previous = None
-        # Inside another one's bar (a callback of fit calls evaluate) a plain line is printed above that bar.
-        if self.params["verbose"] == 1 and can_draw(self._console) and ProgbarLogger._drawing is None:
+        # Inside another one's bar (a callback of fit calls evaluate) there is no canvas, and a plain line at the end.
+        if self.params["verbose"] == 1 and self._canvas is None:
             self._canvas = canvas_of(self._console)
-            ProgbarLogger._drawing = self
-            self._canvas.draw(self._bar(now, ended=False))
-            self._clock = Clock(self._draw_clock, _INTERVAL)
+            if self._canvas is not None:
+                self._canvas.draw(self._bar(now, ended=False))
+                self._clock = Clock(self._draw_clock, _INTERVAL)
 
     def _advance(self, done: int, logs: Logs | None) -> None:
         if self._line is None:
@@ -194,7 +191,7 @@ class ProgbarLogger(Callback):
         self._line.stop(now)
         self._line.values = scalars(logs)
         if self._canvas is None:
-            self._print_plain(self._line.summary(now))
+            print_line(self._line.summary(now), self._console)
         else:
             self._line.total = self._line.total or self._line.done
             self._stop_drawing(now)
@@ -209,17 +206,8 @@ class ProgbarLogger(Callback):
         assert self._canvas is not None
         self._clock.stop()
         canvas, self._canvas, self._previous = self._canvas, None, None
-        ProgbarLogger._drawing = None
         canvas.end(self._bar(now, ended=True))
 
     def _bar(self, now: float, ended: bool, compiling_since: float | None = None) -> Text:
         assert self._line is not None
         return self._line.bar(now, ended, self._console.options.ascii_only, compiling_since)
-
-    def _print_plain(self, line: str) -> None:
-        if self._console.is_jupyter:
-            print(line)
-        else:
-            # Above the bar that is being drawn, if there is one: only its console knows to. Whole, however
-            # narrow the terminal is, which only cuts what moves.
-            (ProgbarLogger._drawing or self)._console.print(Text(line), soft_wrap=True)

@@ -10,16 +10,16 @@ _WIDTH = 20
 
 
 class ProgressLine:
-    """How far a pass over the data is, as text. Time comes in as an argument, in seconds of any clock.
+    """The progress of a pass over the data, as text. Time comes in as an argument, in seconds of any clock.
 
     Args:
-        title: What the line begins with, e.g. `"Epoch 3/10"`.
+        title: The line's beginning, e.g. `"Epoch 3/10"`.
         total: Steps of the pass, or None if unknown.
-        now: When it begins.
+        now: The time at which it begins.
 
     Attributes:
-        done: Steps so far.
-        values: Loss and metrics, as they were last known.
+        done: The number of steps so far.
+        values: The loss and the metrics, as they were last known.
         input_bound: The share of the time in which data were waited for, once that is known.
 
     Example:
@@ -91,9 +91,9 @@ class ProgressLine:
 
         Args:
             now: The time.
-            ended: Whether to give the time taken rather than the time left.
-            ascii_only: Whether the terminal can't show other characters.
-            compiling_since: When the compilation began that is under way, if there is one.
+            ended: True gives the time taken, False the time left.
+            ascii_only: True if the terminal can't show other characters.
+            compiling_since: The time at which the compilation under way began, if there is one.
         """
         full, empty = ("=", "-") if ascii_only else ("━", "━")
         share = min(1.0, self.done / self.total) if self.total else 0.0

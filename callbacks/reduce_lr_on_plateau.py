@@ -6,24 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ArgumentError
-from .base import Callback, Logs
-from .learning_rate_scheduler import log_rate
+from .base import Logs, RateCallback
 from .monitor import Monitor
 from .terminal import say
 
 
-class ReduceLROnPlateau(Callback):
+class ReduceLROnPlateau(RateCallback):
     """Multiplies the learning rate by a factor when a log has stopped getting better.
 
-    Epoch logs get a `learning_rate`, as in Keras. An object may be used for several calls of `fit`; each begins anew.
+    Epoch logs get a `learning_rate`, as in Keras. An object may be used for several calls of `fit`; each forgets
+    the one before.
 
     Args:
         monitor: The log to follow (default `"val_loss"`).
-        factor: What the rate is multiplied by, below 1 (default 0.1).
+        factor: The factor, below 1 (default 0.1).
         patience: Epochs in a row without a better value after which it is (default 10).
         verbose: 1 says each reduction; 0 (default) says nothing.
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if
-            neither does, an error asks).
+        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if neither does, an
+            error asks).
         min_delta: The least change that counts as better (default 0.0001).
         cooldown: Epochs after a reduction in which none is counted (default 0).
         min_lr: The rate is never made smaller than this (default 0).
@@ -44,8 +44,6 @@ class ReduceLROnPlateau(Callback):
     Source: `keras.callbacks.ReduceLROnPlateau`.
     """
 
-    reads_weights = False
-
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -65,14 +63,14 @@ class ReduceLROnPlateau(Callback):
         self._cooling = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Begin anew."""
+        """Forget the training before."""
         self._monitor.settle(self.model.higher_is_better(self._monitor.name))
         self._monitor.reset()
         self._cooling = 0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Look at the log, and reduce the rate if it is time to."""
-        log_rate(self, logs)
+        super().on_epoch_end(epoch, logs)
         value = self._monitor.read(logs, type(self).__name__)
         if value is None:
             return
@@ -88,14 +86,14 @@ class ReduceLROnPlateau(Callback):
                 say(f"Epoch {epoch + 1}: ReduceLROnPlateau reduces the learning rate to {self.model.learning_rate:g}")
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known so far, as numbers."""
+        """The best so far, and the counts of epochs since, as numbers."""
         return {**self._monitor.state_dict(), "cooling": self._cooling}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
 
         Args:
-            state: What `state_dict` returned; after `on_train_begin`, which begins anew.
+            state: The dict that `state_dict` returned; after `on_train_begin`, which forgets everything.
         """
         self._monitor.load_state_dict(state)
         self._cooling = state["cooling"]

@@ -14,7 +14,7 @@ from ..errors import ArgumentError
 from .base import Callback, Logs
 
 _TIMEOUT = 10.0  # seconds
-_TIMEOUT_WHILE_DOWN = 1.0  # so that a server that swallows what it is sent doesn't take ten seconds of each epoch
+_TIMEOUT_WHILE_DOWN = 1.0  # else a server that never answers would take ten seconds of each epoch
 
 
 class RemoteMonitor(Callback):
@@ -25,10 +25,10 @@ class RemoteMonitor(Callback):
 
     Args:
         root: The server (default `"http://localhost:9000"`).
-        path: What follows it (default `"/publish/epoch/end/"`).
+        path: The path on the server (default `"/publish/epoch/end/"`).
         field: The field of the form that has the JSON (default `"data"`), where it is sent as a form.
         headers: Headers of your own (default: none).
-        send_as_json: Whether the JSON is the body itself, as `application/json` (default False: a form's field).
+        send_as_json: Send the JSON as the body itself, as `application/json` (default False: a form's field).
 
     Raises:
         ArgumentError: A root that is no address of HTTP, or a path that would lead to another server.
@@ -62,7 +62,7 @@ class RemoteMonitor(Callback):
 
     @property
     def url(self) -> str:
-        """Where the logs are sent."""
+        """The address that the logs are sent to."""
         return self.root + self.path
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

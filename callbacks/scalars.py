@@ -1,4 +1,4 @@
-"""Which logs are single numbers, and how numbers are written for people."""
+"""The logs that are single numbers, and numbers as text for people."""
 
 from __future__ import annotations
 

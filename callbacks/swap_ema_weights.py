@@ -11,8 +11,8 @@ class SwapEMAWeights(Callback):
     That is while `evaluate`, a validation or `predict` runs. Nothing is copied: the two change places.
 
     Args:
-        swap_on_epoch: Whether they also stay in place when an epoch ends, so that callbacks which save weights save the
-            averages (default False): put those after this one. Training goes on with the weights themselves.
+        swap_on_epoch: Leave the averages in place when an epoch ends too, so that callbacks which save weights save
+            them (default False): put those after this one. Training goes on with the weights themselves.
 
     Raises:
         ArgumentError: When it is used: no averages are kept.

@@ -1,4 +1,4 @@
-"""`TensorBoard`: what a training does, as files that TensorBoard shows."""
+"""`TensorBoard`: the logs of a training, as files that TensorBoard shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..runtime import start_profile, stop_profile, to_host
 from .base import Callback, Logs
 from .event_files import rewind
-from .frequency import batches
+from .frequency import Frequency, batches
 from .scalars import scalars
 
 # These tags are by epoch, all others by training step.
@@ -28,10 +28,10 @@ class TensorBoard(Callback):
     """Writes logs for `tensorboard --logdir logs`, as Keras lays them out.
 
     The run `train` gets `epoch_loss`, the other logs likewise, `epoch_learning_rate`, `epoch_input_bound` (the share of
-    the time in which data were waited for), the model's summary as text and, if asked, `batch_*`, histograms and a
-    profile; the run `validation` gets `epoch_*` without `val_`, so that both are in one chart, and
-    `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*` and histograms are by epoch, from 0, the
-    others by training steps.
+    the time in which data were waited for), the model's summary as text and, if asked, `batch_*` with the rate of the
+    step, histograms and a profile. The run `validation` gets `epoch_*` without `val_`, so that both are in one chart,
+    and `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*` and histograms are by epoch, from 0,
+    the others by training steps.
 
     An epoch costs no wait beside the one for its logs; each write of batch logs and of histograms costs one.
 
@@ -41,10 +41,10 @@ class TensorBoard(Callback):
         log_dir: The folder (default `"logs"`); keep it to one training.
         histogram_freq: After every how many epochs, from the first, to write histograms of the weights (default 0:
             never).
-        write_graph: Whether to write the model's summary as text, after the first epoch (default True). PyTorch has no
-            graph of layers to show.
-        write_images: Whether to write weights that are matrices as images, along with histograms (default False).
-        write_steps_per_second: Whether to write the speed of training, without validations (default False).
+        write_graph: Write the model's summary as text, after the first epoch (default True). PyTorch has no graph of
+            layers to show.
+        write_images: Write weights that are matrices as images, along with histograms (default False).
+        write_steps_per_second: Write the speed of training, without validations (default False).
         update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to write the running means of
             the epoch as well. Each time waits for the device.
         profile_batch: A training step, or the first and last of several, from 1, to record a profile of (default 0:
@@ -84,31 +84,24 @@ class TensorBoard(Callback):
         *,
         hparams: Mapping[str, bool | str | float] | None = None,
     ) -> None:
-        self.log_dir, self.update_freq = os.fspath(log_dir), update_freq
-        self.histogram_freq, self.write_graph, self.write_images = histogram_freq, write_graph, write_images
-        self.write_steps_per_second = write_steps_per_second
-        self.hparams = dict(hparams or {})
         if isinstance(histogram_freq, bool) or not isinstance(histogram_freq, int) or histogram_freq < 0:
             raise ArgumentError(f"histogram_freq must be a number of epochs, or 0 for none, got {histogram_freq!r}")
-        for name, value in self.hparams.items():
+        for name, value in (hparams or {}).items():
             if not isinstance(name, str) or not isinstance(value, (bool, int, float, str)):
                 raise ArgumentError(f"hparams must be numbers, texts or bools by name, got {name!r}: {value!r}")
-        self._every = batches("update_freq", update_freq, {"epoch": 0, "batch": 1})
-        self._profiled = _steps_to_profile(profile_batch)
-        self._profiling = False
+        self.log_dir, self.hparams = os.fspath(log_dir), dict(hparams or {})
+        self.write_graph, self.write_images, self.histogram_freq = write_graph, write_images, histogram_freq
+        self.write_steps_per_second = write_steps_per_second
+        self._updates = Frequency(batches("update_freq", update_freq, {"epoch": 0, "batch": 1}))
+        self._profile = _Profile(profile_batch)
+        self._progress = _Progress()
         self._writers: dict[str, Any] = {}
-        self._in_fit = self._resumes = self._described = False
-        self._counted = 0  # steps of earlier fits, and where the model's count stood when this one began
-        self._start: int | None = None
-        # The steps and the time when the epoch began, and when a batch was last written; later by what was no training.
-        self._epoch_began = self._written = (0, 0.0)
-        self._test_began = 0.0
-        self._epoch: int | None = None
 
     @property
     def steps(self) -> int:
         """The training steps that the logs are by: those of all `fit` calls this object saw, or was resumed after."""
-        return self._counted + (0 if self._start is None else self.model.steps_taken - self._start)
+        progress = self._progress
+        return progress.steps + (0 if progress.begun is None else self.model.steps_taken - progress.begun)
 
     def writer(self, run: str = "train") -> Any:
         """PyTorch's `SummaryWriter` of a run, for whatever it can write. It is closed when training ends.
@@ -132,7 +125,7 @@ class TensorBoard(Callback):
             tag: Its name.
             image: A tensor or array, of bytes or of floats from 0 to 1. One on the device is waited for.
             step: The step it belongs to (default: that of training).
-            dataformats: What its dimensions are: `"CHW"` (default), `"HWC"` or `"HW"`; several have an N in front.
+            dataformats: The order of its dimensions: `"CHW"` (default), `"HWC"` or `"HW"`; several have an N in front.
 
         Source: `torch.utils.tensorboard.SummaryWriter.add_image` and `add_images`.
         """
@@ -166,99 +159,105 @@ class TensorBoard(Callback):
         self.writer().add_figure(tag, figure, self._or_now(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: how many training steps the logs are of."""
+        """The training steps that the logs are of."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after a checkpoint: what was logged after it is taken out of the files, once the epoch is known.
+        """Go on after a checkpoint: later points are taken out of the files, once the epoch is known.
 
         So no step is there twice, whatever had been written when the earlier process was killed. A point with a step of
-        your own, given to `add_image` and the like, is taken for one of training's. `log_dir` must be on a local disk.
+        your own, given to `add_image` and the like, counts as one of training's. `log_dir` must be on a local disk.
 
         Args:
-            state: What `state_dict` gave.
+            state: The dict that `state_dict` returned.
         """
-        self._counted, self._described = state["steps"], False
-        if self._start is not None:
-            self._start = self.model.steps_taken
-        self._resumes = self._epoch is None
-        if self._epoch is not None:
-            self._begin(self._epoch, resumes=True, within=True)
+        progress = self._progress
+        progress.steps, progress.described = state["steps"], False
+        if progress.begun is not None:
+            progress.begun = self.model.steps_taken
+        if progress.epoch is None:
+            progress.resumes = True
+        else:
+            self._begin(progress.epoch, resumes=True, within=True)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """From now on an evaluation is a validation."""
-        self._in_fit = True
-        self._start = self.model.steps_taken
-        self._profile(None)
+        self._progress.begun = self.model.steps_taken
+        self._profile.look(self.steps, None, self.log_dir)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Close the files."""
-        if self._profiling:
-            self._stop_profile()
-        self._counted, self._start, self._epoch, self._in_fit = self.steps, None, None, False
+        self._profile.stop()
+        progress = self._progress
+        progress.steps, progress.begun, progress.epoch = self.steps, None, None
         self._close()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the clock; after `load_state_dict`, take the files back to here."""
-        self._epoch, resumes, self._resumes = epoch, self._resumes, False
+        resumes, self._progress.resumes = self._progress.resumes, False
+        self._progress.epoch = epoch
         self._begin(epoch, resumes)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Write the running means, if it is time to."""
-        if self._profiled is not None:
-            self._profile(logs)
-        if self._every and self.steps // self._every > self._written[0] // self._every:  # 0: epochs only
-            now = (self.steps, time.perf_counter())
-            self._write("train", "batch_{}", scalars(logs), now[0])
+        steps = self.steps
+        self._profile.look(steps, logs, self.log_dir)
+        if self._updates.is_due(steps):
+            values = self._rate() | scalars(logs)
             if self.write_steps_per_second:
-                self._write("train", "batch_{}", {"steps_per_second": _speed(self._written, now)}, now[0])
-            self._written = now
+                values["steps_per_second"] = self._progress.steps_per_second("batch", steps)
+            self._write("train", "batch_{}", values, steps)
+            self._progress.mark("batch", steps)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Stop the clock: a validation is no training."""
-        self._test_began = time.perf_counter()
+        self._progress.pause()
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Write the evaluation by training steps."""
         self._write("validation", "evaluation_{}_vs_iterations", scalars(logs), self.steps)
-        took = time.perf_counter() - self._test_began
-        self._epoch_began, self._written = _later(self._epoch_began, took), _later(self._written, took)
-        if not self._in_fit:
+        self._progress.go_on()
+        if self._progress.begun is None:
             self._close()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch."""
-        self._epoch, now = None, (self.steps, time.perf_counter())
-        values = scalars(logs)
-        train = {name: value for name, value in values.items() if not name.startswith("val_")}
+        progress, values = self._progress, scalars(logs)
+        progress.epoch = None
+        train = self._rate() | {name: value for name, value in values.items() if not name.startswith("val_")}
         validation = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
-        if self.model.optimizer is not None:
-            train["learning_rate"] = float(self.model.optimizer.param_groups[0]["lr"])
         if self.model.input_bound is not None:
             train["input_bound"] = self.model.input_bound
         if self.write_steps_per_second:
-            train["steps_per_second"] = _speed(self._epoch_began, now)
+            train["steps_per_second"] = progress.steps_per_second("epoch", self.steps)
         self._write("train", "epoch_{}", train, epoch)
         self._write("validation", "epoch_{}", validation, epoch)
-        if not self._described:
-            self._described = True
+        if not progress.described:
+            progress.described = True
             self._describe()
         if self.histogram_freq and epoch % self.histogram_freq == 0:
             self._write_histograms(epoch)
         for writer in self._writers.values():
             writer.flush()  # so that a TensorBoard that is open shows the epoch now
 
+    def _rate(self) -> dict[str, float]:
+        """The rate, for logs that don't have it: a schedule before this callback may have set the next one already."""
+        return {} if self.model.optimizer is None else {"learning_rate": self.model.learning_rate}
+
     def _begin(self, epoch: int, resumes: bool, within: bool = False) -> None:
+        steps = self.steps
         if resumes:
             self._rewind(epoch, within)
-        self._epoch_began = self._written = (self.steps, time.perf_counter())
+        self._updates.begin(steps)
+        self._progress.mark("epoch", steps)
+        self._progress.mark("batch", steps)
 
     def _write(self, run: str, tag: str, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self.writer(run).add_scalar(tag.format(name), value, step)
 
     def _describe(self) -> None:
-        """Write what is said once. It is only now that the summary knows the shapes of the layers' outputs."""
+        """Write the summary and the hyperparameters, once: before an epoch has ended, no layer's output is known."""
         if self.write_graph:
             # Indented by four, text is code in Markdown, and keeps its columns.
             self.model.summary(lambda text: self.add_text("summary", indent(text, "    "), 0))
@@ -281,24 +280,9 @@ class TensorBoard(Callback):
                 image = (tensor.float() - low) / (high - low).clamp(min=1e-12)
                 self.writer().add_image(f"weights/{name}", image, epoch, dataformats="HW")
 
-    def _profile(self, logs: Logs | None) -> None:
-        """Start to record before the first of the chosen steps, and end after the last. What reads logs, waits."""
-        if self._profiled is None:
-            return
-        first, last = self._profiled
-        if not self._profiling and first - 1 <= self.steps < last:
-            scalars(logs)  # what has been started before is none of theirs
-            start_profile(os.path.join(self.log_dir, "train"))
-            self._profiling = True
-        elif self._profiling and self.steps >= last:
-            scalars(logs)
-            self._stop_profile()
-
-    def _stop_profile(self) -> None:
-        self._profiling, self._profiled = False, None
-        stop_profile()
-
     def _rewind(self, epoch: int, within: bool) -> None:
+        steps = self.steps
+
         def keep(tag: str, step: int) -> bool:
             if tag.startswith(_SAID_ONCE):
                 return False
@@ -306,7 +290,7 @@ class TensorBoard(Callback):
                 return step < epoch
             # In the middle of an epoch its validation is still to come, also if it is due right now.
             again = within and tag.startswith("evaluation_")
-            return step < self.steps if again else step <= self.steps
+            return step < steps if again else step <= steps
 
         self._close()
         for run in ("train", "validation", "."):
@@ -321,23 +305,80 @@ class TensorBoard(Callback):
         self._writers.clear()
 
 
-def _steps_to_profile(profile_batch: int | tuple[int, int]) -> tuple[int, int] | None:
-    if profile_batch == 0 and not isinstance(profile_batch, bool):
-        return None
-    pair = profile_batch if isinstance(profile_batch, tuple) else (profile_batch, profile_batch)
-    whole = len(pair) == 2 and all(isinstance(step, int) and not isinstance(step, bool) for step in pair)
-    if not whole or not 1 <= pair[0] <= pair[1]:
-        raise ArgumentError(
-            f"profile_batch must be a step from 1, or the first and the last of several, e.g. (10, 12), got "
-            f"{profile_batch!r}"
-        )
-    return pair
+class _Progress:
+    """The place where training is, and its speed without validations.
+
+    Attributes:
+        steps: The training steps when the last `fit` ended, or of the checkpoint to go on from.
+        begun: The model's own count when this `fit` began; None outside of `fit`.
+        epoch: The epoch under way, from 0; None between epochs.
+        resumes: The files are to be taken back when the next epoch begins.
+        described: The summary and the hyperparameters have been written.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.begun: int | None = None
+        self.epoch: int | None = None
+        self.resumes = self.described = False
+        self._marks = {"epoch": (0, 0.0), "batch": (0, 0.0)}
+        self._paused = 0.0
+
+    def mark(self, name: str, steps: int) -> None:
+        """Measure the speed from here."""
+        self._marks[name] = (steps, time.perf_counter())
+
+    def pause(self) -> None:
+        """A validation begins."""
+        self._paused = time.perf_counter()
+
+    def go_on(self) -> None:
+        """Leave the validation's time out."""
+        took = time.perf_counter() - self._paused
+        self._marks = {name: (steps, began + took) for name, (steps, began) in self._marks.items()}
+
+    def steps_per_second(self, name: str, steps: int) -> float:
+        """The speed since a mark."""
+        before, began = self._marks[name]
+        return (steps - before) / max(time.perf_counter() - began, 1e-9)
 
 
-def _later(reading: tuple[int, float], seconds: float) -> tuple[int, float]:
-    return reading[0], reading[1] + seconds
+class _Profile:
+    """A profile of some training steps.
 
+    Args:
+        profile_batch: See `TensorBoard`.
 
-def _speed(start: tuple[int, float], end: tuple[int, float]) -> float:
-    """Steps a second between two readings of (steps, seconds)."""
-    return (end[0] - start[0]) / max(end[1] - start[1], 1e-9)
+    Raises:
+        ArgumentError: It is neither 0, nor a step, nor a first and a last step.
+    """
+
+    def __init__(self, profile_batch: int | tuple[int, int]) -> None:
+        pair = profile_batch if isinstance(profile_batch, tuple) else (profile_batch, profile_batch)
+        whole = len(pair) == 2 and all(isinstance(step, int) and not isinstance(step, bool) for step in pair)
+        if not whole or (not 1 <= pair[0] <= pair[1] and profile_batch != 0):
+            raise ArgumentError(
+                f"profile_batch must be a step from 1, or the first and the last of several, e.g. (10, 12), got "
+                f"{profile_batch!r}"
+            )
+        self._due = pair if profile_batch else None
+        self._runs = False
+
+    def look(self, steps: int, logs: Logs | None, folder: str) -> None:
+        """Begin before the first of the steps, and end after the last. To read logs is to wait for the device."""
+        if self._due is None:
+            return
+        first, last = self._due
+        if not self._runs and first - 1 <= steps < last:
+            scalars(logs)  # else steps that were started before would be in the profile too
+            start_profile(os.path.join(folder, "train"))
+            self._runs = True
+        elif self._runs and steps >= last:
+            scalars(logs)  # else the profile would end before the device has done the last step
+            self.stop()
+
+    def stop(self) -> None:
+        """End the profile, if one is under way."""
+        if self._runs:
+            self._runs, self._due = False, None
+            stop_profile()

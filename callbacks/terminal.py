@@ -1,4 +1,4 @@
-"""Writing for people: what standard output can show, and one line of text."""
+"""Standard output: a console that can draw on it if it is a terminal, and a line of text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def standard_output() -> Console:
         A rich console. Unlike rich's own it is not misled by `FORCE_COLOR`, which is set in many a CI whose logs can't
         be drawn on.
     """
-    # Soft wrap: what a program prints above a bar goes through this console, and stays as it is.
+    # Soft wrap: the lines that a program prints above a bar go through this console, and must stay as they are.
     return Console(force_terminal=None if sys.stdout.isatty() else False, soft_wrap=True)
 
 
 def can_draw(console: Console) -> bool:
-    """Whether a line can be drawn over another one: in a terminal, or in a notebook.
+    """True if a line can be drawn over another one: in a terminal, or in a notebook.
 
     Args:
-        console: Where to write.
+        console: The place to write.
 
     Example:
         >>> import io

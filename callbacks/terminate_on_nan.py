@@ -15,7 +15,7 @@ class TerminateOnNaN(Callback):
     go on from a checkpoint.
 
     Args:
-        raise_error: Whether to end it with an error, a `CallbackError`, instead of `stop_training` (default False).
+        raise_error: End it with an error, a `CallbackError`, instead of `stop_training` (default False).
 
     Raises:
         RuntimeError: With `raise_error`, at such a step.
@@ -38,7 +38,7 @@ class TerminateOnNaN(Callback):
         self.raise_error = raise_error
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Look at what is known, without waiting."""
+        """Look at the steps that the device is known to have done, without waiting."""
         self._look()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:

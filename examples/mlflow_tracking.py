@@ -1,4 +1,4 @@
-"""Track a training with MLflow, offline: what it takes is a class of three methods.
+"""Track a training with MLflow, offline: what it takes is a callback of two hooks.
 
     pip install mlflow-skinny sqlalchemy alembic
     python examples/mlflow_tracking.py [--cores 8] [--epochs 5] [--run-dir runs/mlflow]
@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import tpufit
-from tpufit.callbacks import LearningRateScheduler, Tracker
+from tpufit.callbacks import Callback, LearningRateScheduler
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--cores", default="8", help="auto, or a count")
@@ -26,29 +26,24 @@ parser.add_argument("--run-dir", type=Path, default=Path("runs/mlflow"))
 args = parser.parse_args()
 
 
-class MLflowRun:
-    """One run of MLflow's, as a `tpufit.callbacks.Logger`.
+class MLflowLogger(Callback):
+    """Logs the parameters and each epoch's logs to one run of MLflow."""
 
-    Args:
-        uri: Where runs are kept.
-        experiment: What the run belongs to; it is made if there is none of that name.
-    """
+    reads_weights = False
 
-    def __init__(self, uri, experiment):
+    def __init__(self, uri, experiment, **params):
         self.client = MlflowClient(uri)
         known = self.client.get_experiment_by_name(experiment)
         number = known.experiment_id if known else self.client.create_experiment(experiment)
-        self.id = self.client.create_run(number).info.run_id
+        self.run = self.client.create_run(number).info.run_id
+        self.client.log_batch(self.run, params=[Param(name, str(value)) for name, value in params.items()])
 
-    def log_hyperparameters(self, values):
-        self.client.log_batch(self.id, params=[Param(name, str(value)) for name, value in values.items()])
-
-    def log_metrics(self, step, metrics):
+    def on_epoch_end(self, epoch, logs=None):
         now = get_current_time_millis()
-        self.client.log_batch(self.id, [Metric(name, value, now, step) for name, value in metrics.items()])
+        self.client.log_batch(self.run, [Metric(name, value, now, epoch) for name, value in logs.items()])
 
-    def close(self):
-        self.client.set_terminated(self.id)
+    def on_train_end(self, logs=None):
+        self.client.set_terminated(self.run)
 
 
 tpufit.set_random_seed(0)
@@ -57,8 +52,7 @@ model = tpufit.Model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1
 model.compile(optimizer="adamw", loss="cross_entropy", metrics=["accuracy"])
 
 args.run_dir.mkdir(parents=True, exist_ok=True)
-run = MLflowRun(f"sqlite:///{args.run_dir}/mlflow.db", "digits")
-tracker = Tracker(run, {"width": 64, "optimizer": "adamw", "batch_size": 8}, update_freq=10)
+logger = MLflowLogger(f"sqlite:///{args.run_dir}/mlflow.db", "digits", width=64, optimizer="adamw", batch_size=8)
 history = model.fit(
     (images / 16).astype("float32"),
     labels,
@@ -66,13 +60,13 @@ history = model.fit(
     epochs=args.epochs,
     validation_split=0.2,
     cores=args.cores,
-    # Its epoch logs have a learning_rate, which the tracker after it finds there.
-    callbacks=[LearningRateScheduler(lambda epoch, lr: lr * 0.9), tracker],
+    # Its epoch logs have a learning_rate, which the callback after it finds there.
+    callbacks=[LearningRateScheduler(lambda epoch, lr: lr * 0.9), logger],
 )
 
-tracked = run.client.get_metric_history(run.id, "val_accuracy")
+tracked = logger.client.get_metric_history(logger.run, "val_accuracy")
 assert [point.value for point in tracked] == history.history["val_accuracy"]
-finished = run.client.get_run(run.id)
-print(f"MLflow run {run.id}: {finished.info.status}, with {finished.data.params}")
+finished = logger.client.get_run(logger.run)
+print(f"MLflow run {logger.run}: {finished.info.status}, with {finished.data.params}")
 for point in sorted(tracked, key=lambda point: point.step):
-    print(f"step {point.step}: val_accuracy {point.value:.4f}")
+    print(f"epoch {point.step}: val_accuracy {point.value:.4f}")

@@ -26,6 +26,7 @@ def train(backup, epochs=3, error=None, out_of_time=False):
     backup.set_model(model)
     backup.on_train_begin({})
     for epoch in range(epochs):
+        backup.on_epoch_begin(epoch, {})
         for batch in range(3):
             model.steps_taken += 1
             backup.on_train_batch_end(batch, {})
@@ -34,7 +35,7 @@ def train(backup, epochs=3, error=None, out_of_time=False):
     if error is not None:
         backup.on_exception(error, {})
     backup.on_train_end({})
-    return model.kept, backup.writer.run.steps()
+    return model.kept, backup.checkpoints.run.steps()
 
 
 @pytest.mark.parametrize(

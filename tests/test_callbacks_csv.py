@@ -1,4 +1,4 @@
-"""CSVLogger and CSVFile: rows that Keras's users know, columns that may come late, epochs that come once."""
+"""CSVLogger: rows that Keras's users know, columns that may come late, epochs that come once."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tpufit.callbacks import CSVFile, CSVLogger, Logger
+from tpufit.callbacks import CSVLogger
 from tpufit.errors import ArgumentError
 
 
@@ -121,18 +121,7 @@ def test_the_fit_after_a_resumed_one_begins_anew(tmp_path):
     assert epochs(tmp_path / "log.csv") == [0]
 
 
-def test_a_table_is_a_logger_and_its_columns_may_grow(tmp_path):
-    table = CSVFile(tmp_path / "steps.csv")
-    assert isinstance(table, Logger)
-    table.log_hyperparameters({"width": 3})
-    table.log_metrics(10, {"batch_loss": 0.5})
-    table.log_metrics(20, {"loss": 0.4})
-    table.close()
-    assert (tmp_path / "steps.csv").read_text() == "step,batch_loss,loss\n10,0.5,NA\n20,NA,0.4\n"
-
-
 @pytest.mark.parametrize("separator", ["", ", ", None])
-@pytest.mark.parametrize("kind", [CSVLogger, CSVFile])
-def test_a_separator_is_one_character(tmp_path, kind, separator):
+def test_a_separator_is_one_character(tmp_path, separator):
     with pytest.raises(ArgumentError, match="separator must be one character"):
-        kind(tmp_path / "log.csv", separator)
+        CSVLogger(tmp_path / "log.csv", separator)

@@ -21,6 +21,7 @@ def epochs(checkpoint, logs, steps=0, model=None):
     for epoch, values in enumerate(logs):
         checkpoint.on_epoch_begin(epoch, {})
         for batch in range(steps):
+            checkpoint.model.steps_taken += 1
             checkpoint.on_train_batch_end(batch, values)
         checkpoint.model.weight = epoch
         checkpoint.on_epoch_end(epoch, values)
@@ -138,6 +139,7 @@ def test_logs_are_not_read_unless_they_decide(tmp_path, arguments):
     checkpoint.set_model(FakeModel())
     checkpoint.on_train_begin({})
     for batch in range(4):
+        checkpoint.model.steps_taken += 1
         checkpoint.on_train_batch_end(batch, Unreadable(loss=0.5))
     assert len(checkpoint.model.saved) == (2 if arguments["save_freq"] == 2 else 0)
 
@@ -190,6 +192,7 @@ def test_what_is_left_of_steps_joined_to_one_graph_is_counted(tmp_path):
     checkpoint.on_train_begin({})
     checkpoint.on_epoch_begin(0, {})
     for last in (2, 5, 8):  # steps_per_execution=3: the hook comes once for three
+        checkpoint.model.steps_taken += 3
         checkpoint.on_train_batch_end(last, {})
     assert len(checkpoint.model.wanted) == 2
     checkpoint.on_train_end({})

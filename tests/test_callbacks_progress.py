@@ -311,7 +311,8 @@ def test_logs_that_cant_be_read_leave_a_clean_terminal(clock):
     with pytest.raises(RuntimeError, match="device failed"):
         progress.on_train_batch_end(1, Broken())
     assert (sys.stdout, sys.stderr) == streams
-    assert ProgbarLogger._drawing is None
+    fit(started(1, epochs=1, console=console), 1, 4, clock)  # and the next fit has its bar
+    assert shown(console)[1][-1].startswith(f"Epoch 1/1 {'━' * 20} 4/4")
 
 
 def test_an_error_leaves_no_plain_line(clock, capsys):

@@ -8,7 +8,15 @@ import pytest
 from fake_model import FakeModel
 from torch.optim import lr_scheduler
 
-from tpufit.callbacks import EarlyStopping, History, LRScheduler, OneCycle, ReduceLROnPlateau
+from tpufit.callbacks import (
+    BackupAndRestore,
+    EarlyStopping,
+    History,
+    LRScheduler,
+    ModelCheckpoint,
+    OneCycle,
+    ReduceLROnPlateau,
+)
 
 LOSSES = [1.0, 0.8, 0.9, 0.85, 0.7, 0.75, 0.74, 0.73, 0.72, 0.71]
 EPOCHS, STEPS, CUT = 10, 3, 4
@@ -147,6 +155,38 @@ def test_history():
     again.on_epoch_end(4, {"loss": 0.4})
     assert (again.epoch[-1], again.history["loss"][-1]) == (4, 0.4)
     assert len(history.epoch) == len(history.history["loss"]) == 4  # the two share nothing
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (partial(ModelCheckpoint, save_freq=4), {"followed": {"best": 0.5, "wait": 0}}),
+        # As earlier versions wrote it, which counted steps themselves.
+        (
+            partial(ModelCheckpoint, save_freq=4),
+            {"followed": {"best": 0.5, "wait": 0}, "count": {"steps": 3, "last": 2}},
+        ),
+        (partial(BackupAndRestore, save_freq=4), {"steps": 14}),
+        (partial(BackupAndRestore, save_freq=4), {"steps": 3, "last": 2}),
+    ],
+)
+@pytest.mark.parametrize("in_epoch", [False, True])
+def test_a_resumed_training_saves_when_the_whole_one_would(tmp_path, make, state, in_epoch):
+    callback = begin(make(tmp_path), FakeModel())
+    if in_epoch:
+        callback.on_epoch_begin(1, {})
+    callback.model.steps_taken = 14  # as the checkpoint's model had
+    callback.load_state_dict(through_json(state))
+    if not in_epoch:
+        callback.on_epoch_begin(1, {})
+    saved = []
+    for batch in range(2, 9):
+        callback.model.steps_taken += 1
+        callback.on_train_batch_end(batch, {})
+        saved += [callback.model.steps_taken] * (len(callback.model.wanted) > len(saved))
+    callback.on_exception(ValueError(), {})
+    callback.on_train_end({})
+    assert saved == [16, 20]
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")

@@ -207,7 +207,7 @@ def test_ctrl_c_finishes_the_step_and_the_same_model_goes_on(cores, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         model.fit(**fit, callbacks=[Warm(), checkpoint, Count(), StopAt(6, signal.SIGINT)])
     assert len(steps) == 6  # the step that was under way is the last one: the delay is one step
-    assert checkpoint.writer.run.steps() == [4, 6]
+    assert checkpoint.checkpoints.run.steps() == [4, 6]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     model.fit(**fit, callbacks=[Warm(), checkpoint], resume=True)
     for name, value in model.state_dict().items():

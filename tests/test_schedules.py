@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 import tpufit
 from tpufit import runtime
-from tpufit.callbacks import Callback, CSVLogger, LearningRateMonitor, LearningRateScheduler, LRScheduler, OneCycle
+from tpufit.callbacks import Callback, CSVLogger, LearningRateScheduler, LRScheduler, OneCycle, TensorBoard
 from tpufit.errors import ArgumentError, CallbackError
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300)
@@ -176,43 +176,22 @@ def test_one_cycle_must_know_its_length(cores):
     assert len(rates.rates) == 16 and max(rates.rates) > 0.4
 
 
-@pytest.mark.parametrize("monitor_first", [True, False])
+@pytest.mark.parametrize("board_first", [True, False])
 @pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_the_monitor_logs_the_rates_of_the_steps_wherever_it_stands(cores, tmp_path, monitor_first, interval):
-    class Batches(Callback):
-        reads_weights = False
+def test_the_rates_of_the_steps_are_in_the_history_the_table_and_tensorboard(cores, tmp_path, board_first, interval):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        def __init__(self):
-            self.rates = []
-
-        def on_train_batch_end(self, batch, logs=None):
-            if "learning_rate" in logs:
-                self.rates.append(logs["learning_rate"])
-
-    schedule, monitor, batches = LRScheduler(SCHEDULES[0], interval), LearningRateMonitor(2), Batches()
-    both = [monitor, schedule] if monitor_first else [schedule, monitor]
+    schedule, board = LRScheduler(SCHEDULES[0], interval), TensorBoard(tmp_path, update_freq=2)
+    both = [board, schedule] if board_first else [schedule, board]
     rates, log = Rates(), CSVLogger(tmp_path / "log.csv")
     model = tpufit.Model(net())
     model.compile(SGD, "cross_entropy", scale_lr=None)
-    before = runtime.counts()
-    history = model.fit(X, Y, 16 // cores, 2, verbose=0, callbacks=[*both, batches, rates, log], cores=cores).history
+    history = model.fit(X, Y, 16 // cores, 2, verbose=0, callbacks=[*both, rates, log], cores=cores).history
     assert history["learning_rate"] == rates.rates[9::10]
-    assert batches.rates == rates.rates[1::2]
-    assert "batch logs" not in (runtime.counts() - before).waits
     assert (tmp_path / "log.csv").read_text().startswith("epoch,learning_rate,loss\n")
-
-
-def test_the_monitor_tells_groups_apart(cores):
-    module = net()
-    groups = [
-        {"params": module[0].parameters(), "name": "body"},
-        {"params": module[2].weight, "lr": 0.02},
-        {"params": module[2].bias, "lr": 0.3, "name": "head"},
-    ]
-    model = tpufit.Model(module)
-    model.compile(torch.optim.SGD(groups, lr=0.1), "cross_entropy", scale_lr=None)
-    history = model.fit(X, Y, 16 // cores, 1, verbose=0, callbacks=[LearningRateMonitor()], cores=cores).history
-    assert [history[f"learning_rate{end}"] for end in ("", "_1", "_head")] == [[0.1], [0.02], [0.3]]
+    events = EventAccumulator(str(tmp_path / "train")).Reload()
+    for tag, expected in (("epoch_learning_rate", rates.rates[9::10]), ("batch_learning_rate", rates.rates[1::2])):
+        assert [event.value for event in events.Scalars(tag)] == pytest.approx(expected)
 
 
 def test_the_rate_has_keras_names_and_groups_keep_their_proportions(cores):
@@ -234,7 +213,6 @@ def test_the_rate_has_keras_names_and_groups_keep_their_proportions(cores):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LearningRateMonitor("step"), "update_freq must be 'epoch', 'batch' or a number"),
         (lambda: LearningRateScheduler(0.1), r"function of \(epoch, lr\), got 0.1"),
         (lambda: LRScheduler(lr_scheduler.StepLR, interval="batch"), "'epoch' or 'step', got 'batch'"),
         (lambda: LRScheduler(0.1), "a function of the optimizer"),

@@ -100,7 +100,7 @@ def test_a_fit_over_http(run_python, server, tmp_path):
     assert process.returncode == 0, process.stderr
     history = json.loads(process.stdout.splitlines()[-1])
     expected_tags = {
-        "a/train": {"epoch_loss", "epoch_accuracy", "epoch_learning_rate", "batch_loss"},
+        "a/train": {"epoch_loss", "epoch_accuracy", "epoch_learning_rate", "batch_loss", "batch_learning_rate"},
         "a/validation": {"epoch_loss", "epoch_accuracy"},
     }
     server(

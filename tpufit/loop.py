@@ -421,7 +421,8 @@ def _run_pass(
                 if name == "train":
                     model.input_bound = feed.seconds_waited / (perf_counter() - began)
                 if collect:
-                    outputs = _hand_over(callbacks, end, run.batches - len(group), outputs)
+                    for index, output in enumerate(outputs, run.batches - len(group)):
+                        callbacks.call(end, index, {"outputs": output})
                 else:
                     callbacks.call(end, run.batches - 1, run.logs())
                 run.hooked()
@@ -448,17 +449,6 @@ def _ending(feed: Feed[Fed] | Direct[Fed], interruption: Interruption | None) ->
             yield
     finally:
         interruption.wakes = before
-
-
-def _hand_over(callbacks: CallbackList, hook: str, first: int, outputs: list[Any]) -> list[Any]:
-    """Give callbacks the outputs of each batch. Returns those that none of them took out of the logs."""
-    left = []
-    for index, output in enumerate(outputs, first):
-        logs = {"outputs": output}
-        callbacks.call(hook, index, logs)
-        if "outputs" in logs:
-            left.append(logs["outputs"])
-    return left
 
 
 def _groups(feed: Iterable[Fed], size: Callable[[], int]) -> Iterator[list[Fed]]:

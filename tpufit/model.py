@@ -423,8 +423,7 @@ class Model(loop.Trainee):
 
         Returns:
             A NumPy array with the rows of all batches, or a nest of arrays as the module returns them; with `out`, they
-            are the files, mapped into memory to be read. Beside the result a few batches are held, and no more. None if
-            a callback, such as `PredictionWriter`, took them all.
+            are the files, mapped into memory to be read. Beside the result a few batches are held, and no more.
 
         Raises:
             ArgumentError, CoresError, BatchError: As in `fit`.

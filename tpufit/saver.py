@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .callbacks.base import Callback
 from .callbacks.dispatch import CallbackList
 from .checkpoint import Checkpoint, RunFolder, is_checkpoint, read, versions
 from .data import Stream
@@ -65,7 +66,7 @@ class Saver:
         self._run: StepRunner | None = None
         self._progress: Progress | None = None
         model._wanted_saves.clear()
-        train.keeps_draws = any(writer_of(callback) for callback in callbacks)
+        train.keeps_draws = bool(keepers(callbacks))
 
     def at(self, progress: Progress, run: StepRunner | None = None) -> None:
         """Note how far training is, between two steps, and take the checkpoints that have been asked for.
@@ -93,7 +94,7 @@ class Saver:
 
     def save_now(self) -> None:
         """Take a last checkpoint for every callback that keeps some, and wait until it is written."""
-        self._save_for(writer for callback in self._callbacks if (writer := writer_of(callback)) is not None)
+        self._save_for(writer for _, writer in keepers(self._callbacks))
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
@@ -104,8 +105,7 @@ class Saver:
             if self._progress is not None and (self._run is None or not self._run.inside):
                 if self._run is not None:  # a callback may have raised after a step, before anybody noted it
                     self._progress.batches = self._run.batches
-                wanting = (callback for callback in self._callbacks if getattr(callback, "save_on_exception", False))
-                self._save_for(writer for callback in wanting if (writer := writer_of(callback)) is not None)
+                self._save_for(writer for callback, writer in keepers(self._callbacks) if callback.save_on_exception)
             for writer in self._writing:
                 try:
                     writer.finish()
@@ -209,10 +209,10 @@ def outside_of_fit() -> dict[str, Any]:
     return {"progress": None, "data": {}, "callbacks": [], "metrics": None, "draws": Draws.now().state_dict()}
 
 
-def writer_of(callback: object) -> Writer | None:
-    """What writes checkpoints for a callback, if it keeps some."""
-    writer = getattr(callback, "writer", None)
-    return writer if isinstance(writer, Writer) else None
+def keepers(callbacks: Iterable[object]) -> list[tuple[Callback, Writer]]:
+    """The callbacks that keep checkpoints, each with its writer. An object that is no `Callback` keeps none."""
+    given = [callback for callback in callbacks if isinstance(callback, Callback)]
+    return [(callback, callback.checkpoints) for callback in given if callback.checkpoints is not None]
 
 
 def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[object]) -> Checkpoint | None:
@@ -232,8 +232,7 @@ def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[o
     asked = resume is not False and resume is not None
     if asked and not isinstance(resume, bool) and resume not in ("best", "next_epoch"):
         return named_checkpoint(resume)
-    keepers = [callback for callback in callbacks if asked or getattr(callback, "restores", False)]
-    runs = [writer.run for callback in keepers if (writer := writer_of(callback)) is not None]
+    runs = [writer.run for callback, writer in keepers(callbacks) if asked or callback.restores]
     if asked and not runs:
         raise ArgumentError(
             f"resume={resume!r} looks for checkpoints where a callback keeps them, and none does: pass "

@@ -119,7 +119,7 @@ def test_fit_goes_on_from_a_checkpoint_in_the_same_process(cores, tmp_path):
     checkpoint = ModelCheckpoint(tmp_path)
     with pytest.raises(StateLostError):
         fit(model, cores, 3, callbacks=[checkpoint, Greed()])
-    assert checkpoint.writer.run.steps() == [8, 16]  # nothing was saved of the epoch that failed
+    assert checkpoint.checkpoints.run.steps() == [8, 16]  # nothing was saved of the epoch that failed
     model.module.greedy = False
     assert fit(model, cores, 3, callbacks=[checkpoint], resume=True) == history
     for name, value in model.state_dict().items():
