@@ -2,9 +2,9 @@
 
 from .backup_and_restore import BackupAndRestore
 from .base import Callback
+from .callback_list import CallbackList
 from .csv_logger import CSVLogger
 from .diagnostics import Diagnostics
-from .dispatch import CallbackList
 from .early_stopping import EarlyStopping
 from .history import History
 from .lambda_callback import LambdaCallback
@@ -12,7 +12,7 @@ from .learning_rate_scheduler import LearningRateScheduler
 from .lr_scheduler import LRScheduler
 from .model_checkpoint import ModelCheckpoint
 from .one_cycle import OneCycle
-from .progress import ProgbarLogger
+from .progbar_logger import ProgbarLogger
 from .reduce_lr_on_plateau import ReduceLROnPlateau
 from .remote_monitor import RemoteMonitor
 from .swap_ema_weights import SwapEMAWeights

@@ -6,11 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..checkpoint import RunFolder
+from ..checkpoint import AsyncCheckpointWriter, CheckpointDirectory
 from ..errors import ArgumentError
-from ..writer import Writer
+from ._support.frequency import Frequency, batches
 from .base import Callback, Logs
-from .frequency import Frequency, batches
 
 
 class BackupAndRestore(Callback):
@@ -38,7 +37,7 @@ class BackupAndRestore(Callback):
     Source: `keras.callbacks.BackupAndRestore`.
     """
 
-    checkpoints: Writer
+    checkpoints: AsyncCheckpointWriter
     reads_weights = False
     restores = True
 
@@ -53,7 +52,7 @@ class BackupAndRestore(Callback):
         if not backup_dir:
             raise ArgumentError(f"backup_dir must be the path of a folder, got {backup_dir!r}")
         self.backup_dir, self.delete_checkpoint = os.fspath(backup_dir), delete_checkpoint
-        self.checkpoints = Writer(RunFolder(backup_dir, keep_last=1 + double_checkpoint))
+        self.checkpoints = AsyncCheckpointWriter(CheckpointDirectory(backup_dir, keep_last=1 + double_checkpoint))
         self._failed = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:

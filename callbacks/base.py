@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from ..checkpoint import Metric
-    from ..diagnosis import Report
-    from ..writer import Writer
+    from ..checkpoint import AsyncCheckpointWriter, Score
+    from ..diagnostics.report import Report
 
 # Logs by name. Those of a batch are lazy: reading a value waits for the device, once for all of them.
 Logs = Mapping[str, Any]
@@ -61,7 +60,7 @@ class TrainedModel(Protocol):
     def save_weights(self, filepath: str | os.PathLike[str], /, *, finite_only: bool = False) -> None:
         """Write the weights to a `.safetensors` file, whole or not at all; only if they are finite, if asked to."""
 
-    def save_checkpoint(self, writer: Writer, metric: Metric | None = None, /) -> None:
+    def save_checkpoint(self, writer: AsyncCheckpointWriter, metric: Score | None = None, /) -> None:
         """Ask for a checkpoint of the whole training. It is taken once all callbacks have had their turn."""
 
     def swap_ema_weights(self, to: bool | None = None, /) -> None:
@@ -106,7 +105,7 @@ class Callback:
     params: dict[str, Any]
     reads_weights: bool = True
     measures_time: bool = False
-    checkpoints: Writer | None = None
+    checkpoints: AsyncCheckpointWriter | None = None
     restores: bool = False
     save_on_exception: bool = False
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ArgumentError
+from ._support.csv_table import CSVFile
 from .base import Callback, Logs
-from .csv_file import CSVFile
 
 
 class CSVLogger(Callback):

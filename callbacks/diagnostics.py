@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ._support.terminal import say
 from .base import Callback, Logs
-from .terminal import say
 
 
 class Diagnostics(Callback):

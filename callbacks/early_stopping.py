@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from ._support.monitor import Monitor
+from ._support.terminal import say
 from .base import Callback, Logs
-from .monitor import Monitor
-from .terminal import say
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .. import plots
+from ..diagnostics import plots
+from ._support.scalars import as_scalar
 from .base import Callback, Logs
-from .scalars import as_scalar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

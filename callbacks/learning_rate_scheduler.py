@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
+from ._support.terminal import say
 from .base import Logs, RateCallback
-from .terminal import say
 
 
 class LearningRateScheduler(RateCallback):

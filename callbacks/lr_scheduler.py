@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from ._support.monitor import Monitor
 from .base import Logs, RateCallback
-from .monitor import Monitor
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer, lr_scheduler

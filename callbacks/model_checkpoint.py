@@ -9,15 +9,14 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any
 
-from ..checkpoint import Metric, RunFolder
+from ..checkpoint import AsyncCheckpointWriter, CheckpointDirectory, Score
 from ..errors import ArgumentError, CheckpointNotWrittenError
-from ..writer import Writer
+from ._support.checkpoint_path import CheckpointPath
+from ._support.monitor import Monitor
+from ._support.scalars import as_scalar, as_text
+from ._support.terminal import say
 from .base import Callback, Logs
-from .checkpoint_path import CheckpointPath
-from .monitor import Monitor
 from .save_rule import SaveRule
-from .scalars import as_scalar, as_text
-from .terminal import say
 
 
 class ModelCheckpoint(Callback):
@@ -108,7 +107,9 @@ class ModelCheckpoint(Callback):
                     f"weights alone go into a file: filepath must end in '.safetensors', got {self.filepath!r}"
                 )
             best = 1 if keep_best is None else keep_best
-            self.checkpoints = Writer(RunFolder(self._path.run, keep_last, best), max_save_failures)
+            self.checkpoints = AsyncCheckpointWriter(
+                CheckpointDirectory(self._path.run, keep_last, best), max_save_failures
+            )
 
     @property
     def best(self) -> float | None:
@@ -184,7 +185,7 @@ class ModelCheckpoint(Callback):
         if self.verbose:
             say(f"Epoch {epoch + 1}: {reason}saved {where}")
 
-    def _metric(self, batch: int | None, logs: Logs) -> Metric | None:
+    def _metric(self, batch: int | None, logs: Logs) -> Score | None:
         """The value that ranks the checkpoint; between batches None, unless it has been read: reading a log waits."""
         if batch is not None and not self.save_best_only:
             return None
@@ -196,4 +197,4 @@ class ModelCheckpoint(Callback):
                     f"{', '.join(sorted(logs)) or 'none'}"
                 )
             return None
-        return Metric(self.monitor, value, "max" if self._followed.rising else "min")
+        return Score(self.monitor, value, "max" if self._followed.rising else "min")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ArgumentError
+from ._support.monitor import Monitor
+from ._support.terminal import say
 from .base import Logs, RateCallback
-from .monitor import Monitor
-from .terminal import say
 
 
 class ReduceLROnPlateau(RateCallback):

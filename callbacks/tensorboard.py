@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..runtime import start_profile, stop_profile, to_host
+from ._support.event_files import rewind
+from ._support.frequency import Frequency, batches
+from ._support.scalars import scalars
 from .base import Callback, Logs
-from .event_files import rewind
-from .frequency import Frequency, batches
-from .scalars import scalars
 
 # These tags are by epoch, all others by training step.
 _BY_EPOCH = ("epoch_", "weights/")

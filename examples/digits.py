@@ -67,4 +67,4 @@ print(f"predicted {predicted[:5]}, labelled {y_test[:5]}")
 
 history.plot().savefig(args.run_dir / "history.png")
 matrix = confusion_matrix(tensor(predicted), tensor(y_test), task="multiclass", num_classes=10)
-tpufit.plots.confusion_matrix(matrix).savefig(args.run_dir / "confusion.png")
+tpufit.diagnostics.plots.confusion_matrix(matrix).savefig(args.run_dir / "confusion.png")

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tpufit.callbacks.base import TrainedModel
-from tpufit.checkpoint import Metric
-from tpufit.diagnosis import Report
+from tpufit.checkpoint import AsyncCheckpointWriter, Score, write_weights
+from tpufit.diagnostics.report import Report
 from tpufit.runtime import Counts
-from tpufit.weights import write_weights
-from tpufit.writer import Writer
 
 
 class FakeModel:
@@ -27,7 +25,7 @@ class FakeModel:
         self.rows_seen = self.steps_taken = 0
         self.first_bad_step: int | None = None
         self.saved: list[str] = []
-        self.wanted: list[tuple[Writer, Metric | None]] = []
+        self.wanted: list[tuple[AsyncCheckpointWriter, Score | None]] = []
         self._directions = directions or {}
 
     @property
@@ -61,7 +59,7 @@ class FakeModel:
         write_weights(filepath, self.state_dict())
         self.saved.append(os.fspath(filepath))
 
-    def save_checkpoint(self, writer: Writer, metric: Metric | None = None) -> None:
+    def save_checkpoint(self, writer: AsyncCheckpointWriter, metric: Score | None = None) -> None:
         self.wanted.append((writer, metric))
 
     def swap_ema_weights(self, to: bool | None = None) -> None:

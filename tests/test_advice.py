@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 
 import tpufit
-from tpufit import advice
 from tpufit.callbacks import Callback
+from tpufit.diagnostics import messages as advice
 
 pytestmark = pytest.mark.cores(1)
 

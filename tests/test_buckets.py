@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpufit.data import PadToBuckets
-from tpufit.data.shapes import ShapeWatch
 from tpufit.errors import ArgumentError, DataError
+from tpufit.step import ShapeWatch
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-from tpufit.data.fingerprint import describe
+from tpufit.data.cache import describe
 
 
 @pytest.fixture

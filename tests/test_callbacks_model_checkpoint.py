@@ -10,8 +10,8 @@ import pytest
 from fake_model import FakeModel
 
 from tpufit.callbacks import ModelCheckpoint
+from tpufit.checkpoint import read_weights
 from tpufit.errors import ArgumentError
-from tpufit.weights import read_weights
 
 
 def epochs(checkpoint, logs, steps=0, model=None):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tpufit.callbacks.monitor import Monitor
+from tpufit.callbacks._support.monitor import Monitor
 from tpufit.errors import ArgumentError
 
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from screen import on_screen
 
 from tpufit.callbacks import ProgbarLogger
-from tpufit.callbacks.progress import resolve_verbose
-from tpufit.callbacks.progress_line import ProgressLine
+from tpufit.callbacks._support.progress_line import ProgressLine
+from tpufit.callbacks.progbar_logger import resolve_verbose
 from tpufit.errors import ArgumentError
 
 ROOT = Path(__file__).resolve().parent.parent

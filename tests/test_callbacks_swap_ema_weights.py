@@ -4,7 +4,7 @@ import pytest
 from fake_model import FakeModel
 
 from tpufit.callbacks import Callback, CallbackList, ModelCheckpoint, SwapEMAWeights
-from tpufit.weights import read_weights
+from tpufit.checkpoint import read_weights
 
 WEIGHT, AVERAGE = 1, 2
 

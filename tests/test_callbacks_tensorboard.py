@@ -10,7 +10,7 @@ from fake_model import FakeModel
 from torch import nn
 
 from tpufit.callbacks import TensorBoard
-from tpufit.callbacks.event_files import rewind
+from tpufit.callbacks._support.event_files import rewind
 from tpufit.errors import ArgumentError
 
 EVERY = {"loss": 0.5, "accuracy": 0.75}

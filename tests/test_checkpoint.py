@@ -10,15 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from tpufit.checkpoint import Checkpoint, LocalStore, Metric, RunFolder, read, save
-from tpufit.errors import (
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointMissingError,
-    CheckpointNotWrittenError,
-)
+from tpufit.checkpoint import AsyncCheckpointWriter, Checkpoint, CheckpointDirectory, LocalStore, Score, read, save
+from tpufit.errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError, CheckpointNotWrittenError
 from tpufit.utils.files import Lock
-from tpufit.writer import Writer
 
 FILES = ["manifest.json", "model.safetensors", "state.json", "training.safetensors"]
 
@@ -27,13 +21,13 @@ def made(step, value=None, metric=None):
     weight = torch.full((3, 2), float(step if value is None else value))
     tied = {"a.weight": weight, "b.weight": weight, "mask": torch.tensor([-math.inf, 0.0])}
     training = {"optimizer/step/a.weight": torch.tensor(float(step))}
-    rated = None if metric is None else Metric("val_loss", metric, "min")
+    rated = None if metric is None else Score("val_loss", metric, "min")
     return Checkpoint(step, tied, training, {"epoch": step // 10}, ["a.weight", "b.weight"], rated, {"cores": 8})
 
 
 @pytest.fixture
 def run(tmp_path):
-    folder = RunFolder(tmp_path / "run")
+    folder = CheckpointDirectory(tmp_path / "run")
     folder.open()
     yield folder
     folder.close()
@@ -49,7 +43,7 @@ def test_what_is_written_is_read(run):
     found = read(path)
     assert found.step == 10
     assert found.state == {"epoch": 1}
-    assert found.metric == Metric("val_loss", 0.5, "min")
+    assert found.metric == Score("val_loss", 0.5, "min")
     assert found.mesh == {"cores": 8}
     assert set(found.versions) == {"tpufit", "torch", "torch_xla"}
     assert found.weights["a.weight"] is found.weights["b.weight"]
@@ -73,7 +67,7 @@ def test_safetensors_alone_reads_the_weights(run):
 
 
 def test_the_newest_are_kept_and_the_best(tmp_path):
-    run = RunFolder(tmp_path, keep_last=2, keep_best=2)
+    run = CheckpointDirectory(tmp_path, keep_last=2, keep_best=2)
     for step, loss in ((1, 0.3), (2, math.nan), (3, 0.5), (4, 0.3), (5, 0.9), (6, None)):
         run.write(made(step, metric=loss))
     assert run.steps() == [1, 4, 5, 6]  # of equal ones the earlier first; NaN is worst
@@ -82,14 +76,14 @@ def test_the_newest_are_kept_and_the_best(tmp_path):
 
 
 def test_only_the_named_number_is_kept(tmp_path):
-    run = RunFolder(tmp_path, keep_last=1)
+    run = CheckpointDirectory(tmp_path, keep_last=1)
     for step in (1, 2, 3):
         run.write(made(step))
     assert run.steps() == [3]
 
 
 def test_going_back_makes_the_earlier_one_the_newest(tmp_path):
-    run = RunFolder(tmp_path, keep_last=2)
+    run = CheckpointDirectory(tmp_path, keep_last=2)
     for step in (10, 20, 30, 15):
         run.write(made(step))
     assert run.newest().step == 15
@@ -190,7 +184,7 @@ def test_a_pickle_is_never_opened(tmp_path, monkeypatch, where):
     if where == "file":
         torch.save(Canary(), target)
     else:
-        RunFolder(tmp_path / "run").write(made(10)).rename(target)
+        CheckpointDirectory(tmp_path / "run").write(made(10)).rename(target)
         name = {"folder": "data.pkl", "weights": "model.safetensors", "manifest": "manifest.json"}[where]
         torch.save(Canary(), target / name)
         if where == "folder":
@@ -212,9 +206,9 @@ def test_a_file_is_no_checkpoint(tmp_path):
 
 
 def test_a_link_to_a_checkpoint_is_refused(tmp_path):
-    outside = RunFolder(tmp_path / "outside")
+    outside = CheckpointDirectory(tmp_path / "outside")
     path = outside.write(made(99))
-    run = RunFolder(tmp_path / "run", keep_last=1)
+    run = CheckpointDirectory(tmp_path / "run", keep_last=1)
     run.write(made(10))
     (run.path / "step-0000000099").symlink_to(path)
     assert run.newest().step == 10
@@ -264,7 +258,7 @@ def test_a_full_disk(run, monkeypatch):
 def test_a_folder_that_cannot_be_made(tmp_path, name):
     (tmp_path / "a_file").write_text("")
     with pytest.raises(CheckpointNotWrittenError, match=r"can't be written to .*a_file"):
-        RunFolder(tmp_path / name).open()
+        CheckpointDirectory(tmp_path / name).open()
 
 
 def test_a_second_process_is_refused(run, run_python):
@@ -298,7 +292,7 @@ def test_save_replaces_what_it_wrote_and_nothing_else(tmp_path):
 # The writer.
 
 
-class Slow(RunFolder):
+class Slow(CheckpointDirectory):
     """Its writes wait for the test, and fail if it says so."""
 
     def __init__(self, path, events):
@@ -315,7 +309,7 @@ class Slow(RunFolder):
 
 def writer(tmp_path, *errors, **options):
     events = [(threading.Event(), error) for error in errors]
-    return Writer(Slow(tmp_path, list(events)), **options), [event for event, _ in events]
+    return AsyncCheckpointWriter(Slow(tmp_path, list(events)), **options), [event for event, _ in events]
 
 
 def full():

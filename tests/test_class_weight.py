@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tpufit
 from tpufit import runtime
-from tpufit.class_weight import ClassWeight
 from tpufit.errors import ArgumentError
+from tpufit.losses import ClassWeight
 from tpufit.runtime import HOST
 
 on_cores = pytest.mark.cores(1, 8, timeout=300, quick=False)

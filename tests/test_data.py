@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from tpufit.data import hold_out, stream, unpack
+from tpufit.data import stream, train_validation_split, unpack
 from tpufit.errors import ArgumentError, DataError
 
 
@@ -189,8 +189,8 @@ def test_bad_data(data, message):
         (lambda: stream(np.ones(4), steps=0), "steps must be"),
         (lambda: stream(DataLoader(Rows(4), batch_size=2), batch_size=4), "Leave batch_size out"),
         (lambda: stream(Rows(4), np.ones(4)), "must yield them itself"),
-        (lambda: hold_out(np.ones(4), None, None, 1.5), "between 0 and 1"),
-        (lambda: hold_out(iter([1]), None, None, 0.5), "arrays or a map-style dataset"),
+        (lambda: train_validation_split(np.ones(4), None, None, 1.5), "between 0 and 1"),
+        (lambda: train_validation_split(iter([1]), None, None, 0.5), "arrays or a map-style dataset"),
     ],
 )
 def test_arguments_that_do_not_go_together(data, message):
@@ -204,13 +204,13 @@ def test_a_batch_size_for_an_iterable_is_said_to_be_useless():
 
 
 def test_the_last_rows_are_held_out():
-    x, y, weight, held = hold_out(np.arange(10.0), np.arange(10), None, 0.3)
+    x, y, weight, held = train_validation_split(np.arange(10.0), np.arange(10), None, 0.3)
     assert y.tolist() == list(range(7)) and weight is None
     assert [part.tolist() for part in held] == [[7.0, 8.0, 9.0], [7, 8, 9]]
-    train, _, _, held = hold_out(Rows(10), None, None, 0.3)
+    train, _, _, held = train_validation_split(Rows(10), None, None, 0.3)
     assert len(train) == 7 and [held[i][1] for i in range(3)] == [7, 8, 9]
 
 
 def test_holding_out_everything_or_nothing():
     with pytest.raises(DataError, match="leaves none"):
-        hold_out(np.ones(1), np.ones(1), None, 0.5)
+        train_validation_split(np.ones(1), np.ones(1), None, 0.5)

@@ -6,7 +6,7 @@ import textwrap
 import fake_torch_xla
 import pytest
 
-from tpufit import advice
+from tpufit.diagnostics import messages as advice
 from tpufit.errors import ArgumentError, CoresError, StartError, VersionError
 from tpufit.runtime import Cores, Placement, devices
 from tpufit.utils import hardware

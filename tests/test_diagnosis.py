@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import tpufit
-from tpufit import advice, runtime
+from tpufit import runtime
 from tpufit.callbacks import Callback, Diagnostics
-from tpufit.diagnosis import Pass, Report
+from tpufit.diagnostics import messages as advice
+from tpufit.diagnostics.report import Pass, Report
 from tpufit.runtime import Compiled, Counts
-from tpufit.runtime.report import add_seconds, timed, timing
+from tpufit.runtime.counters import add_seconds, timed, timing
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(69, 12)).astype("float32")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tpufit
 from tpufit.data import stream
-from tpufit.data.direct import Direct
+from tpufit.data.inline import Direct
 
 pytestmark = pytest.mark.cores(1)
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpufit.data import feed as feed_module
-from tpufit.data.feed import Feed
+from tpufit.data import prefetch as feed_module
+from tpufit.data.prefetch import Prefetcher
 from tpufit.errors import ArgumentError
 
 SOON = 10.0  # seconds that something may take which takes a few milliseconds
@@ -85,7 +85,7 @@ class Gate:
 @given(length=st.integers(0, 60), depth=st.integers(1, 70), generator=st.booleans())
 def test_every_batch_once_and_in_order(length, depth, generator):
     batches = (i for i in range(length)) if generator else range(length)
-    feed = Feed(batches, lambda batch: (batch, threading.current_thread().name), depth)
+    feed = Prefetcher(batches, lambda batch: (batch, threading.current_thread().name), depth)
     assert list(feed) == [(i, "tpufit-feed") for i in range(length)]
     assert list(feed) == []
     assert not feed_threads()  # the end was waited for
@@ -107,7 +107,7 @@ def test_an_error_comes_after_all_batches_before_it(good, depth, in_prepare):
             raise error
         return batch
 
-    feed, got = Feed(batches(), prepare, depth), []
+    feed, got = Prefetcher(batches(), prepare, depth), []
     with pytest.raises(KeyError) as caught:
         for batch in feed:
             got.append(batch)
@@ -122,7 +122,7 @@ def test_an_error_shows_the_line_of_the_users_code():
         yield 1
         raise ValueError("a bad row")  # this line
 
-    with Feed(users_data(), same) as feed, pytest.raises(ValueError) as caught:
+    with Prefetcher(users_data(), same) as feed, pytest.raises(ValueError) as caught:
         list(feed)
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert (last.filename, last.name, last.line) == (
@@ -138,17 +138,20 @@ def test_what_is_no_exception_comes_through_too(kind):
     def prepare(batch):
         raise kind("from the thread")
 
-    with Feed([1], prepare) as feed, pytest.raises(kind, match="from the thread"):
+    with Prefetcher([1], prepare) as feed, pytest.raises(kind, match="from the thread"):
         next(feed)
 
 
 def test_data_that_cannot_be_iterated():
-    with Feed(5, same) as feed, pytest.raises(TypeError, match="not iterable"):
+    with Prefetcher(5, same) as feed, pytest.raises(TypeError, match="not iterable"):
         next(feed)
 
 
 def test_stop_iteration_in_prepare_does_not_end_the_epoch_in_silence():
-    with Feed([1, 2], lambda batch: next(iter(()))) as feed, pytest.raises(RuntimeError, match="prepare raised Stop"):
+    with (
+        Prefetcher([1, 2], lambda batch: next(iter(()))) as feed,
+        pytest.raises(RuntimeError, match="prepare raised Stop"),
+    ):
         list(feed)
 
 
@@ -161,7 +164,7 @@ def test_an_error_keeps_neither_the_data_nor_the_feed():
         raise ValueError("a bad row")
 
     data = Data()
-    feed = Feed(data, prepare)
+    feed = Prefetcher(data, prepare)
     data_gone, feed_gone = weakref.ref(data), weakref.ref(feed)
     gc.disable()  # nor in a cycle, which would be found too late
     try:
@@ -180,7 +183,7 @@ def test_an_error_keeps_neither_the_data_nor_the_feed():
 @pytest.mark.parametrize("depth", [0, -1, True, 1.5, None])
 def test_a_depth_must_be_a_number_of_batches(depth):
     with pytest.raises(ArgumentError, match="depth must be a whole number"):
-        Feed([], same, depth)
+        Prefetcher([], same, depth)
 
 
 # Reading ahead
@@ -190,7 +193,7 @@ def test_a_depth_must_be_a_number_of_batches(depth):
 @given(depth=st.integers(1, 5), taken=st.integers(0, 8))
 def test_no_more_than_the_depth_is_read_ahead(depth, taken):
     source = Source()
-    with Feed(source, same, depth) as feed:
+    with Prefetcher(source, same, depth) as feed:
         for _ in range(taken):
             next(feed)
         least = taken + depth - (depth - 1) // 2  # the places of up to half of them are given back together
@@ -211,7 +214,7 @@ def test_no_batch_is_kept_longer_than_it_is_needed():
         prepared.append(weakref.ref(made))
         return made
 
-    with Feed((Batch() for _ in range(9)), prepare, depth=1) as feed:
+    with Prefetcher((Batch() for _ in range(9)), prepare, depth=1) as feed:
         for taken in range(1, 4):
             next(feed)
             assert becomes(lambda taken=taken: len(prepared) == taken + 1 and not any(ref() for ref in raw))
@@ -224,10 +227,10 @@ def test_seconds_waited():
             time.sleep(0.05)
             yield i
 
-    with Feed(slow(), same) as feed:
+    with Prefetcher(slow(), same) as feed:
         list(feed)
         assert 0.1 < feed.seconds_waited < SOON
-    with Feed(range(3), same, depth=3) as feed:
+    with Prefetcher(range(3), same, depth=3) as feed:
         assert becomes(lambda: feed._lane.ready.qsize() == 3)
         next(feed), next(feed), next(feed)
         assert feed.seconds_waited == 0
@@ -241,7 +244,7 @@ def test_seconds_waited():
 def test_close_in_the_middle(taken, depth):
     source = Source()
     batches = iter(source)  # held, so that only closing ends it
-    feed = Feed(batches, same, depth)
+    feed = Prefetcher(batches, same, depth)
     for _ in range(taken):
         next(feed)
     feed.close()
@@ -263,12 +266,12 @@ def test_only_a_generator_is_closed():
         def close(self):
             pytest.fail("it is the user's")
 
-    assert list(Feed(File(), same)) == [0, 1, 2]
+    assert list(Prefetcher(File(), same)) == [0, 1, 2]
 
 
 def test_a_with_block_left_by_an_error_stops_the_thread():
     source = Source()
-    with pytest.raises(ZeroDivisionError), Feed(iter(source), same) as feed:
+    with pytest.raises(ZeroDivisionError), Prefetcher(iter(source), same) as feed:
         next(feed)
         1 / 0  # noqa: B018
     assert not feed_threads()
@@ -277,7 +280,7 @@ def test_a_with_block_left_by_an_error_stops_the_thread():
 
 def test_a_dropped_feed_ends_its_thread():
     source = Source()
-    feed = Feed(iter(source), same)
+    feed = Prefetcher(iter(source), same)
     gone = weakref.ref(feed)
     next(feed)
     del feed
@@ -289,7 +292,7 @@ def test_a_dropped_feed_ends_its_thread():
 def test_a_feed_dropped_in_a_cycle_ends_its_thread():
     class Loop:
         def __init__(self):
-            self.feed, self.myself = Feed(count(), same), self
+            self.feed, self.myself = Prefetcher(count(), same), self
 
     loop = Loop()
     next(loop.feed)
@@ -301,7 +304,7 @@ def test_a_feed_dropped_in_a_cycle_ends_its_thread():
 def test_close_while_the_data_block(monkeypatch):
     monkeypatch.setattr(feed_module, "_PATIENCE", 0.05)
     gate, prepared = Gate(), []
-    feed = Feed(gate, prepared.append)
+    feed = Prefetcher(gate, prepared.append)
     next(feed)
     assert gate.reached.wait(SOON)
     feed.close()  # gives up waiting
@@ -330,7 +333,7 @@ def recording():
 
 
 def test_nothing_is_prepared_in_a_pause_and_all_of_it_after():
-    with recording() as (prepare, paused), Feed(range(60), prepare, depth=4) as feed:
+    with recording() as (prepare, paused), Prefetcher(range(60), prepare, depth=4) as feed:
         got = []
         for batch in feed:
             got.append(batch)
@@ -343,7 +346,7 @@ def test_nothing_is_prepared_in_a_pause_and_all_of_it_after():
 
 
 def test_what_is_ready_can_be_had_in_a_pause():
-    with Feed(range(10), same, depth=3) as feed:
+    with Prefetcher(range(10), same, depth=3) as feed:
         assert becomes(lambda: feed._lane.ready.qsize() == 3)
         with feed.paused():
             assert [next(feed) for _ in range(3)] == [0, 1, 2]
@@ -353,7 +356,7 @@ def test_what_is_ready_can_be_had_in_a_pause():
 
 
 def test_the_end_can_be_had_in_a_pause():
-    with Feed(range(2), same, depth=5) as feed:
+    with Prefetcher(range(2), same, depth=5) as feed:
         assert becomes(lambda: feed._lane.ready.qsize() == 3)
         with feed.paused():
             assert list(feed) == [0, 1]
@@ -361,7 +364,7 @@ def test_the_end_can_be_had_in_a_pause():
 
 def test_close_in_a_pause_does_not_wait():
     source, prepared = Source(), []
-    feed = Feed(source, prepared.append, depth=1)
+    feed = Prefetcher(source, prepared.append, depth=1)
     assert becomes(lambda: feed._lane.ready.qsize() == 1)
     began = time.monotonic()
     with feed.paused():

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import tpufit
 from tpufit import runtime
 from tpufit.errors import ArgumentError
-from tpufit.gradients import Gradients
+from tpufit.optimizers import GradientConfig
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300)
 
@@ -147,4 +147,4 @@ def test_eagerly_it_is_the_same(cores):
 )
 def test_options_out_of_range(options, message):
     with pytest.raises(ArgumentError, match=message):
-        Gradients(**options)
+        GradientConfig(**options)

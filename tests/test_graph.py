@@ -169,13 +169,13 @@ def test_auto_joins_steps_that_are_short_and_changes_nothing_else(cores, monkeyp
         return history.history, (runtime.counts() - before).graphs["train"]
 
     monkeypatch.setattr("tpufit.runtime.transfer._LONG_RUN", 2)
-    monkeypatch.setattr("tpufit.step._WORTH_STARTING", 1000.0)  # however busy this machine is
+    monkeypatch.setattr("tpufit.step.runner._WORTH_STARTING", 1000.0)  # however busy this machine is
     ends = []
     history, graphs = run("auto")
     assert ends[:3] == [0, 1, 2] and ends[-3:] == [15, 31, 32]
     assert graphs <= 3  # one step, the tail, 16 steps
     assert history == run(1)[0]
-    monkeypatch.setattr("tpufit.step._WORTH_STARTING", 0.0)
+    monkeypatch.setattr("tpufit.step.runner._WORTH_STARTING", 0.0)
     ends = []
     run("auto")
     assert ends == [*range(33)] * 6

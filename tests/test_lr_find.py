@@ -18,7 +18,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.data import stream
 from tpufit.errors import ArgumentError, DataError, NotCompiledError
-from tpufit.lr_find import LRCurve
+from tpufit.trainer.lr_find import LRCurve
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loss never fell")  # at the few and low rates of some tests
 on_cores = pytest.mark.cores(1, 8, timeout=600, quick=False)

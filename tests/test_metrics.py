@@ -6,12 +6,12 @@ import torchmetrics
 
 from tpufit import metrics
 from tpufit.errors import ArgumentError, UnknownNameError
-from tpufit.metrics import LazyLogs, Metric, Running
+from tpufit.metrics import LazyLogs, Metric, PassMetrics
 from tpufit.runtime import HOST
 
 
 def run(metric, batches):
-    running = Running(metrics.build([metric]), HOST)
+    running = PassMetrics(metrics.build([metric]), HOST)
     for y_pred, y in batches:
         step(running, y_pred, y)
     return next(iter(running.results("test").values()))
@@ -60,7 +60,7 @@ def test_names_of_regression(name):
 
 def test_a_metric_whose_sums_change_their_shape_keeps_that_of_the_first():
     parts = [(torch.randn(n, 1), torch.randn(n, 1)) for n in (8, 5, 5)]
-    running = Running(metrics.build(["r2_score"]), HOST)
+    running = PassMetrics(metrics.build(["r2_score"]), HOST)
     shapes = []
     for y_pred, y in parts:
         step(running, y_pred, y)
@@ -116,7 +116,7 @@ def test_a_metric_of_several_numbers_is_an_array():
 
 
 def test_a_mean_is_over_rows_and_exact_after_many_batches():
-    running = Running([], HOST)
+    running = PassMetrics([], HOST)
     step(running, None, [0] * 3, loss=torch.tensor(1.0))
     step(running, None, [0], loss=torch.tensor(5.0))
     assert running.results("test") == {"loss": 2.0}
@@ -127,7 +127,7 @@ def test_a_mean_is_over_rows_and_exact_after_many_batches():
 
 
 def test_logs_of_a_batch_hold_its_own_values():
-    running = Running(metrics.build(["accuracy"]), HOST)
+    running = PassMetrics(metrics.build(["accuracy"]), HOST)
     kept = []
     for y_pred, y in batches(4, 4, 4):
         step(running, y_pred, y, loss=y_pred.mean())
@@ -175,6 +175,6 @@ def test_bad_metrics():
     with pytest.raises(ArgumentError, match="taken more than once"):
         metrics.build(["accuracy", "accuracy"])
     with pytest.raises(ArgumentError, match="one output tensor with one target"):
-        Running(metrics.build(["accuracy"]), HOST).update_metrics((torch.ones(2), torch.ones(2)), torch.ones(2))
+        PassMetrics(metrics.build(["accuracy"]), HOST).update_metrics((torch.ones(2), torch.ones(2)), torch.ones(2))
     with pytest.raises(ArgumentError, match="scalar tensors by name, got 'loss': a tensor of shape"):
-        Running([], HOST).add_means({"loss": torch.ones(2)}, 2)
+        PassMetrics([], HOST).add_means({"loss": torch.ones(2)}, 2)

@@ -12,7 +12,7 @@ from torchmetrics.functional import classification
 import tpufit
 from tpufit import metrics, runtime
 from tpufit.errors import ArgumentError, UnknownNameError
-from tpufit.metrics import Running
+from tpufit.metrics import PassMetrics
 from tpufit.runtime import HOST
 
 on_cores = pytest.mark.cores(1, 8, timeout=300)
@@ -414,7 +414,7 @@ def test_an_unknown_name():
 
 
 def added(metric, *batches, **arguments):
-    running = Running(metrics.build(**({"metrics": [metric]} | arguments)), HOST)
+    running = PassMetrics(metrics.build(**({"metrics": [metric]} | arguments)), HOST)
     for batch in batches:
         running.begin()
         running.update_metrics(*batch)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import tpufit
-from tpufit import precision
+from tpufit.diagnostics.summary import table
 from tpufit.errors import ArgumentError, UnknownNameError
-from tpufit.summary import table
+from tpufit.step import precision
 
 
 def model():

@@ -10,7 +10,7 @@ from torch import nn
 
 from tpufit import runtime
 from tpufit.runtime import Layout, Placement
-from tpufit.runtime.norms import sharded_norms
+from tpufit.runtime.ops.norms import sharded_norms
 
 NORMS = {
     "batch norm of (N, C)": (lambda: nn.BatchNorm1d(6), (13, 6)),

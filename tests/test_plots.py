@@ -7,8 +7,8 @@ import pytest
 import torch
 from torchmetrics.functional import confusion_matrix
 
-from tpufit import plots
 from tpufit.callbacks import History
+from tpufit.diagnostics import plots
 from tpufit.errors import ArgumentError
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import tpufit
-from tpufit import precision
 from tpufit.errors import UnknownNameError
+from tpufit.step import precision
 from tpufit.utils.text import size
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300)

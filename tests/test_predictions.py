@@ -10,7 +10,7 @@ from torch import nn
 import tpufit
 from tpufit.callbacks import Callback
 from tpufit.errors import ArgumentError, CallbackError, DataError
-from tpufit.predictions import Predictions
+from tpufit.trainer.predictions import Predictions
 
 on_cores = pytest.mark.cores(1, 8, timeout=300)
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import tpufit
-from tpufit import python_state
 from tpufit.callbacks import Callback
+from tpufit.runtime import python_state
 
 pytestmark = pytest.mark.cores(1, quick=False)
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tpufit import runtime
-from tpufit.metrics import Running
-from tpufit.runtime import Layout, Placement, Program, State, report
+from tpufit.metrics import PassMetrics
+from tpufit.runtime import DeviceState, Layout, Placement, Program
+from tpufit.runtime import counters as report
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)
 
@@ -136,7 +137,7 @@ def _program(function, place, role="predict"):
         seed(0)
         return function(*inputs)
 
-    return Program(body, placement=place, role=role, state=State([]), sums=Running([], place))
+    return Program(body, placement=place, role=role, state=DeviceState([]), sums=PassMetrics([], place))
 
 
 def _spent(function):

@@ -112,7 +112,7 @@ def test_what_a_step_has_done_before_it_reads_is_undone(cores, monkeypatch):
             logs = super().train_step(batch)
             return logs | {"scaled": logs["loss"] * logs["loss"].item()}
 
-    monkeypatch.setattr("tpufit.runtime.graph._WORTH_GIVING", 0)  # with memory that is given away
+    monkeypatch.setattr("tpufit.runtime.program._WORTH_GIVING", 0)  # with memory that is given away
     model = compiled(kind=Late)
     before = weights(model)
     with pytest.raises(StrictError, match="the train step reads a value"):

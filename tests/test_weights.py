@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import tpufit
+from tpufit.checkpoint import read_weights, write_weights
 from tpufit.errors import ArgumentError, WeightsError
-from tpufit.weights import read_weights, write_weights
 
 
 class Tied(nn.Module):

@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .checkup import doctor
+from .diagnostics.checkup import doctor
 
 if TYPE_CHECKING:
     from .loading import load

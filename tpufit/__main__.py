@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .checkup import doctor
+from .diagnostics.checkup import doctor
 
 
 def main(arguments: list[str] | None = None) -> int:

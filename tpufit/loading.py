@@ -9,12 +9,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from .checkpoint import check_weights, named_checkpoint, named_tensors, put_back
 from .errors import CheckpointMismatchError
 from .model import Model
 from .optimizers import NAMES
-from .saver import named_checkpoint
-from .training_state import check_weights, put_back
-from .weights import named_tensors
 
 
 def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> Model:

@@ -14,49 +14,56 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import loop, losses, optimizers
+from . import losses, optimizers
 from . import metrics as metric_objects
-from . import precision as precisions
-from .averages import Ema
 from .callbacks import Callback, History
-from .callbacks.dispatch import CallbackList
-from .callbacks.progress import ProgbarLogger, resolve_verbose
-from .checkpoint import Checkpoint, Metric
+from .callbacks.callback_list import CallbackList
+from .callbacks.progbar_logger import ProgbarLogger, resolve_verbose
+from .checkpoint import (
+    AsyncCheckpointWriter,
+    Checkpoint,
+    Score,
+    begin_anew,
+    find_checkpoint,
+    first_broken,
+    is_plain,
+    match_weights,
+    named_tensors,
+    outside_of_fit,
+    read_weights,
+    take,
+    write_weights,
+)
 from .checkpoint import save as save_checkpoint
-from .class_weight import ClassWeight
-from .data import Stream, hold_out, stream
+from .data import Stream, stream, train_validation_split
 from .data.batches import as_tensors
-from .diagnosis import Pass, Report
+from .diagnostics.report import Pass, Report
+from .diagnostics.summary import memory, noting_outputs, table
 from .errors import ArgumentError, CheckpointNotWrittenError, NotCompiledError, WeightsError, require_whole
-from .gradients import Gradients
-from .losses import LossArgument, LossByOutput, LossWeightsArgument
-from .lr_find import LRCurve, Sweep, find
+from .losses import ClassWeight, LossArgument, LossByOutput, LossWeightsArgument
 from .metrics import MetricsArgument
-from .nests import is_plain
-from .optimizers import OptimizerArgument
-from .predictions import Predictions, as_array
+from .optimizers import EMAConfig, GradientConfig, OptimizerArgument
 from .runtime import (
     HOST,
     Cores,
     CoresArgument,
+    DeviceState,
     Placement,
-    State,
     available,
+    copy_into,
     counts,
     metrics_report,
-    overwrite,
     platform,
     set_matmul_precision,
     settled,
     start,
     users_line,
 )
-from .saver import find_checkpoint, outside_of_fit
 from .step import StepRunner, copies, fetch
-from .summary import memory, noting_outputs, table
-from .training_state import begin_anew, take
-from .weights import first_broken, match_weights, named_tensors, read_weights, write_weights
-from .writer import Writer
+from .step import precision as precisions
+from .trainer import loop
+from .trainer.lr_find import LRCurve, Sweep, find
+from .trainer.predictions import Predictions, as_array
 
 Callbacks = Callback | Sequence[Callback] | None
 _SCALINGS: dict[str | None, Callable[[int], float]] = {
@@ -196,8 +203,8 @@ class Model(loop.Trainee):
             require_whole("steps_per_execution", steps_per_execution, otherwise="'auto'")
         precisions.check(precision)
         precisions.check_matmul(matmul_precision)
-        gradients = Gradients(accumulate_steps, clip_norm, clip_value, global_clip_norm)
-        ema = Ema(ema_momentum, ema_overwrite_frequency) if use_ema else None
+        gradients = GradientConfig(accumulate_steps, clip_norm, clip_value, global_clip_norm)
+        ema = EMAConfig(ema_momentum, ema_overwrite_frequency) if use_ema else None
         built_loss = losses.build(loss, loss_weights)
         outputs = built_loss.outputs if isinstance(built_loss, LossByOutput) else None
         ignored = built_loss.ignored if built_loss is not None else None
@@ -206,7 +213,7 @@ class Model(loop.Trainee):
         if precision == "bf16-true":
             self.write_back()
             precisions.to_bfloat16([*self.module.parameters(), *self.module.buffers()])
-            self._state = State([])
+            self._state = DeviceState([])
         self._matmul_precision = matmul_precision
         self._loss, self.metrics, self._precision, self._scale_lr = built_loss, built_metrics, precision, scale_lr
         self._jit_compile, self._run_eagerly, self._steps_per_execution = jit_compile, run_eagerly, steps_per_execution
@@ -323,7 +330,7 @@ class Model(loop.Trainee):
         seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
         settled_cores = start(cores, f"fit(cores={cores!r})")
         if validation_split and validation_data is None:
-            x, y, sample_weight, validation_data = hold_out(x, y, sample_weight, validation_split)
+            x, y, sample_weight, validation_data = train_validation_split(x, y, sample_weight, validation_split)
         place = self._place_on(settled_cores)
         train = self._training_stream((x, y, sample_weight), batch_size, settled_cores, seed, shuffle, steps_per_epoch)
         validation = None
@@ -736,7 +743,7 @@ class Model(loop.Trainee):
             warnings.warn("the optimizer begins anew: its state was lost with a step that failed", stacklevel=2)
             return
         self.write_back()
-        overwrite([own[name] for name in fitting], list(fitting.values()), self._place)
+        copy_into([own[name] for name in fitting], list(fitting.values()), self._place)
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """The module's parameters and buffers as arrays, in the order of `state_dict`. This waits for the device, once.
@@ -779,7 +786,7 @@ class Model(loop.Trainee):
         save_checkpoint(filepath, take(self, state))
         self._last_saved = os.fspath(filepath)
 
-    def save_checkpoint(self, writer: Writer, metric: Metric | None = None) -> None:
+    def save_checkpoint(self, writer: AsyncCheckpointWriter, metric: Score | None = None) -> None:
         """Have the whole state of training written, for callbacks: once all of them have had their turn, between steps.
 
         Args:

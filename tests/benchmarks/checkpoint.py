@@ -30,10 +30,9 @@ from engine import HERE, machine, versions
 from torch import Tensor, nn
 
 import tpufit
-from tpufit import saver
 from tpufit.callbacks import Callback, ModelCheckpoint
-from tpufit.checkpoint import Checkpoint, RunFolder, read
-from tpufit.saver import outside_of_fit, take
+from tpufit.checkpoint import Checkpoint, CheckpointDirectory, outside_of_fit, read, take
+from tpufit.checkpoint import manager as saver
 from tpufit.utils.files import flush
 
 WIDTHS = (1024, 4096, 3072, 32)
@@ -66,7 +65,7 @@ LABELS = {
 }
 
 
-class Slow(RunFolder):
+class Slow(CheckpointDirectory):
     """A run's folder on a disk that is slow whenever it is told to be."""
 
     seconds = 0.0
@@ -118,7 +117,7 @@ class Measure(Callback):
         shutil.rmtree(ours, ignore_errors=True)
         theirs.unlink(missing_ok=True)
         both = {**checkpoint.weights, **checkpoint.training}
-        run = RunFolder(ours)
+        run = CheckpointDirectory(ours)
         self._time("torch-save", lambda: (torch.save(both, theirs), flush(theirs)))
         self._time("save", lambda: run.write(checkpoint))
         self._time("torch-load", lambda: torch.load(theirs))
@@ -164,7 +163,7 @@ def measure(widths: tuple[int, ...], rounds: int, folder: Path) -> dict[str, Any
     try:
         model.fit(x, np.arange(len(x)) % widths[-1], BATCH, 100_000, verbose=0, callbacks=[keep, watch], cores=1)
     finally:
-        saver.Saver.at = blocked  # type: ignore[method-assign]
+        saver.CheckpointManager.at = blocked  # type: ignore[method-assign]
     rows = [
         {"name": name, "label": label, "ms": round(1e3 * statistics.median(watch.seconds[name][1:]), 1)}
         | {"rounds": [round(1e3 * seconds, 1) for seconds in watch.seconds[name][1:]]}
@@ -207,7 +206,7 @@ def print_tables(report: dict[str, Any]) -> None:
 
 def _timed_saves(watch: Measure) -> Any:
     """Let the moments at which checkpoints are taken be timed. Returns what was there before."""
-    usual = saver.Saver.at
+    usual = saver.CheckpointManager.at
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> None:
         if watch.model._wanted_saves:
@@ -215,7 +214,7 @@ def _timed_saves(watch: Measure) -> Any:
         else:
             usual(self, *args, **kwargs)
 
-    saver.Saver.at = timed  # type: ignore[method-assign]
+    saver.CheckpointManager.at = timed  # type: ignore[method-assign]
     return usual
 
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch_xla  # noqa: F401 - imported once, for all that are forked
 import training
 
-from tpufit.checkpoint import RunFolder
+from tpufit.checkpoint import CheckpointDirectory
 
 LIMIT = 300.0  # seconds that one process may take
 
@@ -123,7 +123,7 @@ def main(kills: int, cores: int, seed: int, where: Path) -> int:
             length *= 0.9  # it is quicker than the one that was timed: too many would not be killed at all
         else:
             faults.append(f"ended with {child.lines[-3:]}, and {expected} was expected")
-        checkpoint = RunFolder(folder).newest()
+        checkpoint = CheckpointDirectory(folder).newest()
         newest = checkpoint.step if checkpoint is not None else 0
         promised = max(map(int, child.said("saved")), default=0)
         if newest < promised:

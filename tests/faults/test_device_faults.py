@@ -13,7 +13,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, ModelCheckpoint
 from tpufit.errors import StateLostError
-from tpufit.runtime import graph
+from tpufit.runtime import program as graph
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
@@ -200,9 +200,9 @@ class Looks(Callback):
 
 @pytest.mark.parametrize("at", range(4, 60, 9))
 def test_an_interrupt_while_weights_are_handed_over_loses_nothing(cores, monkeypatch, at):
-    real, countdown = graph.exchange, iter(range(at))
+    real, countdown = graph.swap_value, iter(range(at))
 
-    def exchange(*arguments):
+    def swap_value(*arguments):
         value = real(*arguments)
         if next(countdown, None) is None:
             monkeypatch.undo()
@@ -219,7 +219,7 @@ def test_an_interrupt_while_weights_are_handed_over_loses_nothing(cores, monkeyp
         def on_train_batch_begin(self, batch, logs=None):
             seen[self.model._step] = self.model.state_dict()
 
-    monkeypatch.setattr(graph, "exchange", exchange)
+    monkeypatch.setattr(graph, "exchange", swap_value)
     with pytest.raises(KeyboardInterrupt):
         fit(model, cores, callbacks=Looks())
     left, steps = model.state_dict(), model._step

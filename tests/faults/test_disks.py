@@ -11,7 +11,7 @@ from torch import nn
 
 import tpufit
 from tpufit.callbacks import ModelCheckpoint
-from tpufit.checkpoint import RunFolder
+from tpufit.checkpoint import CheckpointDirectory
 from tpufit.errors import ArgumentError, CheckpointDamagedError, CheckpointMismatchError
 
 X, Y = torch.ones(8, 4), torch.tensor([0, 1] * 4)
@@ -153,7 +153,7 @@ def test_training_never_begins_anew_when_all_checkpoints_are_damaged(tmp_path):
             file.write(b"\xff\xff")
     with pytest.raises(CheckpointDamagedError, match=r"none of.*0002/model.*SHA-256.*0001/model.*To begin anew"):
         made.fit(X, Y, callbacks=[ModelCheckpoint(tmp_path)], resume=True, verbose=0)
-    assert RunFolder(tmp_path).steps() == [1, 2]
+    assert CheckpointDirectory(tmp_path).steps() == [1, 2]
 
 
 @pytest.mark.parametrize(

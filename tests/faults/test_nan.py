@@ -11,8 +11,8 @@ from torch import nn
 import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, CSVLogger, TerminateOnNaN
+from tpufit.checkpoint import first_broken
 from tpufit.errors import CallbackError
-from tpufit.weights import first_broken
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 

@@ -6,7 +6,7 @@ import signal
 import children
 import pytest
 
-from tpufit.checkpoint import RunFolder
+from tpufit.checkpoint import CheckpointDirectory
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +15,7 @@ TERMINATED = -signal.SIGTERM  # what Popen calls a death by the signal; a shell 
 
 def steps(folder):
     """The checkpoints; each of them is whole."""
-    run = RunFolder(folder / "run")
+    run = CheckpointDirectory(folder / "run")
     assert run.newest().step == run.steps()[-1]
     return run.steps()
 

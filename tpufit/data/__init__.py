@@ -1,9 +1,18 @@
 """What goes in: one stream of global batches from whatever data a user has. Nothing here needs a device."""
 
 from .batches import unpack
-from .buckets import PadToBuckets
 from .cache import CachedDataset
-from .presize import ImageFolder, presize
-from .stream import Stream, hold_out, stream
+from .collate import PadToBuckets
+from .images import ImageFolder, presize
+from .stream import Stream, stream, train_validation_split
 
-__all__ = ["CachedDataset", "ImageFolder", "PadToBuckets", "Stream", "hold_out", "presize", "stream", "unpack"]
+__all__ = [
+    "CachedDataset",
+    "ImageFolder",
+    "PadToBuckets",
+    "Stream",
+    "presize",
+    "stream",
+    "train_validation_split",
+    "unpack",
+]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from ..errors import DataError
+from ..utils.text import dtype_name
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
@@ -116,3 +117,40 @@ def join(parts: Sequence[Any]) -> Any:
         columns = [join(column) for column in zip(*parts, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     return first
+
+
+def fields(batch: Any) -> dict[str, Any]:
+    """The parts of a batch by their names: x, y and sample_weight if it is a tuple of these.
+
+    Args:
+        batch: A nest of tensors.
+    """
+    parts = ("x", "y", "sample_weight")
+    usual = type(batch) in (tuple, list) and 1 <= len(batch) <= len(parts)
+    return dict(zip(parts, batch, strict=False)) if usual else {"batch": batch}
+
+
+def listed(parts: Mapping[str, Any]) -> str:
+    """The tensors of named parts with their dtypes and shapes, for errors.
+
+    Args:
+        parts: Nests of tensors by name.
+
+    Example:
+        >>> import torch
+        >>> listed({"x": (torch.ones(4, 3), torch.ones(4)), "y": torch.tensor([1, 0])})
+        'x[0]: float32 (4, 3), x[1]: float32 (4,), y: int64 (2,)'
+    """
+    return ", ".join(
+        f"{name}: {dtype_name(tensor.dtype)} {tuple(tensor.shape)}" for name, tensor in tensors_of(parts).items()
+    )
+
+
+def tensors_of(parts: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of named parts, by the path to each, e.g. `"x[0]"`."""
+    return {
+        name + keystr(path): leaf
+        for name, part in parts.items()
+        for path, leaf in tree_flatten_with_path(part)[0]
+        if isinstance(leaf, Tensor)
+    }

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ..errors import ArgumentError, DataError, require_whole
-from ..utils.random import Draws
+from ..utils.random import RNGState
 from .batches import as_tensors, count_rows, host_array
 from .cache import CachedDataset
 from .sources import Arrays, Cached, Iteration, Plan, Samples, Source, Transform, of_loader
@@ -113,7 +113,7 @@ def stream(
     return Stream(source, steps, restart, name, cores)
 
 
-def hold_out(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any, Any, Any]:
+def train_validation_split(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any, Any, Any]:
     """Keep the last rows back for validation, before any shuffling.
 
     Args:
@@ -163,8 +163,8 @@ class _Place(NamedTuple):
     number: int = 0
     place: int = 0
     own: dict[str, Any] | None = None
-    begun: Draws | None = None
-    draws: Draws | None = None
+    begun: RNGState | None = None
+    draws: RNGState | None = None
 
 
 class Stream:
@@ -189,7 +189,7 @@ class Stream:
         self._goes_on = steps is not None and not restart
         self._running: Iterator[tuple[int, Any]] | None = None  # the pass that an epoch of `steps` left unfinished
         self._passes = 0
-        self._begun: Draws | None = None
+        self._begun: RNGState | None = None
         self._resumed: _Place | None = None
         self._places: deque[_Place] = deque([_Place()], maxlen=_PLACES_KEPT)  # of this epoch's batches
 
@@ -280,7 +280,7 @@ class Stream:
         fields = {name: state[name] for name in _Place._fields if name in state}
         for name in ("begun", "draws"):
             if fields.get(name) is not None:
-                fields[name] = Draws.of(fields[name])
+                fields[name] = RNGState.of(fields[name])
         place = _Place(**fields)
         if place.place:
             self._check_form(state.get("form"))
@@ -344,7 +344,7 @@ class Stream:
     def _note(self, number: int, placed: tuple[int, Any]) -> Any:
         """Note a batch's place. Nothing here keeps the batch itself: a cache uses its memory again for the next one."""
         place, batch = placed
-        draws = None if self._begun is None else Draws.now(self._source.generators)
+        draws = None if self._begun is None else RNGState.now(self._source.generators)
         self._places.append(_Place(self._taken + 1, number, place, self._source.state_dict(), self._begun, draws))
         return as_tensors(batch)
 
@@ -354,7 +354,7 @@ class Stream:
         if begin.begun is not None:
             begin.begun.restore(generators)  # what is passed over is drawn again, as a loader's order is
         keeps = self.keeps_draws and self._source.draws
-        self._begun = Draws.now(generators) if keeps else None
+        self._begun = RNGState.now(generators) if keeps else None
         if begin is self._places[-1]:  # nothing has been read yet; what is read ahead may never be used
             self._places[-1] = begin._replace(begun=self._begun, draws=begin.draws or self._begun)
         skipped = partial(begin.draws.restore, generators) if begin.draws is not None else lambda: None

@@ -14,6 +14,7 @@
 | `watch` | what a traced step reads, draws and leaves to the host |
 """
 
+from .counters import Compiled, Counts, add_seconds, count_capture, counts, metrics_report, timing
 from .devices import (
     Cores,
     CoresArgument,
@@ -28,13 +29,12 @@ from .devices import (
     versions,
 )
 from .faults import Load, translate
-from .graph import Program, State, capture_began, launch, tracing
-from .mesh import HOST, Layout, Placement
-from .norms import sharded_norms
-from .profile import start_profile, stop_profile
-from .report import Compiled, Counts, add_seconds, count_capture, counts, metrics_report, timing
-from .transfer import InFlight, exchange, move, overwrite, to_device, to_host
-from .watch import cure_of, users_line
+from .ops.norms import sharded_norms
+from .placement import HOST, Layout, Placement
+from .profiler import start_profile, stop_profile
+from .program import DeviceState, Program, capture_began, launch, tracing
+from .trace_watch import cure_of, users_line
+from .transfer import InFlight, copy_into, move, swap_value, to_device, to_host
 
 __all__ = [
     "HOST",
@@ -42,26 +42,25 @@ __all__ = [
     "Cores",
     "CoresArgument",
     "Counts",
+    "DeviceState",
     "InFlight",
     "Layout",
     "Load",
     "Placement",
     "Program",
-    "State",
     "add_seconds",
     "agree",
     "available",
     "capture_began",
+    "copy_into",
     "count_capture",
     "counts",
     "cure_of",
     "device_memory",
-    "exchange",
     "init",
     "launch",
     "metrics_report",
     "move",
-    "overwrite",
     "platform",
     "set_matmul_precision",
     "settled",
@@ -69,6 +68,7 @@ __all__ = [
     "start",
     "start_profile",
     "stop_profile",
+    "swap_value",
     "timing",
     "to_device",
     "to_host",

@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware
 from .faults import translate_start
-from .lowered import lower_missing
+from .ops.lowerings import lower_missing
 
 CoresArgument = int | str | list[int] | None
 """What `cores=` takes: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""

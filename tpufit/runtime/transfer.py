@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PlacementError
-from . import report
-from .mesh import Layout, Placement
+from . import counters as report
+from .placement import Layout, Placement
 
 
 def to_device(tensors: Sequence[Tensor], placement: Placement, layout: Layout) -> list[Tensor]:
@@ -95,13 +95,13 @@ def move(tensors: Iterable[Tensor], placement: Placement, names: dict[int, str] 
     for tensor, value in zip(moving, values, strict=True):
         tensor.grad = None  # of the other device; a step computes its own
         try:
-            exchange(tensor, value)
+            swap_value(tensor, value)
         except RuntimeError as error:
             name = names.get(id(tensor), "a tensor")
             raise PlacementError(f"{name} can't be moved to {placement.device}. PyTorch says: {error}") from error
 
 
-def exchange(tensor: Tensor, value: Tensor, requires_grad: bool | None = None) -> Tensor:
+def swap_value(tensor: Tensor, value: Tensor, requires_grad: bool | None = None) -> Tensor:
     """Give a tensor object another value, on any device; what refers to the object sees the new value.
 
     Args:
@@ -123,7 +123,7 @@ def exchange(tensor: Tensor, value: Tensor, requires_grad: bool | None = None) -
     return twin
 
 
-def overwrite(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement) -> None:
+def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement) -> None:
     """Give tensors new values of the same shape and dtype, in place and without waiting.
 
     Args:
@@ -140,7 +140,7 @@ def overwrite(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Pl
     sent = to_device([value for _, value in remote], placement, Layout.WHOLE) if remote else []
     for (target, _), value in zip(remote, sent, strict=True):
         if target.is_meta:  # a step that failed has left nothing of it
-            exchange(target, value)
+            swap_value(target, value)
         else:
             target.data = value
 

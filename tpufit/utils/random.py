@@ -67,7 +67,7 @@ def step_seed(seed: int, step: int) -> int:
 
 
 @dataclass(frozen=True)
-class Draws:
+class RNGState:
     """Where the host's random numbers are: Python's, NumPy's, PyTorch's, and those of generators of the user's own.
 
     Example:
@@ -84,7 +84,7 @@ class Draws:
     own: tuple[Tensor, ...] = ()
 
     @classmethod
-    def now(cls, generators: Sequence[Generator] = ()) -> Draws:
+    def now(cls, generators: Sequence[Generator] = ()) -> RNGState:
         """Where they are now.
 
         Args:
@@ -117,7 +117,7 @@ class Draws:
         }
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Draws:
+    def of(cls, state: Mapping[str, Any]) -> RNGState:
         """What `state_dict` gave.
 
         Args:

@@ -1,0 +1,164 @@
+"""`Monitor`: follows a log, and knows which value is best. With no hooks and no model."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ArgumentError
+from .scalars import as_scalar
+
+# Words in the names of logs that get better as they rise, or as they fall, for logs whose metric doesn't say.
+_RISING = re.compile(
+    "acc|accuracy|auc|auroc|dice|f1|fbeta|iou|jaccard|kappa|precision|psnr|r2|recall|sensitivity|specificity|ssim"
+)
+_FALLING = re.compile("cer|distance|divergence|error|loss|mae|mape|mse|nll|perplexity|rmse|wer")
+
+
+class Monitor:
+    """Follows one log, and says when it gets better.
+
+    Args:
+        name: The log, e.g. `"val_loss"`.
+        mode: `"min"`, `"max"` or `"auto"` (default: as its metric says, else by its name; if neither does,
+            `settle` raises).
+        min_delta: A change of less than this (default 0) is none.
+        baseline: A value that must be beaten as well for `wait` to go back to 0 (default: none).
+        best: The value to begin with (default: none, so that any finite value is better).
+
+    Attributes:
+        best: The best value so far, or None.
+        wait: Values in a row since the last that was better than `best` and `baseline`.
+
+    Raises:
+        ArgumentError: An unknown mode.
+
+    Example:
+        >>> monitor = Monitor("val_loss", min_delta=0.1)
+        >>> [monitor.observe(value) for value in (0.9, 0.85, 0.7, float("nan"), 0.65)]
+        [True, False, True, False, False]
+        >>> monitor.best, monitor.wait
+        (0.7, 2)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mode: str = "auto",
+        min_delta: float = 0.0,
+        baseline: float | None = None,
+        best: float | None = None,
+    ) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise ArgumentError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
+        self.name, self.mode, self.baseline, self.best = name, mode, baseline, best
+        self.min_delta = abs(min_delta)
+        self.wait = 0
+        self.rising = mode == "max" or (mode == "auto" and _rises(name) is True)
+        self._warned = False
+
+    def settle(self, higher_is_better: bool | None) -> None:
+        """Let the metric decide the direction, if the mode is `"auto"`.
+
+        Args:
+            higher_is_better: The metric's answer; None leaves it to the name.
+
+        Raises:
+            ArgumentError: The name doesn't decide either. A guess would keep the worst weights half of the time.
+        """
+        if self.mode == "auto":
+            rising = _rises(self.name) if higher_is_better is None else higher_is_better
+            if rising is None:
+                raise ArgumentError(
+                    f"neither a metric nor the name of {self.name!r} says whether more of it is better: say so with "
+                    "mode='max' or mode='min'"
+                )
+            self.rising = rising
+
+    def reset(self, best: float | None = None) -> None:
+        """Forget the values so far.
+
+        Args:
+            best: The value to begin with (default: none).
+        """
+        self.best, self.wait = best, 0
+
+    def read(self, logs: Mapping[str, Any] | None, asker: str) -> float | None:
+        """Find the value in logs. The first time that it is missing, a warning lists the logs that there are.
+
+        Args:
+            logs: The logs; if they are lazy and have it, this waits for the device.
+            asker: The name of the callback, for the message.
+
+        Returns:
+            The value, or None.
+
+        Raises:
+            ArgumentError: The log is not a single number.
+        """
+        if not logs or self.name not in logs:
+            if not self._warned:
+                self._warned = True
+                known = ", ".join(sorted(logs or {})) or "none"
+                warnings.warn(
+                    f"{asker} can't find {self.name!r} in the logs and does nothing without it. Available: {known}. "
+                    "A val_* log needs validation_data, and is there only after epochs that validate",
+                    stacklevel=3,
+                )
+            return None
+        value = as_scalar(logs[self.name])
+        if value is None:
+            raise ArgumentError(f"{asker} can follow a single number only, and {self.name!r} is {logs[self.name]!r}")
+        return value
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        """True if a value is better than another by more than `min_delta`. NaN and infinities never are.
+
+        Args:
+            value: The value.
+            than: The other; None is worse than any.
+        """
+        if not math.isfinite(value):
+            return False
+        if than is None:
+            return True
+        return value - self.min_delta > than if self.rising else value + self.min_delta < than
+
+    def observe(self, value: float) -> bool:
+        """Compare a value with the best so far, and keep it if it is better.
+
+        Args:
+            value: The value.
+
+        Returns:
+            True if it is better.
+        """
+        better = self.is_better(value, self.best)
+        self.wait += 1
+        if better:
+            self.best = value
+            if self.is_better(value, self.baseline):
+                self.wait = 0
+        return better
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best so far, and the count of values since, as numbers."""
+        return {"best": self.best, "wait": self.wait}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Args:
+            state: The dict that `state_dict` returned.
+        """
+        self.best, self.wait = state["best"], state["wait"]
+
+
+def _rises(name: str) -> bool | None:
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    if any(map(_FALLING.fullmatch, words)):
+        return False
+    return True if any(map(_RISING.fullmatch, words)) else None

@@ -1,0 +1,213 @@
+"""`ProgbarLogger`: the progress bar, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import ArgumentError
+from ..runtime import capture_began
+from ._support.canvas import Canvas, canvas_of, print_line
+from ._support.clock import Clock
+from ._support.progress_line import ProgressLine
+from ._support.scalars import scalars
+from ._support.terminal import can_draw, standard_output
+from .base import Callback, Logs
+
+# Seconds between two drawings. Each reads logs, so it also bounds how often the bar may wait for the device.
+_INTERVAL = 0.25
+
+
+def resolve_verbose(verbose: str | int) -> int:
+    """Turn `verbose` into a number: 0 shows nothing, 1 a progress bar, 2 a line an epoch.
+
+    Args:
+        verbose: One of these, or `"auto"`: 1 in a terminal or a notebook, else 2.
+
+    Raises:
+        ArgumentError: Another value.
+
+    Example:
+        >>> resolve_verbose(2)
+        2
+    """
+    if verbose == "auto":
+        return 1 if can_draw(standard_output()) else 2
+    if verbose not in (0, 1, 2):
+        raise ArgumentError(
+            f"verbose must be 'auto', 0 (silent), 1 (a progress bar) or 2 (a line an epoch), got {verbose!r}"
+        )
+    return int(verbose)
+
+
+class ProgbarLogger(Callback):
+    """Shows how far `fit`, `evaluate` or `predict` is: `fit` and the others make one, so you need not.
+
+    With `verbose=1` in a terminal or a notebook it draws a bar for each epoch, at most four times a second however
+    fast the steps are, and only then reads the logs; while a step is compiled it says so, with a clock. Else it
+    prints one line when the epoch ends, and reads nothing before. A validation inside `fit` shows in its epoch's
+    line; samples per second are those of training, after the first step.
+
+    Args:
+        console: The place to write (default: standard output).
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> progress = ProgbarLogger()
+        >>> progress.set_model(SimpleNamespace(input_bound=0.25, rows_seen=0))
+        >>> progress.set_params({"epochs": 10, "steps": 23, "verbose": 2})
+        >>> progress.on_epoch_begin(2)
+        >>> for batch in range(23):
+        ...     progress.on_train_batch_end(batch, {"loss": 0.5})
+        >>> progress.on_epoch_end(2, {"loss": 0.1234, "val_loss": 0.2})
+        Epoch 3/10 - 0.0s - 23 steps - loss: 0.1234 - val_loss: 0.2000 - waited for data: 25%
+
+    Source: `keras.callbacks.ProgbarLogger`.
+    """
+
+    reads_weights = False
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or standard_output()
+        self._in_fit = False
+        self._fit_steps: int | None = None
+        self._line: ProgressLine | None = None
+        self._canvas: Canvas | None = None
+        self._rows_before = 0
+        self._previous: Logs | None = None
+        self._drawn = 0.0
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """From now on a validation is part of an epoch."""
+        self._in_fit = True
+        self._fit_steps = None
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Leave a clean terminal, also after an error."""
+        self._in_fit = False
+        self._break_off()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Begin a line."""
+        self._begin(f"Epoch {epoch + 1}/{self.params['epochs']}", self.params["steps"] or self._fit_steps)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Draw, if it is time to."""
+        self._advance(batch + 1, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Finish the line."""
+        if self._line is not None:
+            self._fit_steps = self._line.done
+            self._line.input_bound = self.model.input_bound
+        self._finish(logs)
+
+    def on_test_begin(self, logs: Logs | None = None) -> None:
+        """Begin a line, for `evaluate` alone."""
+        if not self._in_fit:
+            self._begin("Evaluate", self.params["steps"])
+        elif self._line is not None:
+            now = time.perf_counter()
+            self._line.stop(now)
+            if self._canvas is not None:
+                self._draw(now)  # else the bar would stand before its end for as long as it takes
+
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Draw, if it is time to, for `evaluate` alone."""
+        if not self._in_fit:
+            self._advance(batch + 1, logs)
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Finish the line, for `evaluate` alone."""
+        if not self._in_fit:
+            if logs:
+                self._finish(logs)
+            else:
+                self._break_off()
+
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        """Begin a line."""
+        self._begin("Predict", self.params["steps"])
+
+    def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Draw, if it is time to."""
+        self._advance(batch + 1, None)
+
+    def on_predict_end(self, logs: Logs | None = None) -> None:
+        """Finish the line."""
+        self._finish(None)
+
+    def _begin(self, title: str, total: int | None) -> None:
+        if not self.params["verbose"]:
+            return
+        now = self._drawn = time.perf_counter()
+        self._line = ProgressLine(title, total, now)
+        self._rows_before = self.model.rows_seen
+        self._previous = None
+        # Inside another one's bar (a callback of fit calls evaluate) there is no canvas, and a plain line at the end.
+        if self.params["verbose"] == 1 and self._canvas is None:
+            self._canvas = canvas_of(self._console)
+            if self._canvas is not None:
+                self._canvas.draw(self._bar(now, ended=False))
+                self._clock = Clock(self._draw_clock, _INTERVAL)
+
+    def _advance(self, done: int, logs: Logs | None) -> None:
+        if self._line is None:
+            return
+        now = time.perf_counter()
+        self._line.advance(done, now, self.model.rows_seen - self._rows_before)
+        if self._canvas is None:
+            return
+        if now - self._drawn >= _INTERVAL:
+            try:
+                # The logs of the step before: to read those of this step would leave the device with nothing to do.
+                if self._previous is not None:
+                    self._line.values = scalars(self._previous)
+                self._draw(now)
+            except Exception:
+                self._break_off()  # a device's error shows when logs are read; the one that raises isn't ended later
+                raise
+        self._previous = logs
+
+    def _draw(self, now: float) -> None:
+        assert self._canvas is not None and self._line is not None
+        if self._in_fit:
+            self._line.input_bound = self.model.input_bound
+        self._canvas.draw(self._bar(now, ended=False))
+        self._drawn = time.perf_counter()
+
+    def _draw_clock(self) -> None:
+        """In a thread: nothing but a compilation takes so long that the time must be seen to go on."""
+        since = capture_began()
+        if since is not None and self._canvas is not None:
+            self._canvas.draw(self._bar(time.perf_counter(), ended=False, compiling_since=since))
+
+    def _finish(self, logs: Logs | None) -> None:
+        if self._line is None:
+            return
+        now = time.perf_counter()
+        self._line.stop(now)
+        self._line.values = scalars(logs)
+        if self._canvas is None:
+            print_line(self._line.summary(now), self._console)
+        else:
+            self._line.total = self._line.total or self._line.done
+            self._stop_drawing(now)
+        self._line = None
+
+    def _break_off(self) -> None:
+        if self._canvas is not None:
+            self._stop_drawing(time.perf_counter())
+        self._line = None
+
+    def _stop_drawing(self, now: float) -> None:
+        assert self._canvas is not None
+        self._clock.stop()
+        canvas, self._canvas, self._previous = self._canvas, None, None
+        canvas.end(self._bar(now, ended=True))
+
+    def _bar(self, now: float, ended: bool, compiling_since: float | None = None) -> Text:
+        assert self._line is not None
+        return self._line.bar(now, ended, self._console.options.ascii_only, compiling_since)

@@ -1,0 +1,82 @@
+"""Nests of plain values and tensors, as JSON and a file of tensors can hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def is_plain(nest: Any) -> bool:
+    """Whether JSON can hold a nest as it is.
+
+    Example:
+        >>> is_plain({"loss": ["mse", None]}), is_plain({"loss": print})
+        (True, False)
+    """
+    if isinstance(nest, Mapping):
+        return all(isinstance(key, str) and is_plain(value) for key, value in nest.items())
+    return all(map(is_plain, nest)) if isinstance(nest, (list, tuple)) else isinstance(nest, _PLAIN)
+
+
+def encode(nest: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
+    """A nest as JSON can hold it.
+
+    Args:
+        nest: Numbers, strings, tensors and arrays, in tuples, lists and dicts. A tuple becomes a list.
+        name: What to call it in errors, and what its tensors' names begin with.
+        tensors: Takes up its tensors and arrays.
+
+    Raises:
+        ArgumentError: It holds something else.
+
+    Example:
+        >>> tensors = {}
+        >>> plain = encode({"best": 0.5, 3: [torch.ones(2)]}, "stopping", tensors)
+        >>> sorted(tensors), decode(plain, tensors)
+        (['stopping/3/0'], {'best': 0.5, 3: [tensor([1., 1.])]})
+    """
+    if isinstance(nest, Tensor):
+        tensors[name] = nest
+        return {"tensor": name}
+    if isinstance(nest, np.ndarray) and nest.dtype.kind in "biuf":
+        tensors[name] = torch.from_numpy(np.array(nest))
+        return {"array": name}
+    if isinstance(nest, np.generic):
+        return nest.item()
+    if isinstance(nest, _PLAIN):
+        return nest
+    if isinstance(nest, (list, tuple)):
+        return [encode(item, f"{name}/{i}", tensors) for i, item in enumerate(nest)]
+    if isinstance(nest, Mapping):  # as pairs, because JSON's keys are strings only
+        pairs = [[key, encode(value, f"{name}/{key}", tensors)] for key, value in nest.items()]
+        if all(isinstance(key, _PLAIN) for key, _ in pairs):
+            return {"dict": pairs}
+    raise ArgumentError(
+        f"{name} is a {type(nest).__name__}, which a checkpoint can't hold: nothing is ever pickled. Keep numbers, "
+        "strings, tensors and arrays, in lists and dicts"
+    )
+
+
+def decode(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `encode` was given.
+
+    Args:
+        plain: What it gave.
+        tensors: The tensors.
+    """
+    if isinstance(plain, list):
+        return [decode(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, value),) = plain.items()
+    if kind == "dict":
+        return {key: decode(item, tensors) for key, item in value}
+    return tensors[value] if kind == "tensor" else tensors[value].numpy()

@@ -1,0 +1,6 @@
+"""`CachedDataset`: samples computed once and kept in files."""
+
+from .dataset import CachedDataset
+from .fingerprint import describe
+
+__all__ = ["CachedDataset", "describe"]

@@ -1,0 +1,246 @@
+"""A background thread that keeps batches ahead of the loop: read, prepared and on their way to the device.
+
+Feed and thread meet in two queues only. A slot is put back for each batch that is asked for, and the thread takes one
+before it reads. `SimpleQueue` is written in C: a wait for one ends at once on Ctrl-C, and its `put` may run in the
+middle of anything, also in a garbage collection that finds a dropped feed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from time import monotonic, perf_counter, thread_time
+from typing import Any, Generic, TypeVar
+
+from ..errors import require_whole
+
+T = TypeVar("T")
+
+_PATIENCE = 2.0  # seconds that close() waits for a thread which is inside the user's data
+_SILENCE = 60.0  # seconds without a batch after which it is said that one is waited for
+_NO_BATCH = object()
+
+
+class PrefetchEndedError(Exception):
+    """`Prefetcher.end` was called."""
+
+
+class Prefetcher(Generic[T]):
+    """Batches prepared ahead, in order, none lost or repeated.
+
+    It ends when the data end, when `close` is called (or a `with` block left), or when nobody holds it any more. An
+    exception in the data or in `prepare` is raised by `next`, itself and with its own traceback, after all batches
+    before it. Data are read in the thread: a source that shares state with the loop (a random generator, say) must
+    not mind.
+
+    Args:
+        batches: Any iterable. It is iterated in the thread; a generator is closed there too.
+        prepare: Called in the thread with each batch, e.g. to start its transfer to the device.
+        depth: How many prepared batches may wait, at least 1. No more than these are read ahead.
+
+    Attributes:
+        seconds_waited: How long `next` has waited for data so far.
+        seconds_busy: How long the thread has read and prepared so far,
+        seconds_prepared: for how much of that it prepared,
+        seconds_computed: and for how much it computed.
+        given: How many batches have been given.
+
+    Raises:
+        ArgumentError: `depth` is not a whole number of at least 1.
+
+    Example:
+        >>> with Feed([1, 2, 3], lambda batch: batch * 10) as feed:
+        ...     list(feed)
+        [10, 20, 30]
+    """
+
+    def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], T], depth: int = 2) -> None:
+        require_whole("depth", depth)
+        self.seconds_waited = 0.0
+        self.given = 0
+        self._paused = False
+        self._owed = 0  # slots of batches given out that the thread doesn't have back yet
+        self._half = (depth + 1) // 2
+        self._lane: _Lane[T] = _Lane(depth)
+        self._stop = weakref.finalize(self, self._lane.stop)  # when dropped, or by close()
+        # A daemon: data that never return must not keep the interpreter from exiting.
+        self._thread = threading.Thread(
+            target=self._lane.fill, args=(batches, prepare), name="tpufit-feed", daemon=True
+        )
+        _lanes[self._thread] = self._lane
+        atexit.unregister(_end_threads)  # anew for each feed, so that it runs before what the device does at exit
+        atexit.register(_end_threads)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        lane, began = self._lane, None
+        if lane.stopped:
+            raise StopIteration
+        self._owed += 1
+        if lane.ready.empty():
+            if self._paused:
+                self._owed -= 1
+                raise RuntimeError("no batch is ready and the feed is paused: ask for the next one after the pause")
+            if not self._thread.is_alive() and lane.ready.empty():
+                raise RuntimeError("the feed's thread stayed in another process: this one was forked from it")
+            began = perf_counter()
+        # Half of them at once: a thread that is woken for each batch costs more than sending a small one does.
+        if began is not None or self._owed >= self._half:
+            for _ in range(self._owed):
+                lane.slots.put(None)
+            self._owed = 0
+        try:
+            item = self._get()
+        finally:
+            if began is not None:
+                self.seconds_waited += perf_counter() - began
+        if not isinstance(item, _End):
+            self.given += 1
+            return item
+        self.close()
+        try:
+            raise StopIteration if item.error is None else item.error
+        finally:
+            del item  # the error's traceback holds this frame, which must not hold the error
+
+    def _get(self) -> T | _End:
+        try:
+            return self._lane.ready.get(timeout=_SILENCE)
+        except Empty:
+            warnings.warn(
+                f"the data have given no batch for {_SILENCE:g} s, and are still being waited for. If a worker may "
+                "hang, DataLoader(..., timeout=60) makes an error of it that names the worker",
+                stacklevel=4,
+            )
+            return self._lane.ready.get()
+
+    @property
+    def seconds_busy(self) -> float:
+        return self._lane.seconds_busy
+
+    @property
+    def seconds_prepared(self) -> float:
+        return self._lane.seconds_prepared
+
+    @property
+    def seconds_computed(self) -> float:
+        return self._lane.seconds_computed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep `prepare` from running, as a graph is being captured.
+
+        Entering waits for the call that runs. Inside, the data may still be read, and `next` gives the batches that
+        are ready; if none is, it can't wait for one. Not to be nested.
+
+        Raises:
+            RuntimeError: From `next`, inside: no batch is ready.
+        """
+        with self._lane.turn:
+            self._paused = True
+            try:
+                yield
+            finally:
+                self._paused = False
+
+    def end(self) -> None:
+        """Let a `next` that waits for data, or a later one, raise `PrefetchEndedError`. For handlers of signals."""
+        self._lane.ready.put(_End(PrefetchEndedError()))
+
+    def close(self) -> None:
+        """Stop the thread, close the data if they are a generator, and drop what was prepared; again is no error.
+
+        It waits for the thread, but no longer than 2 s if that is inside the data, and not in a pause; the thread then
+        ends as soon as it can, without preparing anything more.
+        """
+        self._stop()
+        self._thread.join(0 if self._paused else _PATIENCE)
+        while not self._lane.ready.empty():
+            self._lane.ready.get()
+
+    def __enter__(self) -> Prefetcher[T]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _End:
+    """What comes after the last batch."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+
+class _Lane(Generic[T]):
+    """What the feed and its thread share. The thread doesn't hold the feed, or the feed could never be dropped."""
+
+    def __init__(self, depth: int) -> None:
+        self.ready: SimpleQueue[T | _End] = SimpleQueue()
+        self.slots: SimpleQueue[None] = SimpleQueue()
+        self.turn = threading.Lock()  # held by `prepare`, or by a pause
+        self.stopped = False
+        self.seconds_busy = self.seconds_prepared = self.seconds_computed = 0.0
+        for _ in range(depth):
+            self.slots.put(None)
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.slots.put(None)
+
+    def fill(self, batches: Iterable[Any], prepare: Callable[[Any], T]) -> None:
+        """The thread."""
+        iterator: Iterator[Any] = iter(())
+        try:
+            iterator = iter(batches)
+            while self.next_slot():
+                began = perf_counter()
+                batch = next(iterator, _NO_BATCH)
+                self.seconds_busy += perf_counter() - began
+                self.seconds_computed = thread_time()
+                if batch is _NO_BATCH:
+                    break
+                with self.turn:
+                    if self.stopped:
+                        break
+                    began = perf_counter()
+                    try:
+                        self.ready.put(prepare(batch))
+                    except StopIteration as error:  # raised by next() as it is, it would end the epoch in silence
+                        raise RuntimeError("prepare raised StopIteration") from error
+                    prepared = perf_counter() - began
+                    self.seconds_prepared += prepared
+                    self.seconds_busy += prepared
+                    self.seconds_computed = thread_time()
+                del batch  # not held while waiting for a slot
+            self.ready.put(_End())
+        except BaseException as error:
+            self.ready.put(_End(error))
+        finally:
+            if isinstance(iterator, Generator):
+                iterator.close()
+            del batches, iterator  # an error's traceback holds this frame, which must not hold the data
+
+    def next_slot(self) -> bool:
+        self.slots.get()
+        return not self.stopped
+
+
+_lanes: weakref.WeakKeyDictionary[threading.Thread, _Lane[Any]] = weakref.WeakKeyDictionary()
+
+
+def _end_threads() -> None:
+    """Leave no thread inside torch when the interpreter ends: that aborts the process."""
+    running, deadline = list(_lanes.items()), monotonic() + _PATIENCE
+    for _, lane in running:
+        lane.stop()
+    for thread, _ in running:
+        thread.join(max(0, deadline - monotonic()))

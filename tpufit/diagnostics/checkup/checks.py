@@ -1,0 +1,237 @@
+"""The checks: each is a function from facts to rows, and says in one sentence what to do about what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ...errors import VersionError
+from ...utils.hardware import check_versions, describe, retired_variables
+from ...utils.text import size
+from .facts import Facts
+from .trial import ALL, Trial
+
+_SUPPORTED_PYTHONS = ((3, 10), (3, 13))
+
+# Of XRT, the runtime before PJRT, which torch_xla has had no more since 2.1: whoever sets them follows an old guide.
+_OF_XRT = (
+    "XRT_TPU_CONFIG",
+    "XRT_WORKERS",
+    "XRT_DEVICE_MAP",
+    "XRT_SHARD_WORLD_SIZE",
+    "TPU_IP_ADDRESS",
+    "COLAB_TPU_ADDR",
+)
+_OF_ANOTHER_RUN = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
+_OF_A_CHOICE = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "CPU_NUM_DEVICES")
+_SLOWING = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "XLA_HLO_DEBUG", "XLA_IR_DEBUG", "XLA_USE_EAGER_DEBUG_MODE")
+_SHARDING = ("XLA_USE_SPMD", "XLA_AUTO_SPMD", "XLA_AUTO_SPMD_MESH")
+
+_LITTLE_MEMORY = 4 << 30
+_LITTLE_DISK = 5 << 30
+_SLOW_LINK = 1e9  # bytes a second
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: What was checked.
+        status: `"ok"`, `"warning"` or `"error"`.
+        found: What there is.
+        cure: What to do; nothing if all is well.
+    """
+
+    name: str
+    status: str
+    found: str
+    cure: str = ""
+
+
+def _row(name: str, found: str, *, error: str = "", warning: str = "") -> Row:
+    """A row that is well unless a cure is given."""
+    return Row(name, "error" if error else "warning" if warning else "ok", found, error or warning)
+
+
+def python(facts: Facts) -> Iterator[Row]:
+    first, last = _SUPPORTED_PYTHONS
+    cure = "" if first <= facts.python[:2] <= last else "torch 2.9 and torch_xla 2.9 need Python 3.10 to 3.13"
+    yield _row("Python", ".".join(map(str, facts.python)), error=cure)
+
+
+def versions(facts: Facts) -> Iterator[Row]:
+    pair = facts.versions.get("torch"), facts.versions.get("torch_xla")
+    found = ", ".join(
+        f"{name} {version or 'missing'}" for name, version in zip(("torch", "torch_xla"), pair, strict=True)
+    )
+    try:
+        check_versions(*pair)
+        cure = ""
+    except VersionError as error:
+        cure = str(error)
+    yield _row("torch and torch_xla", found, error=cure)
+
+
+def libtpu(facts: Facts) -> Iterator[Row]:
+    version = facts.versions.get("libtpu")
+    if version is None:
+        cure = "pip install 'torch_xla[tpu]==2.9.0': without libtpu the TPU is not found" if facts.chips else ""
+        yield _row("libtpu", "not installed" + ("" if facts.chips else "; only a TPU needs it"), error=cure)
+        return
+    fits = facts.wants_libtpu in (None, version)
+    cure = f"this torch_xla was released with libtpu {facts.wants_libtpu}: pip install libtpu=={facts.wants_libtpu}"
+    yield _row("libtpu", version, warning="" if fits else cure)
+
+
+def tensorflow(facts: Facts) -> Iterator[Row]:
+    if "tensorflow" in facts.versions:
+        cure = (
+            "it loads libtpu too, and whoever comes first keeps the TPU: pip uninstall -y tensorflow && pip install "
+            "tensorflow-cpu, or never import it before fit (TPU_LOAD_LIBRARY=0 helps where you must)"
+        )
+        yield _row("TensorFlow", f"tensorflow {facts.versions['tensorflow']}", warning=cure)
+    else:
+        yield _row("TensorFlow", "none that takes the TPU")
+
+
+def device(facts: Facts) -> Iterator[Row]:
+    wish = facts.environ.get("PJRT_DEVICE")
+    if facts.chips:
+        chip, cores = facts.chips[0], sum(chip.devices for chip in facts.chips)
+        found = f"TPU {chip.name}: {len(facts.chips)} chips, {cores} cores of at least {chip.memory} GB each"
+        other = wish not in (None, "TPU")
+        cure = f"PJRT_DEVICE={wish!r} leaves the TPU idle: unset it" if other else ""
+        yield _row("device", f"{found}; on {facts.place}", warning=cure)
+        return
+    cures = {
+        "Kaggle": "Settings > Accelerator > TPU, and start the session anew",
+        "Colab": "Runtime > Change runtime type > a TPU",
+    }
+    found = f"no TPU on the PCI bus; on {facts.place}"
+    if wish == "TPU":
+        yield _row("device", found, error="PJRT_DEVICE=TPU asks for one: choose a machine with a TPU, or unset it")
+    else:
+        yield _row("device", f"{found}: training runs on virtual cores of the CPU", warning=cures.get(facts.place, ""))
+
+
+def hosts(facts: Facts) -> Iterator[Row]:
+    names = [name for name in facts.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
+    if len(names) > 1:
+        cure = "tpufit trains on one host so far: take a slice of one host, such as v5litepod-8 or v6e-8"
+        yield _row("hosts", f"one of {len(names)} hosts of a pod", error=cure)
+
+
+def variables(facts: Facts) -> Iterator[Row]:
+    def among(names: tuple[str, ...]) -> str:
+        return ", ".join(f"{name}={facts.environ[name]}" for name in names if facts.environ.get(name))
+
+    if found := among(_OF_XRT):
+        cure = "these were for XRT, which torch_xla has no more: unset them. PJRT_DEVICE=TPU is all it needs now"
+        yield _row("environment", found, warning=cure)
+    if found := among(_OF_ANOTHER_RUN):
+        if facts.place == "Kaggle" and facts.chips:
+            cure = "left from a run of several processes; fit removes the first two here before it starts"
+        else:
+            cure = "these divide the TPU among several processes, and tpufit is one: unset them, or the start may hang"
+        yield _row("environment", found, warning=cure)
+    if found := among(_OF_A_CHOICE):
+        yield _row("environment", found, warning="not all cores are shown to this process: unset it if you want them")
+    if found := among(_SHARDING):
+        yield _row("environment", found, warning="tpufit divides batches itself, and this interferes: unset it")
+    if found := among(_SLOWING):
+        yield _row("environment", found, warning="these make every step slow: unset them when you have found the fault")
+    if found := ", ".join(retired_variables(facts.environ)):
+        cure = "torch_xla obeys some behind PyTorch's back, and ignores others: unset them, compile(precision='bf16')"
+        yield _row("environment", found, warning=cure)
+
+
+def holders(facts: Facts) -> Iterator[Row]:
+    others = {pid: command for pid, command in facts.holders.items() if pid != facts.own}
+    if others:
+        cure = "a TPU serves one process: end them yourself (kill, or restart their notebook); doctor ends nothing"
+        yield _row("who holds the TPU", describe(others), error=cure)
+    else:
+        yield _row("who holds the TPU", "this process" if facts.holders else "nobody that this user may see")
+
+
+def process(facts: Facts) -> Iterator[Row]:
+    if facts.foreign:
+        cure = (
+            "don't touch torch_xla before tpufit (xla_device(), .to('xla')): a process that has computed on one device "
+            "can't go to many. In doubt restart the kernel"
+        )
+        yield _row("this process", "torch_xla was imported before tpufit needed it", warning=cure)
+    elif facts.settled:
+        yield _row("this process", f"computes on {facts.settled}; so no training was tried in another")
+
+
+def memory(facts: Facts) -> Iterator[Row]:
+    by = min(facts.memory, key=facts.memory.__getitem__)
+    least = facts.memory[by]
+    cure = "importing torch and compiling take about 2 GiB, and data come on top: raise the limit, or take more memory"
+    status = {"error" if least < _LITTLE_MEMORY // 2 else "warning": cure} if least < _LITTLE_MEMORY else {}
+    yield _row("host memory", f"{size(least)} by {by}", **status)
+
+
+def cpus(facts: Facts) -> Iterator[Row]:
+    enough = facts.cpus >= 2 * len(facts.chips) and facts.cpus > 1
+    cure = "few to decode data for this device: prepare them once with tpufit.data.CachedDataset"
+    yield _row("CPUs", str(facts.cpus), warning="" if enough else cure)
+
+
+def disk(facts: Facts) -> Iterator[Row]:
+    cure = "little for caches and checkpoints: make room, or put them elsewhere"
+    yield _row("free disk", f"{size(facts.disk)} in this folder", warning=cure if facts.disk < _LITTLE_DISK else "")
+
+
+def trials(facts: Facts) -> Iterator[Row]:
+    for trial in facts.trials:
+        name = "training on all cores" if trial.cores == ALL else f"training on {trial.cores} core"
+        if not trial.ran_on:
+            yield _row(name, trial.failure, error=_ended(trial))
+            continue
+        took = f"first step {trial.first:.1f} s with compiling, then {1000 * trial.step:.2g} ms a step of a tiny net"
+        yield _row(name, f"{trial.ran_on}: {took}")
+    if measured := [trial for trial in facts.trials if trial.ran_on]:
+        best = max(trial.bandwidth for trial in measured)
+        cure = "slow for large batches: send bytes, and let device_transform make floats of them on the device"
+        yield _row(
+            "host to device and back",
+            f"{best / 1e9:.2g} GB/s",
+            warning=cure if facts.chips and best < _SLOW_LINK else "",
+        )
+    if sizes := [trial.memory for trial in facts.trials if trial.memory]:
+        yield _row("device memory", size(min(sizes)))
+
+
+def _ended(trial: Trial) -> str:
+    """What to do about a training that failed, by how it ended."""
+    if trial.status is None:
+        return (
+            "it hangs: see the rows above for who holds the TPU and for variables of another run; then restart the TPU"
+        )
+    if any(text in trial.failure for text in ("failed to map", "Cannot allocate memory", "MemoryError", "bad_alloc")):
+        return "this process may not use enough host memory: see that row"
+    if trial.status == -9:
+        return "the system has killed it, most likely for want of host memory"
+    if trial.status < 0:
+        return f"signal {-trial.status} has ended it: XLA or libtpu has crashed. See the rows above, and send this text"
+    return "the message above says what to do; if not, see the rows before it"
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Row]], ...] = (
+    python,
+    versions,
+    libtpu,
+    tensorflow,
+    device,
+    hosts,
+    variables,
+    holders,
+    process,
+    memory,
+    cpus,
+    disk,
+    trials,
+)

@@ -1,0 +1,91 @@
+"""`gather`: what there is on this machine, without a judgement and without starting the runtime in this process."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from ...utils import hardware
+from .trial import ALL, Trial, run
+
+_PACKAGES = ("torch", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the checks go by. The defaults are those of a sound laptop, so that a test says only what is amiss.
+
+    Attributes:
+        python: Python's version.
+        versions: The installed versions of what matters, by package; what is missing is left out.
+        wants_libtpu: The version of libtpu that the installed torch_xla was built for, or None.
+        environ: The environment's variables.
+        place: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`.
+        chips: The TPU chips on the PCI bus.
+        holders: The commands of the processes that have a TPU open, by process id.
+        own: The id of this process.
+        settled: The cores of this process, in words, or nothing if none are settled.
+        foreign: Whether torch_xla was imported in this process before tpufit needed it.
+        memory: How many bytes this process may use, by what says so.
+        cpus: How many CPUs it may use.
+        disk: Free bytes where caches and checkpoints go by default.
+        trials: What the trainings gave; empty if there were none.
+    """
+
+    python: tuple[int, ...] = (3, 11, 0)
+    versions: Mapping[str, str] = field(default_factory=lambda: {"torch": "2.9.0", "torch_xla": "2.9.0"})
+    wants_libtpu: str | None = "0.0.21"
+    environ: Mapping[str, str] = field(default_factory=dict)
+    place: str = "a machine without a TPU"
+    chips: tuple[hardware.Chip, ...] = ()
+    holders: Mapping[int, str] = field(default_factory=dict)
+    own: int = 1
+    settled: str = ""
+    foreign: bool = False
+    memory: Mapping[str, int] = field(default_factory=lambda: {"RAM": 64 << 30})
+    cpus: int = 16
+    disk: int = 100 << 30
+    trials: tuple[Trial, ...] = ()
+
+
+def gather(train: bool, timeout: float) -> Facts:
+    """Look at this machine.
+
+    Args:
+        train: Whether to train.
+        timeout: How many seconds each training may take.
+    """
+    # Loading the runtime loads torch, which may be what is wrong here.
+    runtime = sys.modules.get("tpufit.runtime")
+    cores = runtime.settled() if runtime else None
+    return Facts(
+        python=sys.version_info[:3],
+        versions={name: version for name in _PACKAGES if (version := hardware.version(name)) is not None},
+        wants_libtpu=_wanted_libtpu(),
+        environ=dict(os.environ),
+        place=hardware.place(),
+        chips=tuple(hardware.chips()),
+        holders=hardware.holders(),
+        own=os.getpid(),
+        settled=str(cores or ""),
+        foreign=cores is None and "torch_xla" in sys.modules,
+        memory=hardware.memory(),
+        cpus=hardware.cpus(),
+        disk=shutil.disk_usage(os.getcwd()).free,
+        trials=tuple(run(cores, timeout) for cores in (1, ALL)) if train and cores is None else (),
+    )
+
+
+def _wanted_libtpu() -> str | None:
+    """The libtpu that `torch_xla[tpu]` asks for: the two are released as a pair."""
+    try:
+        wanted = metadata.requires("torch_xla") or []
+    except metadata.PackageNotFoundError:
+        return None
+    found = [match[1] for line in wanted if (match := re.match(r"libtpu\s*==\s*([\w.]+)", line))]
+    return found[0] if found else None

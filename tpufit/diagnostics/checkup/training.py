@@ -1,0 +1,59 @@
+"""What a trial runs: `python -m tpufit.checkup.training 8` trains on 8 cores and prints one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...model import Model
+from ...runtime import Layout, Placement, device_memory, platform, start, to_device, to_host
+from .trial import ALL, Trial
+
+_VIRTUAL = 8
+_ROWS = 64  # a core
+_STEPS = 20
+_SENT = 64 << 20  # bytes
+
+
+def train(cores: int) -> Trial:
+    """Train in this process.
+
+    Args:
+        cores: How many cores; 0 for all of them.
+    """
+    wanted: int | str = cores or "auto"
+    if cores == ALL and platform() == "CPU":
+        wanted = _VIRTUAL
+    now = start(wanted, f"tpufit.doctor() with cores={wanted}")
+    model = Model(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)))
+    model.compile("adamw", "mse", scale_lr=None)
+    rows = _ROWS * now.count
+    x, y = np.random.rand(rows, 32).astype("float32"), np.random.rand(rows, 8).astype("float32")
+    began = perf_counter()
+    model.fit(x, y, _ROWS, epochs=1, verbose=0)
+    first = perf_counter() - began
+    model.fit(x, y, _ROWS, epochs=2, verbose=0)  # proves the graph
+    began = perf_counter()
+    model.fit(x, y, _ROWS, epochs=_STEPS, verbose=0)
+    step = (perf_counter() - began) / _STEPS
+    return Trial(cores, str(now), first, step, _bandwidth(Placement(now)), device_memory())
+
+
+def _bandwidth(place: Placement) -> float:
+    """Bytes a second there and back, of a tensor that is whole on every core."""
+    tensor = torch.zeros(_SENT // 4)
+    began = perf_counter()
+    to_host(to_device([tensor], place, Layout.WHOLE), "bandwidth")
+    return 2 * _SENT / (perf_counter() - began)
+
+
+if __name__ == "__main__":
+    result = asdict(train(int(sys.argv[1])))
+    del result["cores"]
+    print(json.dumps(result))

@@ -1,0 +1,243 @@
+"""What to say about numbers that show something wrong: one sentence each, with its cure, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..utils.hardware import cpus
+
+# From this share of the time on, and so many seconds, a thing is worth a sentence.
+_SHARE, _SECONDS = 0.2, 1.0
+_COMPILE_SECONDS = 60.0
+_OFTEN = 8  # compilations of one step; whole batches, a shorter last one and some buckets are no fault
+
+
+def traced(role: str, cause: str) -> str:
+    """About a step that is traced anew on every call.
+
+    Args:
+        role: Whose step it is, e.g. `"train"`.
+        cause: Why.
+
+    Example:
+        >>> print(traced("train", "its Python draws random numbers at net.py:8"))
+        the train step is traced anew on every call, because its Python draws random numbers at net.py:8: draw on the \
+device (torch.rand(..., device=x.device)) or in the data set
+    """
+    if "draws" in cause:
+        cure = "draw on the device (torch.rand(..., device=x.device)) or in the data set"
+    elif "on the host" in cause:
+        cure = "see below what to do about that operation"
+    elif "reads a value" in cause:
+        cure = "return the value from train_step as a log, choose with torch.where instead of if, or leave it out"
+    elif "jit_compile" in cause:
+        cure = "leave jit_compile at 'auto'"
+    else:
+        cure = "keep counts in a buffer on the device, and what changes out of the step's Python"
+    return f"the {role} step is traced anew on every call, because {cause}: {cure}"
+
+
+def fallen(operation: str, times: int, line: str, cure: str) -> str:
+    """About an operation in a step that runs on the host.
+
+    Args:
+        operation: Its name, e.g. `"aten::nonzero"`.
+        times: How often it ran.
+        line: Who called it, e.g. `net.py:8`.
+        cure: What to write instead, in a sentence.
+    """
+    return f"{operation} ran on the host {_times(times)}, called at {line}: XLA has none, and the device waits. {cure}"
+
+
+def read(lines: Iterable[str], times: int) -> str:
+    """About values that steps read.
+
+    Args:
+        lines: Where, e.g. `["net.py:8"]`.
+        times: How many values were read.
+    """
+    return (
+        f"{times} value{'s' * (times != 1)} were read from the device, at {' and '.join(sorted(lines))}, each a wait: "
+        "return them from train_step as logs, which wait only where one is read"
+    )
+
+
+def read_elsewhere(times: int, steps: int) -> str | None:
+    """About values that were read outside of steps, as `.item()` in a callback does.
+
+    Args:
+        times: How many.
+        steps: How many steps were trained meanwhile.
+
+    Example:
+        >>> read_elsewhere(3, 1000) is None
+        True
+    """
+    if times < max(steps / 2, _OFTEN):
+        return None
+    return (
+        f"{times} values were read from the device outside of the steps, in {steps} steps, each a wait: read in "
+        "on_epoch_end, or every hundredth batch, instead of in every one"
+    )
+
+
+def compiled(role: str, causes: Iterable[str]) -> str | None:
+    """About a step that was compiled time and again.
+
+    Args:
+        role: Whose step it is.
+        causes: Why, once for each compilation.
+    """
+    causes = list(causes)
+    if len(causes) < _OFTEN:
+        return None
+    shapes = sum(" had the " in cause for cause in causes)
+    if shapes * 2 >= len(causes):
+        cure = (
+            "let all batches but the last have equally many rows, and pad what varies: DataLoader(..., "
+            "collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))"
+        )
+    else:
+        cure = "change what is part of the graph seldom; the learning rate is none, and costs nothing"
+    return f"the {role} step was compiled {len(causes)} times, the last time because {causes[-1]}: {cure}"
+
+
+def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
+    """About the time that compiling took.
+
+    Args:
+        seconds: How long it took.
+        elapsed: How long everything took.
+        graphs: How many graphs were compiled.
+
+    Example:
+        >>> compiling(20.0, 40.0, 3) is None  # that is what a start takes
+        True
+    """
+    if seconds < _COMPILE_SECONDS or seconds < _SHARE * elapsed:
+        return None
+    return (
+        f"compiling {graphs} graphs took {seconds:.0f} s of {elapsed:.0f} s: fewer shapes of batches are fewer graphs, "
+        "a smaller steps_per_execution makes smaller ones, and a longer training pays for them only once"
+    )
+
+
+def waiting(waited: float, elapsed: float) -> str | None:
+    """About an epoch that waited for its data.
+
+    Args:
+        waited: For how long the loop had no batch, in seconds.
+        elapsed: How long the epoch took, in seconds.
+
+    Example:
+        >>> waiting(waited=0.1, elapsed=10.0) is None
+        True
+        >>> waiting(waited=9.0, elapsed=10.0)[:50]
+        'the device waited for data 90% of the epoch: decod'
+    """
+    if waited < _SECONDS or waited < _SHARE * elapsed:
+        return None
+    return (
+        f"the device waited for data {waited / elapsed:.0%} of the epoch: decoding and augmenting take longer than the "
+        f"steps. Let workers do it (DataLoader(..., num_workers={cpus()}) on this machine), or do it once: "
+        "tpufit.data.CachedDataset keeps ready samples, with copies=k in k augmented variants, and its "
+        "device_transform augments on the device. A larger batch_size helps where the steps are small"
+    )
+
+
+def logs_read(times: int, steps: int) -> str | None:
+    """About batch logs that a callback reads.
+
+    Args:
+        times: How often they were read.
+        steps: Of so many steps.
+
+    Example:
+        >>> print(logs_read(90, 100))
+        callbacks read the logs of 90 of 100 batches, and each time the device was waited for: read them every \
+hundredth batch, or in on_epoch_end
+    """
+    if times < _OFTEN or times < _SHARE * steps:
+        return None
+    return (
+        f"callbacks read the logs of {times} of {steps} batches, and each time the device was waited for: read them "
+        "every hundredth batch, or in on_epoch_end"
+    )
+
+
+def weights_changed(times: int, steps: int) -> str | None:
+    """About weights that a callback changes between steps.
+
+    Args:
+        times: How often they were found changed.
+        steps: In so many steps.
+    """
+    if times < _OFTEN or times < _SHARE * steps:
+        return None
+    return (
+        f"a callback changed the weights before {times} of {steps} steps, and each time the device was waited for: do "
+        "it inside train_step, where it is part of the graph"
+    )
+
+
+def in_callbacks(seconds: float, elapsed: float) -> str | None:
+    """About callbacks that take long.
+
+    Args:
+        seconds: How long they took, but for what they waited for.
+        elapsed: How long everything took.
+    """
+    if seconds < _SECONDS or seconds < _SHARE * elapsed:
+        return None
+    return f"callbacks took {seconds / elapsed:.0%} of the time: do less after a batch, or do it every hundredth batch"
+
+
+def validating(seconds: float, elapsed: float) -> str | None:
+    """About validations that take longer than the training.
+
+    Args:
+        seconds: How long they took.
+        elapsed: How long everything took.
+    """
+    if seconds < _SECONDS or seconds < elapsed / 2:
+        return None
+    return (
+        f"validating took {seconds / elapsed:.0%} of the time: fit(validation_freq=5) does it less often, a larger "
+        "validation_batch_size faster, and validation_steps on less"
+    )
+
+
+def unused(used: int, available: int) -> str | None:
+    """About cores that do nothing.
+
+    Args:
+        used: How many compute.
+        available: How many there are.
+
+    Example:
+        >>> print(unused(1, 8))
+        1 of this TPU's 8 cores is used: fit(cores='auto') uses them all
+    """
+    if used >= available:
+        return None
+    return (
+        f"{used} of this TPU's {available} cores {'is' if used == 1 else 'are'} used: fit(cores='auto') uses them all"
+    )
+
+
+def starting(seconds: float, elapsed: float, joined: bool) -> str | None:
+    """A hint about steps that are so short that the host's part takes the time.
+
+    Args:
+        seconds: How long the host took to start the steps.
+        elapsed: How long everything took but compiling and tracing.
+        joined: Whether several steps are one graph already.
+    """
+    if seconds < _SECONDS or not 0 < elapsed <= 2 * seconds:
+        return None
+    cure = "a larger batch_size" if joined else "a larger batch_size, or compile(steps_per_execution='auto')"
+    return f"starting the steps took {seconds / elapsed:.0%} of the time, so short are they: {cure}"
+
+
+def _times(n: int) -> str:
+    return "once" if n == 1 else f"{n} times"

@@ -1,0 +1,118 @@
+"""The table of a module's layers: what they put out, their parameters, and what these take of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
+
+from ..utils.text import dtype_name, rendered, size
+
+_WIDTH = 120  # columns
+
+
+def table(module: nn.Module, outputs: Mapping[str, str] | None = None) -> str:
+    """The layers of a module that hold parameters or have none inside, and the totals, as text.
+
+    Args:
+        module: Any module. A tensor that several layers share is counted at the first.
+        outputs: The shapes of the layers' outputs, as `noting_outputs` gives them (default: not known yet).
+
+    Example:
+        >>> print(table(nn.Linear(2, 3), {"": "8x3"}))
+         layer     type    output  parameters  bytes  dtype...
+         (module)  Linear  8x3     9           36 B   float32...
+        9 parameters (36 B), 9 of them trainable
+    """
+    rows = Table("layer", "type", "output", "parameters", "bytes", "dtype", "", box=None, header_style="bold")
+    owners: dict[int, str] = {}
+    for name, layer in module.named_modules():
+        named = dict(layer.named_parameters(recurse=False, remove_duplicate=False))
+        own = {id(p): p for p in named.values() if id(p) not in owners}.values()
+        notes = _notes(name, named, owners)
+        if named or not any(True for _ in layer.children()):
+            dtypes = ", ".join(sorted({dtype_name(p.dtype) for p in named.values()}))
+            output = (outputs or {}).get(name, "?")
+            takes = _size(own) if own else ""
+            rows.add_row(name or "(module)", type(layer).__name__, output, f"{_count(own):,}", takes, dtypes, notes)
+    parameters = list(module.parameters())
+    trainable = [p for p in parameters if p.requires_grad]
+    totals = f"{_count(parameters):,} parameters ({_size(parameters)}), {_count(trainable):,} of them trainable"
+    return f"{rendered(rows, _WIDTH)}\n{totals}"
+
+
+def memory(module: nn.Module, state: Iterable[Tensor]) -> str:
+    """What a training keeps in the memory of each core, but for what its steps need beside: activations and batches.
+
+    Args:
+        module: The module, of which each core has all.
+        state: What else training keeps: the optimizer's state, sums of gradients, averages; empty if not known yet.
+
+    Example:
+        >>> memory(nn.Linear(2, 3), [])
+        'memory per core: 72 B = 36 B weights + 36 B gradients + ? optimizer (known after a step); activations apart'
+    """
+    weights = list({id(t): t for t in (*module.parameters(), *module.buffers())}.values())
+    gradients = [p for p in module.parameters() if p.requires_grad]
+    rest = list(state)
+    optimizer = f"{_size(rest)} optimizer" if rest else "? optimizer (known after a step)"
+    return (
+        f"memory per core: {_size([*weights, *gradients, *rest])} = {_size(weights)} weights + {_size(gradients)} "
+        f"gradients + {optimizer}; activations apart"
+    )
+
+
+@contextmanager
+def noting_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
+    """Note the shapes of what the layers that are called inside put out, each when it is called first.
+
+    Args:
+        module: Its layers are looked at, wherever they are called.
+        found: Takes the shapes by the layers' names.
+
+    Example:
+        >>> import torch
+        >>> net, found = nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {}
+        >>> with noting_outputs(net, found):
+        ...     y = net(torch.zeros(8, 2))
+        >>> found
+        {'0': '8x3', '1': '8x3', '': '8x3'}
+    """
+    names = {id(layer): name for name, layer in module.named_modules()}
+
+    def note(layer: nn.Module, _: object, output: object) -> None:
+        name = names.get(id(layer))
+        if name is not None:
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            found.setdefault(name, ", ".join("x".join(map(str, t.shape)) or "1" for t in tensors))
+
+    # One hook for all, which leaves the user's modules alone.
+    handle = register_module_forward_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _notes(layer: str, named: Mapping[str, Tensor], owners: dict[int, str]) -> str:
+    """Which of a layer's parameters are another layer's too, or don't learn; the others become its own."""
+    notes = []
+    for name, parameter in named.items():
+        owner = owners.setdefault(id(parameter), f"{layer}.{name}".removeprefix("."))
+        if owner != f"{layer}.{name}".removeprefix("."):
+            notes.append(f"{name} is {owner}")
+        elif not parameter.requires_grad:
+            notes.append(f"{name} frozen")
+    return "frozen" if named and notes == [f"{name} frozen" for name in named] else ", ".join(notes)
+
+
+def _count(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() for t in tensors)
+
+
+def _size(tensors: Iterable[Tensor]) -> str:
+    return size(sum(t.nbytes for t in tensors))

@@ -1,0 +1,102 @@
+"""`ClassWeight`: weights of rows by their classes, looked up on the device inside the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import unpack
+from ..errors import ArgumentError
+from ..runtime import HOST, Layout, Placement, to_device
+from .loss import spread
+from .outputs import described
+
+
+class ClassWeight:
+    """A table of weights, indexed by the labels of a batch.
+
+    Args:
+        weights: A weight for each class; those left out weigh 1.
+
+    Attributes:
+        summary: The table in words: equal words have equal weights.
+
+    Raises:
+        ArgumentError: A class that is no whole number from 0, or a weight that is no number.
+
+    Example:
+        >>> x, y = torch.zeros(3, 2), torch.tensor([0, 2, 1])
+        >>> _, _, sample_weight = ClassWeight({2: 5.0}).weigh((x, y), HOST)
+        >>> sample_weight
+        tensor([1., 5., 1.])
+
+    Source: `class_weight` of `keras.Model.fit`.
+    """
+
+    def __init__(self, weights: Mapping[Any, Any]) -> None:
+        wanted = "class_weight must be a dict of weights by class, such as {0: 1.0, 1: 5.0}, got"
+        if not isinstance(weights, Mapping) or not weights:
+            raise ArgumentError(f"{wanted} {weights!r}")
+        for label, weight in weights.items():
+            if isinstance(label, bool) or not isinstance(label, Integral) or label < 0:
+                raise ArgumentError(f"{wanted} the class {label!r}: classes are whole numbers from 0")
+            if isinstance(weight, bool) or not isinstance(weight, Real):
+                raise ArgumentError(f"{wanted} the weight {weight!r} for class {label}")
+        self._table = torch.ones(max(weights) + 2)  # the last entry is for all labels that are not in it
+        for label, weight in weights.items():
+            self._table[label] = float(weight)
+        self._placed, self._placed_at = self._table, HOST
+        self.summary = repr(self._table.tolist())
+
+    def weigh(self, batch: Any, place: Placement) -> tuple[Any, Tensor, Tensor]:
+        """The batch with the weights of its classes, multiplied with its own sample weights if it has some.
+
+        Args:
+            batch: `(x, y)` or `(x, y, sample_weight)`. `y` is labels of shape `(batch,)` or `(batch, time)`, or floats:
+                one-hot, shape `(batch, classes)`, or 0.0 and 1.0, shape `(batch,)` or `(batch, 1)`.
+            place: Where the batch is.
+
+        Returns:
+            `(x, y, sample_weight)`.
+
+        Raises:
+            ArgumentError: The targets are no labels of one output, or there are none.
+        """
+        x, y, sample_weight = unpack(batch)
+        if not isinstance(y, Tensor):
+            raise ArgumentError(
+                f"class_weight needs batches (x, y) with one tensor of labels as y, got y = {described(y)}. For "
+                "several outputs let the data yield sample_weight: one tensor for each output"
+            )
+        if not isinstance(sample_weight, Tensor | None):
+            raise ArgumentError(f"with class_weight sample_weight is one tensor, got {described(sample_weight)}")
+        labels = _labels(y)
+        if self._placed_at != place:
+            (self._placed,) = to_device([self._table], place, Layout.WHOLE)
+            self._placed_at = place
+        last = len(self._table) - 1
+        weight = self._placed[torch.where((labels >= 0) & (labels < last), labels, last)]
+        return x, y, weight if sample_weight is None else _product(weight, sample_weight)
+
+
+def _labels(y: Tensor) -> Tensor:
+    if not y.is_floating_point():
+        return y.long()
+    if y.dim() == 2 and y.shape[1] > 1:
+        return y.argmax(1)
+    if y.shape[1:].numel() == 1:
+        return y.reshape(-1).round().long()
+    raise ArgumentError(
+        f"class_weight needs labels: whole numbers, or floats of shape (batch, classes), (batch, 1) or (batch,), got "
+        f"floats of shape {tuple(y.shape)}"
+    )
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """The product of two weights, of which one may be of rows and the other of steps of time."""
+    fewer, more = sorted((one, other.float()), key=Tensor.numel)
+    return spread(fewer, more) * more

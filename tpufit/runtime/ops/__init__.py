@@ -1,0 +1,1 @@
+"""Operations that the device lacks or does badly, written otherwise."""

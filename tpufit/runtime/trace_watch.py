@@ -1,0 +1,179 @@
+"""`Watch`: sees, while a step is traced, what a replay of its graph would leave out."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Container
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..errors import StrictError
+from . import counters as report
+
+_LOOKS = frozenset(
+    getattr(Tensor, name)
+    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__")
+)
+_PRODUCTS = frozenset(
+    [getattr(F, name) for name in ("linear", "bilinear", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")]
+    + [torch.matmul, torch.mm, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm]
+)
+_TORCH_DRAWS = frozenset(
+    [getattr(torch, name) for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")]
+    + [getattr(Tensor, name) for name in ("bernoulli", "bernoulli_", "multinomial", "normal_", "random_", "uniform_")]
+)
+_READ = "aten::_local_scalar_dense"
+_CURES = {
+    "aten::nonzero": "Instead of picking rows (x[mask], nonzero), keep all and weigh them: torch.where(mask, x, 0)",
+    "aten::_unique2": "Its result has another shape each time: count with a one-hot product instead, or in a callback",
+    "aten::equal": "Compare on the device: (a == b).all()",
+}
+_NUMPY_DRAWS = {
+    name: function
+    for name, function in vars(np.random).items()
+    if isinstance(getattr(function, "__self__", None), np.random.RandomState) and name != "get_state"
+}
+
+
+class Watch(TorchFunctionMode):
+    """Notes where the code being traced looks at a value on the device, calls what runs on the host, or draws a number.
+
+    Only this thread's doings count: another may draw for the data at the same time. Not seen are functions of NumPy's
+    that were imported by name (`from numpy.random import rand`), and Python's `random` while a profiler runs.
+
+    Args:
+        strict: What is an error at its very line (`StrictError`), by how it goes on: `"looks"`, `"falls"`, `"draws"`.
+        step: What the error calls the code, e.g. `"the train step"`.
+
+    Attributes:
+        where: The line that first looked, e.g. `train.py:12`, or nothing.
+        fell: The operations that ran on the host, each with the line that first called it.
+        drew: The line that first drew, or nothing.
+        products: The formats in which matrix products were computed.
+    """
+
+    def __init__(self, strict: Container[str] = (), step: str = "the step") -> None:
+        super().__init__()
+        self._strict, self._step = strict, step
+        self.where = self.drew = ""
+        self.fell: dict[str, str] = {}
+        self.products: set[torch.dtype] = set()
+        self._fallen = report.fallen()
+        self._thread = get_ident()
+        self._profiles = False
+
+    def __enter__(self) -> Watch:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._profiles = sys.getprofile() is None  # else somebody measures
+        if self._profiles:
+            sys.setprofile(self._profile)
+        for name, function in _NUMPY_DRAWS.items():  # written in C in a way that no profiler sees
+            setattr(np.random, name, self._noting(function))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for name, function in _NUMPY_DRAWS.items():
+            setattr(np.random, name, function)
+        if self._profiles:
+            sys.setprofile(None)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _profile(self, frame: Any, event: str, called: Any) -> None:
+        if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
+            self._note_draw()
+
+    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() == self._thread:
+                self._note_draw()
+            return function(*args, **kwargs)
+
+        return noting
+
+    def _note_draw(self) -> None:
+        self.drew = self.drew or users_line()
+        if "draws" in self._strict:
+            raise StrictError(
+                f"strict=True: {self._step} draws a random number on the host at {users_line()}, so that it can't be "
+                "replayed and may need a graph for each outcome. Draw it on the device (torch.rand(..., "
+                "device=x.device) and torch.where), or in the data set"
+            )
+
+    def _note_look(self) -> None:
+        line = users_line()
+        report.note_line("read", line)
+        self.where = self.where or line
+        if "looks" in self._strict:
+            raise StrictError(
+                f"strict=True: {self._step} reads a value from the device at {line}, for which every step would wait. "
+                "Return it from train_step as a log, choose with torch.where instead of if, or leave it out"
+            )
+
+    def _note_falls(self, before: Counter[str]) -> None:
+        """Note which operations have run on the host since."""
+        operations = sorted(report.fallen() - before)
+        for operation in operations:
+            if operation not in (_READ, *self.fell):
+                line = self.fell[operation] = users_line()
+                report.note_line(operation, line)
+                if "falls" in self._strict:
+                    raise StrictError(
+                        f"strict=True: torch_xla has no {operation} for the device, which {self._step} calls at "
+                        f"{line}: it would run on the host at every step. {cure_of(operation)}"
+                    )
+        if operations in ([], [_READ]):  # by itself it has only been looked at, as to print it
+            self._note_look()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        looks = func in _LOOKS and args[0].device.type == "xla"
+        if looks:
+            self._note_look()
+        fallen, looked = self._fallen, report.looked_at()
+        result = func(*args, **(kwargs or {}))
+        if report.looked_at() != looked:
+            self._fallen = report.fallen()
+            if not looks:
+                self._note_falls(fallen)
+        if func in _PRODUCTS:
+            self.products.add(result.dtype)
+        if func in _TORCH_DRAWS and result.device.type == "cpu":
+            self._note_draw()
+        return result
+
+
+def cure_of(operation: str) -> str:
+    """What to do about an operation that runs on the host, in a sentence.
+
+    Args:
+        operation: Its name, e.g. `"aten::nonzero"`.
+
+    Example:
+        >>> cure_of("aten::nonzero")
+        'Instead of picking rows (x[mask], nonzero), keep all and weigh them: torch.where(mask, x, 0)'
+    """
+    return _CURES.get(operation, "Write it with others, do it in the data set, or in a callback once an epoch")
+
+
+def users_line() -> str:
+    """The innermost line of the stack that is neither ours nor a library's, e.g. `train.py:12`."""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    pythons = os.path.dirname(os.__file__) + os.sep
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((ours, pythons)) and f"{os.sep}site-packages{os.sep}" not in path:
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a library's code"

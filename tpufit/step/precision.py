@@ -1,0 +1,146 @@
+"""In which floating-point format a module computes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..errors import ArgumentError, UnknownNameError
+from ..runtime import swap_value
+from ..utils.hardware import retired_variables
+from ..utils.text import dtype_name
+
+PRECISIONS = ("bf16", "bf16-true", "fp32")
+MATMUL_PRECISIONS = ("default", "high", "highest")
+
+
+@dataclass(frozen=True)
+class Formats:
+    """In which formats a step of training has computed.
+
+    Attributes:
+        products: Matrix products and convolutions; empty if none were seen.
+        weights: The parameters.
+        loss: The loss.
+    """
+
+    products: frozenset[torch.dtype]
+    weights: frozenset[torch.dtype]
+    loss: torch.dtype | None
+
+    def __str__(self) -> str:
+        parts = {"matrix products": self.products, "weights": self.weights, "loss": {self.loss} - {None}}
+        return ", ".join(f"{name} in {_names(formats)}" for name, formats in parts.items() if formats)
+
+    def fault(self, name: str) -> str:
+        """What is not as a precision should have it, or nothing.
+
+        Args:
+            name: The precision.
+
+        Example:
+            >>> seen = Formats(frozenset({torch.float32}), frozenset({torch.float32}), torch.float32)
+            >>> seen.fault("fp32"), seen.fault("bf16")[:53]
+            ('', "precision='bf16', but the first step computed its mat")
+        """
+        if name != "fp32" and self.products and torch.bfloat16 not in self.products:
+            return (
+                f"precision={name!r}, but the first step computed its matrix products in {_names(self.products)}: does "
+                "the module switch autocast off, or cast its inputs?"
+            )
+        if self.loss is torch.bfloat16:
+            return "the loss is computed in bfloat16, which has three digits: let train_step compute it in float32"
+        return ""
+
+
+def check(name: str) -> str:
+    """The precision's name, or an error that says what to use instead.
+
+    Args:
+        name: `"fp32"`; `"bf16"`: matrix products in bfloat16 by autocast, weights and loss in float32; or
+            `"bf16-true"`: weights, optimizer and all else but the loss in bfloat16.
+
+    Returns:
+        The same name.
+
+    Raises:
+        ArgumentError: float16, which a TPU doesn't compute in.
+        UnknownNameError: Any other name.
+
+    Example:
+        >>> check("bf16")
+        'bf16'
+    """
+    set_here = retired_variables(os.environ)
+    if set_here:
+        warnings.warn(
+            f"the environment sets {', '.join(set_here)}, a retired way to ask for another precision, which changes "
+            "tensors behind PyTorch's back or does nothing. Unset it, and say precision='bf16' to compile",
+            stacklevel=3,
+        )
+    if name in PRECISIONS:
+        return name
+    if str(name).lower() in ("fp16", "float16", "half", "16", "16-mixed", "16-true", "mixed_float16"):
+        raise ArgumentError(
+            f"precision={name!r}: TPUs have no float16 arithmetic. Use precision='bf16', which has float32's range and "
+            "so needs no loss scaling either"
+        )
+    raise UnknownNameError("precision", name, PRECISIONS)
+
+
+def check_matmul(name: str) -> str:
+    """The name of a precision of float32 matrix products, or an error that lists them.
+
+    Example:
+        >>> check_matmul("highest")
+        'highest'
+    """
+    if name not in MATMUL_PRECISIONS:
+        raise UnknownNameError("matmul_precision", name, MATMUL_PRECISIONS)
+    return name
+
+
+def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
+    """The context in which the module's forward pass runs.
+
+    Args:
+        name: A precision.
+        device: Where the module computes.
+    """
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=name == "bf16")
+
+
+def to_bfloat16(tensors: Iterable[Tensor]) -> None:
+    """Make float32 tensors bfloat16 ones in place: each stays the same object, so that ties and optimizers hold.
+
+    Args:
+        tensors: Parameters and buffers; those of other dtypes are left alone.
+    """
+    for tensor in tensors:
+        if tensor.dtype is torch.float32:
+            tensor.grad = None
+            swap_value(tensor, tensor.detach().to(torch.bfloat16))
+
+
+def inputs(name: str, x: Any) -> Any:
+    """A module's inputs as it needs them.
+
+    Args:
+        name: A precision.
+        x: A nest of tensors.
+    """
+    if name != "bf16-true":
+        return x
+    return tree_map(lambda leaf: leaf.bfloat16() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, x)
+
+
+def _names(formats: Iterable[torch.dtype | None]) -> str:
+    return " and ".join(sorted(dtype_name(dtype) for dtype in formats))

@@ -1,0 +1,227 @@
+"""`Model.lr_find`: a short training at rising learning rates shows at which of them the loss falls fastest."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+from torch.utils._pytree import tree_leaves
+
+from ..data import Stream
+from ..data.batches import count_rows
+from ..data.prefetch import Prefetcher
+from ..diagnostics.plots import new_axes
+from ..errors import ArgumentError, require_whole
+from ..optimizers import set_rate
+from ..runtime import agree
+from ..step import DeviceBatch, Snapshot, StepRunner, fetch
+from .loop import Trainee
+
+# So many steps are started between two waits for their losses; a training that diverges takes that many for nothing.
+_WINDOW = 10
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Which rates are tried, and how their losses are read.
+
+    Attributes:
+        start_lr: The first rate.
+        end_lr: The last one.
+        steps: How many; each is the one before times the same factor.
+        stop_factor: The smoothed loss ends it that is more than so many times the lowest.
+        smoothing: How much of the average of the losses before is kept at each step, from 0 to below 1.
+
+    Raises:
+        ArgumentError: A value out of its range.
+
+    Example:
+        >>> [f"{rate:g}" for rate in Sweep(0.001, 10.0, 5, 4.0, 0.9).rates]
+        ['0.001', '0.01', '0.1', '1', '10']
+    """
+
+    start_lr: float
+    end_lr: float
+    steps: int
+    stop_factor: float
+    smoothing: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.start_lr < self.end_lr < math.inf:
+            raise ArgumentError(
+                f"start_lr must be above 0 and below end_lr, got start_lr={self.start_lr!r}, end_lr={self.end_lr!r}"
+            )
+        require_whole("steps", self.steps, 2)
+        if not self.stop_factor > 1:
+            raise ArgumentError(f"stop_factor must be above 1, got {self.stop_factor!r}")
+        if not 0 <= self.smoothing < 1:
+            raise ArgumentError(f"smoothing must be from 0 to below 1, got {self.smoothing!r}")
+
+    @property
+    def rates(self) -> list[float]:
+        """The rates, in their order."""
+        return [float(rate) for rate in np.geomspace(self.start_lr, self.end_lr, self.steps)]
+
+
+@dataclass(frozen=True)
+class LRCurve:
+    """The loss at each learning rate of a `Model.lr_find`.
+
+    Attributes:
+        lrs: The rates, actual ones; of several groups that of the first.
+        losses: The loss of each step's batch, from before its update.
+        smoothed: Their exponential moving average, corrected for its beginning.
+        suggestion: The rate at which the smoothed loss falls most steeply over the rate's logarithm, earlier by the few
+            steps that an average lags behind (4, for a smoothing of 0.9); or None if the loss never fell. The first
+            tenth of the points is left out, as the average knows few losses there, and all from the lowest point on,
+            where training breaks down. A fall smaller than twice the losses' scatter is none.
+
+    Example:
+        >>> curve = LRCurve.of([0.001, 0.01, 0.1, 1.0, 10.0], [2.0, 1.9, 1.0, 0.8, 5.0], smoothing=0.0)
+        >>> curve.suggestion
+        0.1
+    """
+
+    lrs: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    suggestion: float | None
+
+    @classmethod
+    def of(
+        cls, lrs: Sequence[float], losses: Iterable[float], smoothing: float, stop_factor: float = math.inf
+    ) -> LRCurve:
+        """The curve of some losses, up to the one at which training broke down.
+
+        Args:
+            lrs: The rates.
+            losses: A loss for each. No more are asked for once one is infinite or not a number, or the curve has ended.
+            smoothing: See `Sweep`.
+            stop_factor: See `Sweep`; a loss that is below 0 by then never ends it.
+        """
+        read: list[float] = []
+        smoothed: list[float] = []
+        average = weight = 0.0
+        for loss in islice(losses, len(lrs)):
+            if agree(not math.isfinite(loss)):
+                break
+            average = smoothing * average + (1 - smoothing) * loss
+            weight = smoothing * weight + (1 - smoothing)
+            read.append(loss)
+            smoothed.append(average / weight)
+            if agree(0 < stop_factor * min(smoothed) < smoothed[-1]):
+                break
+        rates = list(lrs[: len(read)])
+        steepest = _steepest(read, smoothed)
+        # The average shows a sudden change at once, and a steady one as late as what is averaged is old: the middle.
+        lag = round(smoothing / (1 - smoothing) / 2)
+        return cls(rates, read, smoothed, None if steepest is None else rates[max(0, steepest - lag)])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the curve, with the suggestion if there is one.
+
+        Args:
+            ax: Matplotlib's `Axes` to draw in (default: those of a new figure).
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: Matplotlib is not installed.
+        """
+        if ax is None:
+            _, (ax,) = new_axes()
+        ax.plot(self.lrs, self.losses, alpha=0.3, label="loss")
+        ax.plot(self.lrs, self.smoothed, label="smoothed")
+        if self.suggestion is not None:
+            ax.axvline(self.suggestion, linestyle="--", color="gray", label=f"suggestion: {self.suggestion:.2g}")
+        ax.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        if self.smoothed:
+            # Where training breaks down the loss may be a thousand times what it was, and nothing else would be seen.
+            lowest = min(self.smoothed)
+            fall = max(self.smoothed[: self.smoothed.index(lowest) + 1]) - lowest
+            if fall:
+                ax.set_ylim(min(self.losses) - 0.2 * fall, lowest + 1.5 * fall)
+        ax.legend()
+        return ax
+
+
+def find(model: Trainee, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
+    """Train at the rates of a sweep, and put everything back as it was.
+
+    Args:
+        model: What to train; it is where it shall be trained.
+        data: Batches; if they end too early they are begun anew.
+        sweep: The rates.
+        seed: With the step's number, what its random numbers are a function of.
+    """
+    rates, before = sweep.rates, Snapshot(model)
+    try:
+        model._seed = seed
+        run = StepRunner(model, "train", data.device_transform)
+        model.module.train()
+        with Prefetcher(islice(_whole_batches(data), len(rates)), run.prepare, _WINDOW) as feed:
+            curve = LRCurve.of(rates, _losses(model, run, feed, rates), sweep.smoothing, sweep.stop_factor)
+    finally:
+        before.put_back()
+    if curve.suggestion is None:
+        warnings.warn(
+            f"the loss never fell between the learning rates {sweep.start_lr:g} and {sweep.end_lr:g} "
+            f"({len(curve.losses)} of {sweep.steps} steps gave one), so there is no suggestion. Look at the curve's "
+            "plot(), at the loss and the data, or try other rates and more steps",
+            stacklevel=3,
+        )
+    return curve
+
+
+def _losses(model: Trainee, run: StepRunner, feed: Prefetcher[DeviceBatch], rates: Sequence[float]) -> Iterator[float]:
+    """The loss of a step at each rate. It waits for the device once for so many."""
+    assert model.optimizer is not None
+    for first in range(0, len(rates), _WINDOW):
+        started = []
+        for rate, fed in zip(rates[first : first + _WINDOW], feed, strict=False):
+            set_rate(model.optimizer, rate)
+            run([fed], feed.paused)
+            sums, rows = run.take_sums()
+            if "loss" not in sums:
+                raise ArgumentError(
+                    f"lr_find follows the loss, but {type(model).__name__}.train_step returns {sorted(sums)}: let it "
+                    "return a 'loss' too"
+                )
+            started.append((sums["loss"], rows))
+        for loss, rows in fetch(started, "lr_find"):
+            yield float(loss) / rows
+
+
+def _whole_batches(data: Stream) -> Iterator[Any]:
+    """The batches of pass after pass, but for a last one that is short: at another size the curve would jump."""
+    for number in count():
+        size, held = 0, None
+        for batch in data.epoch(number):
+            if held is not None:
+                yield held
+            size, held = size or _rows(batch), batch
+        if held is not None and _rows(held) >= size:
+            yield held
+
+
+def _rows(batch: Any) -> int:
+    return count_rows(tree_leaves(batch))
+
+
+def _steepest(losses: Sequence[float], smoothed: Sequence[float]) -> int | None:
+    """Where the smoothed losses fall most steeply, or None; see `LRCurve`."""
+    if len(smoothed) < 3:
+        return None
+    first, lowest = len(smoothed) // 10, int(np.argmin(smoothed))
+    if first >= lowest:
+        return None
+    scatter = float(np.std(np.diff(losses[first : lowest + 1]))) / math.sqrt(2)  # whatever their trend is
+    if smoothed[first] - smoothed[lowest] <= max(2 * scatter, 1e-3 * abs(smoothed[first])):
+        return None
+    return first + int(np.argmin(np.gradient(smoothed)[first:lowest]))

@@ -1,0 +1,189 @@
+"""What `predict` gives: the rows of all batches as NumPy arrays, in memory once, or in files as large as the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, bfloat16
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from ..errors import ArgumentError, DataError
+from ..losses import described
+from ..utils.files import replacing
+from ..utils.npy_file import NpyFile
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """A host tensor as an array over the same memory; bfloat16, which NumPy lacks, becomes float32."""
+    array: NDArray[Any] = (tensor.float() if tensor.dtype is bfloat16 else tensor).detach().numpy()
+    return array
+
+
+class Predictions:
+    """Joins the outputs of batches, one batch after another. Each row is held once.
+
+    Args:
+        batches: How many batches there will be, if that is known: then an array in memory is allocated once.
+        files: The path of a `.npy` file for the rows, or a nest of paths in the form of the outputs (default: memory).
+
+    Raises:
+        ArgumentError: A path that doesn't end in `.npy`.
+
+    Example:
+        >>> import torch
+        >>> predictions = Predictions(batches=2)
+        >>> predictions.add({"a": torch.ones(2, 3)})
+        >>> predictions.add({"a": torch.ones(1, 3)})
+        >>> predictions.result()["a"].shape
+        (3, 3)
+    """
+
+    def __init__(self, batches: int | None = None, files: Any = None) -> None:
+        self._batches, self._files = batches, files
+        self._columns: list[_Column] = []
+        self._spec: TreeSpec | None = None
+        self._open = ExitStack()
+        for path in () if files is None else tree_leaves(files):
+            if not isinstance(path, (str, os.PathLike)) or Path(path).suffix != ".npy":
+                raise ArgumentError(f"out must be a path ending in '.npy', or a nest of such paths, got {path!r}")
+
+    def add(self, outputs: Any) -> None:
+        """Take the outputs of a batch.
+
+        Args:
+            outputs: A nest of host tensors, shape `(rows, ...)`; of one without dimensions each batch makes a row.
+
+        Raises:
+            DataError: The rows have another shape than those before.
+            ArgumentError: The files aren't of the outputs' form.
+        """
+        leaves, spec = tree_flatten(outputs)
+        if self._spec is None:
+            self._spec, self._columns = spec, self._columns_for(outputs, leaves, spec)
+        elif spec != self._spec:
+            raise DataError(f"the outputs of all batches must be of one form, got {described(outputs)} after another")
+        for column, leaf in zip(self._columns, leaves, strict=True):
+            column.add(np.atleast_1d(as_array(leaf)) if isinstance(leaf, Tensor) else leaf)
+
+    def result(self) -> Any:
+        """The rows of all batches, in a nest as the outputs are; None if nothing was added.
+
+        Those in files are mapped into memory, to be read.
+        """
+        if self._spec is None:
+            return None
+        return tree_unflatten([column.result() for column in self._columns], self._spec)
+
+    @contextmanager
+    def committed(self) -> Iterator[Predictions]:
+        """A context after which the files are there. If it is left by an error, none of them is."""
+        with self._open:
+            yield self
+            for column in self._columns:
+                column.finish()
+
+    def _columns_for(self, outputs: Any, leaves: list[Any], spec: TreeSpec) -> list[_Column]:
+        if self._files is None:
+            return [_InMemory(self._batches) if isinstance(leaf, Tensor) else _Items() for leaf in leaves]
+        paths, form = tree_flatten(self._files)
+        if form != spec or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise ArgumentError(
+                f"out must have a path for each output, in their form: got {described(self._files)}, and the module "
+                f"returns {described(outputs)}"
+            )
+        return [_InFile(Path(path), self._open) for path in paths]
+
+
+class _Column(Protocol):
+    """One of the outputs."""
+
+    def add(self, part: Any) -> None:
+        """Take a batch's part of it."""
+
+    def finish(self) -> None:
+        """All batches have come."""
+
+    def result(self) -> Any:
+        """All of it."""
+
+
+class _Items:
+    """What is no tensor: a list of one item a batch."""
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+
+    def add(self, part: Any) -> None:
+        self._items.append(part)
+
+    def finish(self) -> None:
+        pass
+
+    def result(self) -> list[Any]:
+        return self._items
+
+
+class _InMemory:
+    """An array that is as large as it will be from the first batch on, or grows by its own reallocation."""
+
+    def __init__(self, batches: int | None) -> None:
+        self._batches = batches or 1
+        self._array: NDArray[Any] | None = None
+        self._rows = 0
+
+    def add(self, part: NDArray[Any]) -> None:
+        if self._array is None:
+            self._array = np.empty((len(part) * self._batches, *part.shape[1:]), part.dtype)
+        _check_rows(self._array.shape, part)
+        end = self._rows + len(part)
+        if end > len(self._array):
+            self._resize(max(end, len(self._array) * 5 // 4))
+        self._array[self._rows : end] = part
+        self._rows = end
+
+    def finish(self) -> None:
+        pass
+
+    def result(self) -> NDArray[Any]:
+        assert self._array is not None
+        self._resize(self._rows)
+        return self._array
+
+    def _resize(self, rows: int) -> None:
+        assert self._array is not None
+        # Nobody else holds it. Where the system can, the memory is moved without a copy.
+        self._array.resize((rows, *self._array.shape[1:]), refcheck=False)
+
+
+class _InFile:
+    """A `.npy` file that is written from its beginning to its end."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = NpyFile(stack.enter_context(replacing(path)))
+        stack.callback(self._file.close)
+
+    def add(self, part: NDArray[Any]) -> None:
+        self._file.append(part)
+
+    def finish(self) -> None:
+        self._file.close()
+
+    def result(self) -> NDArray[Any]:
+        mapped: NDArray[Any] = np.load(self._path, mmap_mode="r")
+        return mapped
+
+
+def _check_rows(shape: tuple[int, ...], part: NDArray[Any]) -> None:
+    if shape[1:] != part.shape[1:]:
+        raise DataError(
+            f"predict joins the outputs of all batches, but some have rows of shape {shape[1:]} and others of "
+            f"{part.shape[1:]}. Pad the data to one shape, or take them batch by batch, with predict_on_batch"
+        )
