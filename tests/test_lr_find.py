@@ -81,7 +81,9 @@ def everything(model):
     modes = [module.training for module in model.module.modules()]
     draws = random.random(), np.random.rand(), float(torch.rand(()))
     tpufit.set_random_seed(0)
-    return SimpleNamespace(state=state, rest=(groups, modes, draws, model._step, model._seed))
+    return SimpleNamespace(
+        state=state, rest=(groups, modes, draws, model.steps_taken, model._engine.state.numbers.seed)
+    )
 
 
 def assert_equal(one, other):

@@ -127,7 +127,7 @@ def trained(cores, data, options, folder=None, stop=None, resume=False, epochs=E
     for i, own in enumerate(model.optimizer.state.values()):
         state |= {f"{key}{i}": torch.as_tensor(value).cpu().numpy() for key, value in own.items() if value is not None}
     last = {name: values[-1] for name, values in history.history.items()}
-    return state, last, (model._step, model.learning_rate, float(np.random.random()), float(torch.rand(())))
+    return state, last, (model.steps_taken, model.learning_rate, float(np.random.random()), float(torch.rand(())))
 
 
 def assert_equal(one, other):

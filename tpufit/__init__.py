@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 from .diagnostics.checkup import doctor
 
 if TYPE_CHECKING:
-    from .loading import load
-    from .model import Model
+    from .model import Model, load
     from .runtime import init
     from .utils.random import set_random_seed
 
 __version__ = "0.1.0"
 __all__ = ["Model", "__version__", "doctor", "init", "load", "set_random_seed"]
 
-_WHERE = {"Model": "model", "init": "runtime", "load": "loading", "set_random_seed": "utils.random"}
+_WHERE = {"Model": "model", "init": "runtime", "load": "model", "set_random_seed": "utils.random"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,9 @@
-"""`Model`: Keras's `compile`, `fit`, `evaluate` and `predict` around any `torch.nn.Module`."""
+"""`Model`: Keras's `compile`, `fit`, `evaluate` and `predict` around any `torch.nn.Module`, and `load`."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,68 +12,54 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from . import losses, optimizers
-from . import metrics as metric_objects
+from . import optimizers
 from .callbacks import Callback, History
-from .callbacks.callback_list import CallbackList
-from .callbacks.progbar_logger import ProgbarLogger, resolve_verbose
+from .callbacks.progbar_logger import resolve_verbose
 from .checkpoint import (
     AsyncCheckpointWriter,
-    Checkpoint,
     Score,
-    begin_anew,
-    find_checkpoint,
     first_broken,
-    is_plain,
-    match_weights,
-    named_tensors,
+    named_checkpoint,
     outside_of_fit,
     read_weights,
+    restore,
     take,
     write_weights,
 )
 from .checkpoint import save as save_checkpoint
-from .data import Stream, stream, train_validation_split
-from .data.batches import as_tensors
-from .diagnostics.report import Pass, Report
+from .data import stream
+from .diagnostics.report import Report
 from .diagnostics.summary import memory, noting_outputs, table
-from .errors import ArgumentError, CheckpointNotWrittenError, NotCompiledError, WeightsError, require_whole
-from .losses import ClassWeight, LossArgument, LossByOutput, LossWeightsArgument
+from .errors import ArgumentError, CheckpointMismatchError, CheckpointNotWrittenError, NotCompiledError, WeightsError
+from .losses import LossArgument, LossByOutput, LossWeightsArgument
 from .metrics import MetricsArgument
-from .optimizers import EMAConfig, GradientConfig, OptimizerArgument
-from .runtime import (
-    HOST,
-    Cores,
-    CoresArgument,
-    DeviceState,
-    Placement,
-    available,
-    copy_into,
-    counts,
-    metrics_report,
-    platform,
-    set_matmul_precision,
-    settled,
-    start,
-    users_line,
+from .optimizers import OptimizerArgument
+from .runtime import HOST, CoresArgument, copies, copy_into, fetch, platform, settled, start
+from .step import CompileConfig, Engine, StepMethods, check_weights, match_weights, named_tensors
+from .step.precision import to_bfloat16
+from .trainer import on_batch, passes
+from .trainer.arguments import (
+    Schedule,
+    TrainingData,
+    ValidationData,
+    as_list,
+    callback_list,
+    evaluation_stream,
+    require_compiled,
 )
-from .step import StepRunner, copies, fetch
-from .step import precision as precisions
-from .trainer import loop
+from .trainer.fitting import run_fit
 from .trainer.lr_find import LRCurve, Sweep, find
 from .trainer.predictions import Predictions, as_array
 
 Callbacks = Callback | Sequence[Callback] | None
-_SCALINGS: dict[str | None, Callable[[int], float]] = {
-    "linear": float,
-    "sqrt": lambda cores: cores**0.5,
-    None: lambda cores: 1.0,
-}
 
 
-class Model(loop.Trainee):
+class Model(StepMethods):
     """A `torch.nn.Module` with Keras's training methods, on one core or all of them.
+
+    A subclass may keep whatever it likes under any name but those below and `_engine`.
 
     Args:
         module: Any module. It is used as it is: its parameters move to the device in place, so ties, optimizers built
@@ -87,10 +72,10 @@ class Model(loop.Trainee):
         history: The `History` of the last `fit`.
         input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1; while one is
             under way, of its time so far.
-        first_bad_step: The first training step of the last `fit`, counted from 1 over all of them, that returned a loss
-            or another scalar which is not finite; None if none is known. It is found out at no cost, a few steps late.
         stop_training: Set it to True in a callback to end training after the current batch.
-        out_of_time: Whether the last `fit` has ended because its `max_time` was over.
+        stop_evaluating: Set it to True in a callback to end an evaluation after the current batch.
+        stop_predicting: Set it to True in a callback to end a prediction after the current batch.
+        out_of_time: True if the last `fit` ended because its `max_time` was over.
 
     Example:
         >>> import torch, tpufit
@@ -111,17 +96,13 @@ class Model(loop.Trainee):
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"tpufit.Model wraps a torch.nn.Module (an instance), got {module!r}")
-        super().__init__(module)
+        self.module = module
+        self.optimizer: Optimizer | None = None
+        self.metrics: list[Any] = []
         self.history: History | None = None
         self.input_bound: float | None = None
-        self._passes: deque[Pass] = deque(maxlen=1000)
-        self._counted = counts()  # when the last fit began
         self.stop_training = self.stop_evaluating = self.stop_predicting = self.out_of_time = False
-        self._batch_runs: dict[str, StepRunner] = {}
-        self._scale_lr: str | None = "linear"
-        self._matmul_precision = "default"
-        self._compiled = self._run_eagerly = False
-        self._own = {*vars(self), "_own"}
+        self._engine = Engine(self)
 
     def compile(
         self,
@@ -145,7 +126,7 @@ class Model(loop.Trainee):
         ema_momentum: float = 0.99,
         ema_overwrite_frequency: int | None = None,
     ) -> None:
-        """Say how to train.
+        """Choose the optimizer, the loss, the metrics and the way to train.
 
         Args:
             optimizer: A name of `torch.optim` in lower case (`"adamw"`), a class, a function of the parameters
@@ -158,35 +139,35 @@ class Model(loop.Trainee):
                 outputs if `loss` is a dict or if one of its values is a list, else by the metrics' names. Labels that
                 the loss leaves out (`ignore_index`) are none to `"accuracy"` and `"auroc"`, and if it is not the
                 default of -100 to the other names either.
-            loss_weights: What each output's loss is multiplied with in the total, in the form of `loss` (default: 1).
+            loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1).
             weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
                 `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, and torchmetrics objects whose `update`
                 takes a weight. If one of `metrics` has the same name, theirs begins with `weighted_`.
             precision: `"fp32"` (default); `"bf16"`: the module computes in bfloat16 by autocast; weights, optimizer
                 and loss stay in float32; or `"bf16-true"`: the module itself becomes bfloat16, with its optimizer.
-            matmul_precision: How exactly a TPU multiplies float32 matrices: `"default"` in bfloat16, `"high"` or
+            matmul_precision: The precision of float32 matrix products on a TPU: `"default"` in bfloat16, `"high"` or
                 `"highest"` nearly as float32 does. A CPU is exact in any case.
-            scale_lr: How the learning rate grows with the cores, as the batch does: `"linear"` (default; Goyal et al.,
-                "Accurate, large minibatch SGD", 2017), `"sqrt"` or None. The rate given here is multiplied once, at the
-                first `fit`; rates set later are taken as they are.
+            scale_lr: The growth of the learning rate with the cores, as the batch grows: `"linear"` (default; Goyal et
+                al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None. The rate given here is multiplied once,
+                at the first `fit`; rates set later are taken as they are.
             jit_compile: `"auto"` (default): a step is traced once and then replayed, if it can be shown that this gives
                 the same; else it is traced on every call, and a warning says why. True: that is an error. False: always
                 trace.
             run_eagerly: Run the steps in plain PyTorch on the host, to debug them: print, breakpoints and all.
-            steps_per_execution: How many steps run as one graph (default 1). More cost less of the host's time; the
-                batch hooks of callbacks are then called once for so many. `"auto"`: 1 at first, then up to 16 if the
-                steps are so short that starting them is what takes the time.
-            accumulate_steps: How many batches make one step of the optimizer (default 1), which takes the mean gradient
-                over all their rows. An epoch ends with a step, over the batches that are left.
+            steps_per_execution: The number of steps that run as one graph (default 1). More cost less of the host's
+                time; the batch hooks of callbacks are then called once for so many. `"auto"`: 1 at first, then up to
+                16 if the steps are so short that starting them is what takes the time.
+            accumulate_steps: The number of batches for one step of the optimizer (default 1), which takes the mean
+                gradient over all their rows. An epoch ends with a step, over the batches that are left.
             clip_norm: Scale each parameter's gradient to at most this norm.
             clip_value: Cut each element of the gradients off at this absolute value.
             global_clip_norm: Scale all gradients together to at most this norm, as `clip_grad_norm_` does. On any
                 number of cores they are the gradients of the whole batch. At most one of the three can be given.
             use_ema: Keep an exponential moving average of the weights, which `fit` puts in their place at its end;
                 `SwapEMAWeights` does it for validation too.
-            ema_momentum: How much of the average each step keeps (default 0.99).
-            ema_overwrite_frequency: After how many steps the weights become the average (default: never before the
-                end).
+            ema_momentum: The share of the average that each step keeps (default 0.99).
+            ema_overwrite_frequency: The number of steps after which the weights become the average, again and again
+                (default: never before the end).
 
         Raises:
             UnknownNameError: A name that nothing goes by; the nearest ones are suggested.
@@ -194,41 +175,16 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.compile`.
         """
-        given = {name: value for name, value in locals().items() if name not in ("self", "optimizer")}
-        if scale_lr not in _SCALINGS:
-            raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {scale_lr!r}")
-        if jit_compile not in ("auto", True, False):
-            raise ArgumentError(f"jit_compile must be 'auto', True or False, got {jit_compile!r}")
-        if steps_per_execution != "auto":
-            require_whole("steps_per_execution", steps_per_execution, otherwise="'auto'")
-        precisions.check(precision)
-        precisions.check_matmul(matmul_precision)
-        gradients = GradientConfig(accumulate_steps, clip_norm, clip_value, global_clip_norm)
-        ema = EMAConfig(ema_momentum, ema_overwrite_frequency) if use_ema else None
-        built_loss = losses.build(loss, loss_weights)
-        outputs = built_loss.outputs if isinstance(built_loss, LossByOutput) else None
-        ignored = built_loss.ignored if built_loss is not None else None
-        built_metrics = metric_objects.build(metrics, weighted_metrics, outputs, ignored)
-        self.optimizer = optimizers.build(optimizer, self.module)
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "optimizer")}
+        config = CompileConfig.of(arguments)
+        built = optimizers.build(optimizer, self.module)
+        before = self._engine
+        before.expose()
         if precision == "bf16-true":
-            self.write_back()
-            precisions.to_bfloat16([*self.module.parameters(), *self.module.buffers()])
-            self._state = DeviceState([])
-        self._matmul_precision = matmul_precision
-        self._loss, self.metrics, self._precision, self._scale_lr = built_loss, built_metrics, precision, scale_lr
-        self._jit_compile, self._run_eagerly, self._steps_per_execution = jit_compile, run_eagerly, steps_per_execution
-        self._gradients, self._ema = gradients, ema
-        self._accumulators.clear()
-        self._averages.clear()
-        self._rates.clear()
-        self._programs.clear()
-        self._chosen_steps.clear()
-        self._batch_runs.clear()
-        self._formats = None
-        # What a checkpoint can hold of these arguments, for `tpufit.load`.
-        rebuilt = type(self.optimizer).__name__.lower() in optimizers.NAMES and is_plain(given)
-        self._recipe = given if rebuilt else None
-        self._compiled = True
+            to_bfloat16([*self.module.parameters(), *self.module.buffers()])
+            before.state.renew()
+        self.optimizer, self.metrics = built, config.metrics
+        self._engine = Engine(self, config, before)
 
     def fit(
         self,
@@ -270,7 +226,8 @@ class Model(loop.Trainee):
             validation_split: The share of the rows, taken from the end before shuffling, to validate on (arrays and
                 map-style datasets).
             validation_data: `(x, y)` or `(x, y, sample_weight)` as arrays, or a data set, loader or iterable.
-            shuffle: Whether arrays and map-style datasets are shuffled anew each epoch; loaders and iterables never.
+            shuffle: True (default) to give arrays and map-style datasets a new order each epoch; loaders and iterables
+                keep theirs.
             class_weight: Weights of the rows by their class, `{0: 1.0, 1: 5.0}`, for training only; classes that are
                 left out weigh 1. They are multiplied with `sample_weight`, and go with data of any form.
             sample_weight: One weight a row, with arrays, or one for each element of a sequence, shape `(rows, time)`;
@@ -290,9 +247,9 @@ class Model(loop.Trainee):
                 the callbacks, or begin if there is none. `"best"`: from the best one. `"next_epoch"`: from the newest,
                 but leave out the rest of its epoch. A path: a run's folder, or one checkpoint, which must be whole.
                 On the same number of cores it goes on bit for bit; `initial_epoch` has no effect then.
-            strict: Whether what makes steps slow is an error at the user's line (default False): in training and
-                validation a value read from the device, an operation that runs on the host, a step that can't be
-                replayed, and after the first pass over the data a new graph. The weights stay as they were.
+            strict: True to make an error, at the user's line, of whatever makes steps slow (default False): in
+                training and validation a value read from the device, an operation that runs on the host, a step that
+                can't be replayed, and after the first pass over the data a new graph. The weights stay as they were.
             cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
                 in a process settles it, see `tpufit.init`.
 
@@ -311,50 +268,22 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.fit`.
         """
-        self._require_compiled("fit")
-        verbosity, seconds = resolve_verbose(verbose), _seconds(max_time)
-        require_whole("epochs", epochs)
-        require_whole("initial_epoch", initial_epoch, 0)
-        if strict and self._run_eagerly:
-            raise ArgumentError(
-                "strict=True looks at graphs, and compile(run_eagerly=True) makes none: use one of them"
-            )
-        strict_at = f"at {users_line()}" if strict else ""
-        weigher = None if class_weight is None else ClassWeight(class_weight)
-        if weigher is not None and isinstance(self._loss, LossByOutput):
-            raise ArgumentError(
-                "class_weight goes with one output only, and the loss has several: pass sample_weight in the form of y"
-            )
-        given = _as_list(callbacks)
-        resumed = find_checkpoint(resume, given)
-        seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
-        settled_cores = start(cores, f"fit(cores={cores!r})")
-        if validation_split and validation_data is None:
-            x, y, sample_weight, validation_data = train_validation_split(x, y, sample_weight, validation_split)
-        place = self._place_on(settled_cores)
-        train = self._training_stream((x, y, sample_weight), batch_size, settled_cores, seed, shuffle, steps_per_epoch)
-        validation = None
-        if validation_data is not None:
-            size = validation_batch_size if validation_batch_size is not None else batch_size
-            held_out = self._evaluation_stream(validation_data, size, settled_cores, validation_steps)
-            every = None if validation_step_freq is None else _step_freq(validation_step_freq, train.steps)
-            validation = loop.Validation(held_out, validation_freq, every)
-        elif validation_step_freq is not None:
-            raise ArgumentError("validation_step_freq needs validation_data or validation_split to validate on")
-        if limit is not None:
-            for part in (train, validation.stream) if validation is not None else (train,):
-                part.limit(limit)
-        if resumed is not None and self._state.lost:
-            begin_anew(self, resumed)
-        self._move_to(place)
-        params = {"epochs": epochs, "steps": train.steps, "verbose": verbosity}
-        before = self._begin_training(weigher, settled_cores, seed)
-        if verbosity:
-            print(self._headline(settled_cores, train.batch_size, before), flush=True)
-            if resumed is not None:
-                print(f"going on from step {resumed.step}", flush=True)
-        epochs_due = range(initial_epoch, epochs)
-        return self._train(train, validation, given, params, epochs_due, seconds, strict_at, resumed)
+        return run_fit(
+            self._engine,
+            TrainingData(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight),
+            ValidationData(
+                validation_split,
+                validation_data,
+                validation_steps,
+                validation_batch_size,
+                validation_freq,
+                validation_step_freq,
+            ),
+            Schedule(epochs, initial_epoch, limit, max_time, resume, strict),
+            callbacks,
+            verbose,
+            cores,
+        )
 
     def evaluate(
         self,
@@ -391,14 +320,16 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.evaluate`.
         """
-        self._require_compiled("evaluate")
+        engine = self._engine
+        require_compiled(engine, "evaluate")
         verbosity = resolve_verbose(verbose)
-        settled_cores = start(cores, f"evaluate(cores={cores!r})")
+        now = start(cores, f"evaluate(cores={cores!r})")
+        placement = engine.place_on(now)
         data = x if y is None and sample_weight is None else (x, y, sample_weight)[: 2 if sample_weight is None else 3]
-        held_out = self._evaluation_stream(data, batch_size, settled_cores, steps, name="x")
-        self._move_to(self._place_on(settled_cores))
+        held_out = evaluation_stream(data, batch_size, placement, now, steps, name="x")
+        engine.move_to(placement)
         params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
-        logs = loop.evaluate(self, held_out, self._callbacks(_as_list(callbacks), params))
+        logs = passes.evaluate(engine, held_out, callback_list(engine, as_list(callbacks), params))
         return _returned(logs, return_dict)
 
     def predict(
@@ -430,7 +361,8 @@ class Model(loop.Trainee):
 
         Returns:
             A NumPy array with the rows of all batches, or a nest of arrays as the module returns them; with `out`, they
-            are the files, mapped into memory to be read. Beside the result a few batches are held, and no more.
+            are the files, mapped into memory to be read. Beside the result a few batches are held, and no more. None if
+            a callback, such as `PredictionWriter`, took them all.
 
         Raises:
             ArgumentError, CoresError, BatchError: As in `fit`.
@@ -447,16 +379,20 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.predict`.
         """
-        verbosity = resolve_verbose(verbose)
-        place = self._place if cores is None and settled() is None and self._host_is_equal() else None
-        if place is None:
-            place = self._place_on(start(cores, f"predict(cores={cores!r})"))
-        data = stream(x, batch_size=batch_size, cores=place.count, steps=steps, restart=True, places=place.places)
+        engine = self._engine
+        verbosity, placement = resolve_verbose(verbose), engine.state.placement
+        # Plain PyTorch on the host gives what the device would, and a later fit(cores=8) may still settle the cores.
+        host_is_equal = placement.on_host and engine.config.precision == "fp32" and platform() == "CPU"
+        if cores is not None or settled() is not None or not host_is_equal:
+            placement = engine.place_on(start(cores, f"predict(cores={cores!r})"))
+        shards = placement.local_shards
+        data = stream(x, batch_size=batch_size, cores=placement.count, steps=steps, restart=True, places=shards)
         predictions = Predictions(data.steps, out)
-        self._move_to(place)
+        engine.move_to(placement)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
         with predictions.committed():
-            loop.predict(self, data, self._callbacks(_as_list(callbacks), params), predictions.add)
+            everyone = callback_list(engine, as_list(callbacks), params)
+            passes.predict(engine, data, everyone, predictions.add)
         return predictions.result()
 
     def lr_find(
@@ -514,13 +450,14 @@ class Model(loop.Trainee):
 
         Source: Smith, "Cyclical learning rates for training neural networks", 2017.
         """
-        self._require_compiled("lr_find")
+        engine, seed = self._engine, torch.initial_seed()
+        require_compiled(engine, "lr_find")
         sweep = Sweep(start_lr, end_lr, steps, stop_factor, smoothing)
-        settled_cores = start(cores, f"lr_find(cores={cores!r})")
-        seed = torch.initial_seed()
-        data = self._training_stream((x, y, sample_weight), batch_size, settled_cores, seed)
-        self._move_to(self._place_on(settled_cores))
-        return find(self, data, sweep, seed)
+        now = start(cores, f"lr_find(cores={cores!r})")
+        placement = engine.place_on(now)
+        data = TrainingData(x, y, sample_weight, batch_size).stream(placement, now, seed)
+        engine.move_to(placement)
+        return find(engine, data, sweep, seed)
 
     def train_on_batch(
         self,
@@ -550,8 +487,8 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.train_on_batch`.
         """
-        self._require_compiled("train_on_batch")
-        run, _ = self._run_on_batch("train", "train_on_batch", (x, y, sample_weight), cores)
+        require_compiled(self._engine, "train_on_batch")
+        run, _ = on_batch.run_on_batch(self._engine, "train", (x, y, sample_weight), cores, "train_on_batch")
         return _returned(run.logs(), return_dict)
 
     def test_on_batch(
@@ -567,8 +504,8 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.test_on_batch`.
         """
-        self._require_compiled("test_on_batch")
-        run, _ = self._run_on_batch("eval", "test_on_batch", (x, y, sample_weight), cores)
+        require_compiled(self._engine, "test_on_batch")
+        run, _ = on_batch.run_on_batch(self._engine, "eval", (x, y, sample_weight), cores, "test_on_batch")
         return _returned(run.logs(), return_dict)
 
     def predict_on_batch(self, x: Any, *, cores: CoresArgument = None) -> Any:
@@ -583,7 +520,7 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.predict_on_batch`.
         """
-        _, outputs = self._run_on_batch("predict", "predict_on_batch", (x, None, None), cores)
+        _, outputs = on_batch.run_on_batch(self._engine, "predict", (x, None, None), cores, "predict_on_batch")
         predictions = Predictions(batches=1)
         predictions.add(fetch(outputs[0], "outputs"))
         return predictions.result()
@@ -625,15 +562,16 @@ class Model(loop.Trainee):
             >>> sorted(logs)
             ['loss']
         """
-        settled_cores, seed = start(cores, f"batches(cores={cores!r})"), torch.initial_seed()
-        return self._training_stream((x, y, sample_weight), batch_size, settled_cores, seed, shuffle).epoch(epoch)
+        now, seed = start(cores, f"batches(cores={cores!r})"), torch.initial_seed()
+        data = TrainingData(x, y, sample_weight, batch_size, shuffle)
+        return data.stream(self._engine.place_on(now), now, seed).epoch(epoch)
 
     def reset_metrics(self) -> None:
-        """Begin the running means of `train_on_batch` and `test_on_batch` anew.
+        """Reset the running means of `train_on_batch` and `test_on_batch`.
 
         Source: `keras.Model.reset_metrics`.
         """
-        self._batch_runs.clear()
+        on_batch.reset(self._engine)
 
     @property
     def metrics_names(self) -> list[str]:
@@ -641,7 +579,8 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.metrics_names`.
         """
-        parts = self._loss.names if isinstance(self._loss, LossByOutput) else []
+        loss = self._engine.config.loss
+        parts = loss.names if isinstance(loss, LossByOutput) else []
         return ["loss", *parts, *(metric.name for metric in self.metrics)]
 
     def summary(
@@ -664,18 +603,19 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.summary`.
         """
+        engine, seen = self._engine, self._engine.observed
         if input_size is not None:
             x = torch.zeros(*input_size)
         if x is not None:
-            self._layer_outputs.clear()
-            with loop.modes_kept(self), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            seen.shapes.clear()
+            with passes.modes_kept(self.module), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 self.module.eval()
-                with noting_outputs(self.module, self._layer_outputs):
+                with noting_outputs(self.module, seen.shapes):
                     self(x)
         own = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
-        state = [t for key, t in self._state_tensors()[0].items() if key not in own]
-        lines = [table(self.module, self._layer_outputs), memory(self.module, state)]
-        lines += [f"precision {self._precision}: {self._formats}"] if self._formats else []
+        state = [t for key, t in engine.state.tensors()[0].items() if key not in own]
+        lines = [table(self.module, seen.shapes), memory(self.module, state)]
+        lines += [f"precision {engine.config.precision}: {seen.formats}"] if seen.formats else []
         (print_fn or print)("\n".join(lines))
 
     def report(self, verbose: bool = False) -> Report:
@@ -696,17 +636,49 @@ class Model(loop.Trainee):
             >>> report.steps, report.problems
             (2, [])
         """
-        train = self._programs.get("train")
-        return Report(
-            passes=tuple(self._passes),
-            counts=counts() - self._counted,
-            traced={role: program.traced_because for role, (program, _) in self._programs.items() if program.met},
-            donated=train[0].donated if train else 0,
-            cores=self._place.count,
-            available=available(self._place.count),
-            joined=self._steps_per_execution != 1,
-            metrics_report=metrics_report() if verbose else "",
-        )
+        return self._engine.report(verbose)
+
+    @property
+    def steps_taken(self) -> int:
+        """The number of training steps since the model was made."""
+        return self._engine.state.numbers.step
+
+    @property
+    def rows_seen(self) -> int:
+        """The number of rows of all steps since the model was made: to train, evaluate or predict."""
+        return self._engine.state.numbers.rows_seen
+
+    @property
+    def first_bad_step(self) -> int | None:
+        """The first training step of the last `fit` that returned a loss or another scalar which is not finite.
+
+        It is counted from 1 over all training of the model; None if none is known. It is found out at no cost, where
+        the host waits for the device anyway: at most 64 graphs later, and at the end of each epoch.
+        """
+        return self._engine.log.first_bad_step
+
+    def write_back(self) -> None:
+        """Put the current weights into the module. While steps are replayed they are kept elsewhere, for speed.
+
+        `fit` does it before it calls user code, so it is needed only to look at the weights at another moment.
+
+        Raises:
+            StateLostError: A step failed on the device, and the weights are lost with it.
+        """
+        self._engine.state.write_back()
+
+    def swap_ema_weights(self, to: bool | None = None) -> None:
+        """Exchange the weights and their moving averages (`compile(use_ema=True)`). Nothing is copied.
+
+        Args:
+            to: True if the module shall have the averages afterwards (default: the ones it hasn't now).
+
+        Raises:
+            ArgumentError: No averages are kept.
+        """
+        if self._engine.config.ema is None and to is not False:
+            raise ArgumentError("there are no moving averages of the weights: model.compile(..., use_ema=True)")
+        self._engine.state.swap_ema(to)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's parameters and buffers as host tensors, by name. This waits for the device, once.
@@ -716,10 +688,10 @@ class Model(loop.Trainee):
 
         Source: `torch.nn.Module.state_dict`.
         """
-        self.write_back()
-        own = named_tensors(self.module)
+        engine, own = self._engine, named_tensors(self.module)
+        engine.state.write_back()
         unique = {id(tensor): tensor for tensor in own.values()}
-        with self._noticing_loss():
+        with engine.noticing_loss():
             host = dict(zip(unique, copies(list(unique.values()), "state"), strict=True))
         return {name: host[id(tensor)] for name, tensor in own.items()}
 
@@ -736,14 +708,14 @@ class Model(loop.Trainee):
             WeightsError: A name is missing or unknown, a shape differs, or the values of tied weights do.
             StateLostError: A tensor that was lost is not among them.
         """
-        own = named_tensors(self.module)
+        engine, own = self._engine, named_tensors(self.module)
         fitting = match_weights(own, state, skip_mismatch)
-        if self._state.lost:
-            self.begin_anew({id(own[name]): value for name, value in fitting.items()})
-            warnings.warn("the optimizer begins anew: its state was lost with a step that failed", stacklevel=2)
+        if engine.state.device.lost:
+            engine.reset({id(own[name]): value for name, value in fitting.items()})
+            warnings.warn("the optimizer starts without state: it was lost with a step that failed", stacklevel=2)
             return
-        self.write_back()
-        copy_into([own[name] for name in fitting], list(fitting.values()), self._place)
+        engine.state.write_back()
+        copy_into([own[name] for name in fitting], list(fitting.values()), engine.state.placement)
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """The module's parameters and buffers as arrays, in the order of `state_dict`. This waits for the device, once.
@@ -782,18 +754,17 @@ class Model(loop.Trainee):
 
         Source: `keras.Model.save`.
         """
-        state = outside_of_fit() | {"compile": self._recipe}
-        save_checkpoint(filepath, take(self, state))
-        self._last_saved = os.fspath(filepath)
+        save_checkpoint(filepath, take(self._engine, outside_of_fit(self._engine)))
+        self._engine.log.last_saved = os.fspath(filepath)
 
     def save_checkpoint(self, writer: AsyncCheckpointWriter, metric: Score | None = None) -> None:
-        """Have the whole state of training written, for callbacks: once all of them have had their turn, between steps.
+        """Ask for a checkpoint of the whole training, for callbacks: it is taken between steps, after all callbacks.
 
         Args:
-            writer: What writes it.
-            metric: How good it is, if that is known.
+            writer: The writer that gets it.
+            metric: Its score, if that is known.
         """
-        self._wanted_saves.append((writer, metric))
+        self._engine.log.wanted_saves.append((writer, metric))
 
     def save_weights(self, filepath: str | os.PathLike[str], *, finite_only: bool = False) -> None:
         """Save the weights as safetensors. The file is replaced in one instant, or not at all.
@@ -815,7 +786,7 @@ class Model(loop.Trainee):
         if bad is not None:
             raise CheckpointNotWrittenError(f"{filepath} was not written: {bad} holds NaN or infinities")
         write_weights(filepath, weights)
-        self._last_saved = os.fspath(filepath)
+        self._engine.log.last_saved = os.fspath(filepath)
 
     def load_weights(self, filepath: str | os.PathLike[str], skip_mismatch: bool = False) -> None:
         """Load weights from a safetensors file into the module, in place.
@@ -838,7 +809,7 @@ class Model(loop.Trainee):
         Returns:
             The very module that was given, now an ordinary one of PyTorch's on the CPU.
         """
-        self._move_to(HOST)
+        self._engine.move_to(HOST)
         return self.module
 
     @property
@@ -848,191 +819,95 @@ class Model(loop.Trainee):
         A new rate takes effect at the next step, and costs nothing: it is an input of the graph. `model.optimizer` has
         it under the same name, as in Keras's guides.
         """
-        return optimizers.rates(self._require_optimizer())[0]
+        if self.optimizer is None:
+            raise NotCompiledError("there is no optimizer: call model.compile(optimizer='adamw', ...) first")
+        return optimizers.rates(self.optimizer)[0]
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        optimizers.set_rate(self._require_optimizer(), float(rate))
-
-    def _require_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise NotCompiledError("there is no optimizer: call model.compile(optimizer='adamw', ...) first")
-        return self.optimizer
+        optimizers.set_rate(self.optimizer, float(rate))
 
     def higher_is_better(self, name: str) -> bool | None:
-        """Whether a log gets better as it rises, for callbacks with `mode="auto"`; None if its metric doesn't say.
+        """Say if a log gets better as it rises, for callbacks with `mode="auto"`.
 
         Args:
             name: The log's name, with or without `val_`.
+
+        Returns:
+            True or False; None if its metric doesn't say.
         """
         plain = name.removeprefix("val_")
         if plain == "loss":
             return False
         return next((metric.higher_is_better for metric in self.metrics if metric.name == plain), None)
 
-    def _require_compiled(self, method: str) -> None:
-        if not self._compiled:
-            raise NotCompiledError(
-                f"{method} needs a compiled model: call model.compile(optimizer='adamw', loss='cross_entropy') first"
-            )
-        default_steps = type(self).train_step is Model.train_step and type(self).compute_loss is Model.compute_loss
-        if default_steps:
-            losses.required(self._loss, method)
-
-    def _begin_training(self, class_weight: ClassWeight | None, cores: Cores, seed: int) -> list[float]:
-        """Take in what a `fit` is about. Returns the rates from before the cores have scaled them."""
-        self._seed = seed
-        self._class_weight = class_weight
-        before = optimizers.rates(self._require_optimizer())
-        optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](cores.count))
-        return before
-
-    def _train(
-        self,
-        train: Stream,
-        validation: loop.Validation | None,
-        callbacks: list[Any],
-        params: dict[str, Any],
-        epochs: range,
-        seconds: float | None,
-        strict_at: str,
-        resumed: Checkpoint | None,
-    ) -> History:
-        history = History()
-        everyone = self._callbacks([*callbacks, history], params)
-        self.history = history
-        self._passes.clear()
-        self._counted = counts()
-        self._strict_at = strict_at
-        try:
-            loop.fit(self, train, validation, everyone, epochs, seconds, resumed)
-        finally:
-            self._strict_at = ""
-        return history
-
-    def _batch_runner(self, role: str, cores: Cores) -> StepRunner:
-        """The runner of single batches: a new one when another pass has begun meanwhile, or the metrics were reset."""
-        place = self._place_on(cores)
-        run = self._batch_runs.get(role)
-        if run is None or place != self._place or not run.is_current:
-            self._seed = torch.initial_seed()
-            if role == "train":
-                optimizers.scale_rates(self._require_optimizer(), _SCALINGS[self._scale_lr](cores.count))
-            self._move_to(place)
-            run = self._batch_runs[role] = StepRunner(self, role)
-        return run
-
-    def _run_on_batch(
-        self, role: str, method: str, parts: tuple[Any, Any, Any], cores: CoresArgument
-    ) -> tuple[StepRunner, Any]:
-        """Run one batch. Returns what has run it, and the outputs of `"predict"`."""
-        run = self._batch_runner(role, start(cores, f"{method}(cores={cores!r})"))
-        used = max(i for i, part in enumerate(parts) if part is not None or i == 0) + 1
-        with loop.modes_kept(self):
-            self.module.train(role == "train")
-            try:
-                with self._noticing_loss():
-                    return run, run([run.prepare(as_tensors(parts[:used]))])
-            finally:
-                self._expose()
-
-    def _host_is_equal(self) -> bool:
-        """Whether plain PyTorch on the host gives what the device would."""
-        return self._place.on_host and self._precision == "fp32" and platform() == "CPU"
-
-    def _training_stream(
-        self,
-        data: tuple[Any, Any, Any],
-        batch_size: int | None,
-        cores: Cores,
-        seed: int,
-        shuffle: bool = True,
-        steps: int | None = None,
-    ) -> Stream:
-        return stream(
-            *data,
-            batch_size=batch_size,
-            cores=cores.count,
-            shuffle=shuffle,
-            seed=seed,
-            steps=steps,
-            places=self._place_on(cores).places,
-        )
-
-    def _evaluation_stream(
-        self, data: Any, batch_size: int | None, cores: Cores, steps: int | None, name: str = "validation_data"
-    ) -> Stream:
-        parts = data if isinstance(data, tuple) and 2 <= len(data) <= 3 else (data,)
-        return stream(
-            *parts,
-            batch_size=batch_size,
-            cores=cores.count,
-            steps=steps,
-            restart=True,
-            places=self._place_on(cores).places,
-            name=name,
-        )
-
-    def _callbacks(self, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:
-        # A silent one would be called for nothing, and a second one would say all twice.
-        wanted = params["verbose"] and not any(isinstance(callback, ProgbarLogger) for callback in callbacks)
-        progress = [ProgbarLogger()] if wanted else []
-        return CallbackList([*callbacks, *progress], self, params, self._expose)
-
-    def _place_on(self, cores: Cores) -> Placement:
-        if self._run_eagerly:
-            return HOST
-        set_matmul_precision(self._matmul_precision)
-        return Placement(cores)
-
-    def _headline(self, cores: Cores, size: int | None, before: list[float]) -> str:
-        """What is scaled and how, in one line: cores, batch, rate and precision."""
-        batch = f"batch {size} x {cores.count} = {size * cores.count}" if size else f"{cores.count} batches a step"
-        after = optimizers.rates(self._require_optimizer())
-        rate = f"lr {after[0]:g}"
-        if before != after:
-            rate = f"lr {before[0]:g} x {after[0] / before[0]:.4g} = {after[0]:g} ({self._scale_lr})"
-        return f"{cores} | {batch} | {rate} | {self._precision}"
-
-
-def _seconds(max_time: float | timedelta | None) -> float | None:
-    seconds = max_time.total_seconds() if isinstance(max_time, timedelta) else max_time
-    if seconds is not None and not seconds > 0:
-        raise ArgumentError(f"max_time must be a number of seconds above 0 or a timedelta, got {max_time!r}")
-    return seconds
-
-
-def _step_freq(freq: int | float, steps: int | None) -> int:
-    """After how many steps of an epoch to validate.
-
-    Args:
-        freq: So many, or as a float such a share of an epoch.
-        steps: How many an epoch has, if that is known.
-    """
-    if isinstance(freq, float) and 0 < freq <= 1:
-        if steps is None:
-            raise ArgumentError(
-                f"validation_step_freq={freq}: the data don't say how many batches they have; give a number of steps"
-            )
-        return max(1, round(freq * steps))
-    require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
-    if steps is not None and freq > steps:
-        raise ArgumentError(
-            f"validation_step_freq={freq} is never reached: an epoch has {steps} steps. Use validation_freq to "
-            "validate at the end of every so many epochs"
-        )
-    return int(freq)
-
 
 def _returned(logs: Mapping[str, Any], return_dict: bool) -> Any:
-    """Logs as Keras's methods return them."""
+    """Logs in the form in which Keras's methods return them."""
     if return_dict:
         return logs
     values = list(logs.values())
     return values[0] if len(values) == 1 else values
 
 
-def _as_list(callbacks: Any) -> list[Any]:
-    if callbacks is None:
-        return []
-    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> Model:
+    """A model with the weights, the optimizer and the arguments of `compile` that it was saved with.
+
+    A checkpoint holds no code: the net is yours. Arguments of `compile` that are objects, such as a loss module or a
+    metric, can't be in it either. The model is then not compiled: call `compile` as before, and `fit(resume=path)`
+    goes on with the optimizer's state too.
+
+    Args:
+        path: What `Model.save` wrote, or a `ModelCheckpoint`'s folder, of which the newest is taken.
+        net: A module of the same architecture; its weights are overwritten.
+        compile: Whether to compile the model if that is possible (default True).
+
+    Returns:
+        The model, on the host.
+
+    Raises:
+        CheckpointMissingError, CheckpointDamagedError: There is nothing to load, or a file isn't what was written.
+        CheckpointMismatchError: It is of another net; the message names what differs. The net is as it was.
+
+    Example:
+        >>> import tempfile, torch, tpufit
+        >>> from torch import nn
+        >>> model = tpufit.Model(nn.Linear(2, 1))
+        >>> model.compile("adamw", "mse")
+        >>> history = model.fit(torch.ones(4, 2), torch.ones(4, 1), verbose=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.save(f"{folder}/model")
+        ...     again = tpufit.load(f"{folder}/model", nn.Linear(2, 1))
+        >>> bool((again.predict(torch.ones(1, 2), verbose=0) == model.predict(torch.ones(1, 2), verbose=0)).all())
+        True
+
+    Source: `keras.saving.load_model`.
+    """
+    checkpoint = named_checkpoint(path)
+    model, own = Model(net), named_tensors(net)
+    arguments = checkpoint.state.get("compile") if compile else None
+    if arguments is None:
+        check_weights(own, checkpoint.weights, dtypes=False)
+        model.load_state_dict(checkpoint.weights)
+        return model
+    if arguments["precision"] != "bf16-true":  # which changes the net's dtypes first
+        check_weights(own, checkpoint.weights)
+    options = checkpoint.state["optimizers"]["optimizer"]
+    model.compile(optimizer=lambda parameters: _rebuilt(net, options), **arguments)
+    model.to_cpu()
+    restore(model._engine, checkpoint)
+    return model
+
+
+def _rebuilt(net: nn.Module, options: Mapping[str, Any]) -> Optimizer:
+    """An optimizer of PyTorch's with the same groups and options."""
+    parameters = dict(net.named_parameters())
+    unknown = [name for group in options["groups"] for name in group["params"] if name not in parameters]
+    if unknown:
+        raise CheckpointMismatchError(f"the checkpoint's optimizer has parameters that the net lacks: {unknown[:8]}")
+    groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in options["groups"]]
+    kind: Any = optimizers.NAMES[options["class"].lower()]
+    optimizer: Optimizer = kind(groups)
+    return optimizer

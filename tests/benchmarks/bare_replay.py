@@ -99,11 +99,11 @@ def train(workload: Workload, clock: Clock, *, epochs: int, steps: int, cores: i
 
 def replay_graph_of(model: Any, loader: Any, rate: float, clock: Clock) -> None:
     """One pass over the data with the graph that a tpufit model replays, and nothing around it but its transfers."""
-    program, running = model._programs["train"]
+    program, running = model._engine.programs["train"]
     (graph,) = program._graphs.values()
     if program._donate:
         raise ValueError("this graph takes the memory of its state, which the model still needs")
-    device = str(model._place.device)
+    device = str(model._engine.state.placement.device)
     state, sums = list(program._state.values), list(running.tensors)
     clock.begin_epoch()
     for number, (x, y) in enumerate(loader):

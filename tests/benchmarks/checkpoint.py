@@ -112,7 +112,7 @@ class Measure(Callback):
         self.model.save_checkpoint(self.writer)
 
     def _measure_files(self) -> None:
-        checkpoint = take(self.model, outside_of_fit())
+        checkpoint = take(self.model._engine, outside_of_fit(self.model._engine))
         ours, theirs = self.folder / "ours", self.folder / "theirs.pt"
         shutil.rmtree(ours, ignore_errors=True)
         theirs.unlink(missing_ok=True)
@@ -209,7 +209,7 @@ def _timed_saves(watch: Measure) -> Any:
     usual = saver.CheckpointManager.at
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> None:
-        if watch.model._wanted_saves:
+        if watch.model._engine.log.wanted_saves:
             watch._time("blocked", lambda: usual(self, *args, **kwargs))
         else:
             usual(self, *args, **kwargs)

@@ -118,7 +118,7 @@ def in_fit(name: str, steps: int, rounds: int) -> dict[str, Any]:
     }
     return {
         "steps": steps,
-        "tensors_of_state": len(model._state.tensors),
+        "tensors_of_state": len(model._engine.state.device.tensors),
         "ms_per_step": {variant: round(statistics.median(values), 4) for variant, values in found.items()},
         "added_us_per_step": {variant: round(value, 2) for variant, value in added.items()},
         "counters_of_two_epochs": counted,

@@ -15,7 +15,7 @@ COUNTED = """
 
     class Leave(Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            if self.model._step == {leave}:
+            if self.model.steps_taken == {leave}:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     tpufit.set_random_seed(SEED)
@@ -32,7 +32,7 @@ COUNTED = """
     keep = [ModelCheckpoint("run")] if {keep} else []
     model.fit(Noisy(), batch_size=BATCH // 8, epochs=12, cores=8, verbose=0, resume={resume},
               callbacks=[stopping, plateau, *keep, Leave(), Rates()])
-    print(json.dumps([stopping.stopped_epoch, model._step, rates[-2:]]))
+    print(json.dumps([stopping.stopped_epoch, model.steps_taken, rates[-2:]]))
     """
 
 

@@ -57,7 +57,7 @@ class Notes(Callback):
     """What it finds when training ends."""
 
     def on_train_end(self, logs=None):
-        self.lost = bool(self.model._state.lost)
+        self.lost = bool(self.model._engine.state.device.lost)
 
 
 @pytest.mark.parametrize("jit_compile", ["auto", False])
@@ -94,7 +94,7 @@ def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores,
 def test_a_whole_state_is_given_new_values_where_it_is(cores):
     model = large(use_ema=True)
     fit(model, cores)
-    tensors = list(model._state_tensors()[0].values())
+    tensors = list(model._engine.state.tensors()[0].values())
     values = runtime.to_host(tensors, "test")
     fit(model, cores)
     expected = runtime.to_host(tensors, "test")
@@ -102,8 +102,8 @@ def test_a_whole_state_is_given_new_values_where_it_is(cores):
     with pytest.raises(StateLostError):
         fit(model, cores)
     model.module.greedy = False
-    model._state.revive()
-    runtime.overwrite(tensors, values, model._place)
+    model._engine.state.device.revive()
+    runtime.overwrite(tensors, values, model._engine.state.placement)
     fit(model, cores)
     assert all(torch.equal(*pair) for pair in zip(runtime.to_host(tensors, "test"), expected, strict=True))
 
@@ -153,7 +153,7 @@ def test_weights_that_are_not_all_there_bring_nothing_back(cores):
         pytest.raises(StateLostError, match=r"^layers\.4\.bias can't be brought back"),
     ):
         model.load_state_dict(part, skip_mismatch=True)
-    assert model._state.lost
+    assert model._engine.state.device.lost
 
 
 def test_an_evaluation_that_runs_out_of_memory_costs_no_weights(cores):
@@ -181,7 +181,7 @@ def test_an_interrupt_right_after_the_start_of_a_step_loses_nothing(cores, monke
     monkeypatch.setattr(graph, "map", then_interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
         fit(model, cores, 2)
-    assert len(calls) == 5 and not model._state.lost
+    assert len(calls) == 5 and not model._engine.state.device.lost
     interrupted = model.state_dict()
     monkeypatch.undo()
 
@@ -213,16 +213,16 @@ def test_an_interrupt_while_weights_are_handed_over_loses_nothing(cores, monkeyp
     model = tpufit.Model(nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
     model.compile("adamw", "cross_entropy", scale_lr=None)
     fit(model, cores, 2, callbacks=Looks())
-    seen, begun = {}, model._step
+    seen, begun = {}, model.steps_taken
 
     class Sees(Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            seen[self.model._step] = self.model.state_dict()
+            seen[self.model.steps_taken] = self.model.state_dict()
 
     monkeypatch.setattr(graph, "exchange", swap_value)
     with pytest.raises(KeyboardInterrupt):
         fit(model, cores, callbacks=Looks())
-    left, steps = model.state_dict(), model._step
+    left, steps = model.state_dict(), model.steps_taken
     assert next(countdown, None) is None and begun <= steps < begun + 8
 
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ def test_a_disk_that_fills_up(tmp_path, run_python):
     for warning in caught:
         say("warning:", warning.message)
     newest = RunFolder("disk/run").newest()
-    say("step", model._step, "newest", newest.step if newest else None, "left", len(left()))
+    say("step", model.steps_taken, "newest", newest.step if newest else None, "left", len(left()))
     assert all(name.startswith("step-") for name in left()), left()
 
     # What isn't asynchronous says so at once. First whatever is free is used up.

@@ -26,8 +26,8 @@ def test_saves_validation_and_a_slow_disk_change_nothing(tmp_path, run_python):
 
         class Watch(Callback):
             def on_train_batch_end(self, batch, logs=None):
-                done.append((self.model._step, len(writing) > len(written)))
-                if self.model._step == 2:
+                done.append((self.model.steps_taken, len(writing) > len(written)))
+                if self.model.steps_taken == 2:
                     counts.append(runtime.counts())
 
         writing, written, done, counts = [], [], [], []
@@ -182,7 +182,7 @@ def test_on_four_cores_instead_of_eight(run_python):
         model = compiled()
         fit(model, 4, resume="run/step-0000000006", batch_size=BATCH // 8, epochs=3)
         assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
-        say(model._step)
+        say(model.steps_taken)
         """,
         env=children.ENV,
     )

@@ -116,7 +116,7 @@ def test_ctrl_c_at_forty_random_moments(tmp_path, run_python):
 
             thread = threading.Thread(target=interrupt, daemon=True)
             thread.start()
-            before = model._step
+            before = model.steps_taken
             try:
                 history = fit(model, 8, Begin(), keep, epochs=epochs, resume=True)
                 done.set()
@@ -128,7 +128,7 @@ def test_ctrl_c_at_forty_random_moments(tmp_path, run_python):
                 counts = {float(t) for n, t in newest.training.items() if n.startswith("optimizer/step/")}
                 seen = [s["state"]["dict"][0][1] for s in newest.state["callbacks"] if s["class"] == "Warm"]
                 assert counts == {float(step)} and seen == [step] and newest.step == step, (counts, seen, step)
-                assert step == model._step > before, (before, step, model._step)
+                assert step == model.steps_taken > before, (before, step, model.steps_taken)
                 rate = newest.state["optimizers"]["optimizer"]["groups"][0]["lr"]
                 assert rate == 1e-3 * (1 + 0.1 * step), (rate, step)
         assert digest(model, history) == expected

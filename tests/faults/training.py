@@ -55,10 +55,10 @@ class Say(Callback):
     """Says on standard output what has begun and what is on disk, so that somebody outside can time a fault."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        say("step", self.model._step)
+        say("step", self.model.steps_taken)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        say("done", self.model._step)
+        say("done", self.model.steps_taken)
 
     def on_save(self, step: int, logs: Any = None) -> None:
         say("saved", step)
@@ -95,7 +95,9 @@ def digest(model: tpufit.Model, history: dict[str, list[float]]) -> str:
         for value in state.values():
             found.update(torch.as_tensor(value).cpu().numpy().tobytes())
     last = {name: values[-1] for name, values in sorted(history.items())}
-    found.update(repr((last, model._step, model.learning_rate, np.random.random(), torch.rand(2).tolist())).encode())
+    found.update(
+        repr((last, model.steps_taken, model.learning_rate, np.random.random(), torch.rand(2).tolist())).encode()
+    )
     return found.hexdigest()
 
 

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..callbacks.base import Callback
-from ..callbacks.callback_list import CallbackList
 from ..data import Stream
-from ..errors import ArgumentError, CheckpointError, CheckpointMismatchError, CheckpointMissingError, DataError
-from ..runtime import Placement
-from ..step import StepRunner, Steps
+from ..errors import CheckpointError, CheckpointMismatchError, DataError
+from ..runtime import copies
+from ..step import Engine, SavedState, StepRunner
+from ..utils.json_codec import decode, encode
 from ..utils.random import RNGState
-from .directory import Checkpoint, CheckpointDirectory, is_checkpoint, read, versions
-from .json_codec import decode, encode
-from .training_state import put_back, settings, take
+from .directory import Checkpoint, Score, versions
+from .resume import keepers
 from .writer import AsyncCheckpointWriter
+
+
+class Callbacks(Protocol):
+    """The callbacks of a `fit`: each one's state goes into checkpoints, and `on_save` tells of each that is written."""
+
+    def __iter__(self) -> Iterator[object]: ...
+
+    def has(self, hook: str) -> bool:
+        """True if any callback overrides a hook."""
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a `fit` is.
+    """The point that a `fit` has reached.
 
     Attributes:
         epoch: The number of the epoch, from 0.
-        batches: How many of its batches have been trained on; None: it has not begun yet.
-        trained: The epoch's logs, if all batches have been trained on and its validation is due.
-        validated: After how many batches of the epoch the last validation was, and its logs.
-        stopped: Whether a callback has ended training,
-        epochs: which was to have so many epochs.
+        batches: The number of its batches that are trained on; None if it has not begun yet.
+        trained: The epoch's logs, if all batches are trained on and its validation is due.
+        validated: The last validation: the number of the epoch's batches before it, and its logs.
+        stopped: True if a callback has ended training.
+        epochs: The number of epochs that training was to have.
     """
 
     epoch: int
@@ -49,31 +57,119 @@ class Progress:
 _FIELDS = [field.name for field in fields(Progress)]
 
 
+def take(
+    engine: Engine,
+    state: Mapping[str, Any],
+    extra: Mapping[str, Tensor] | None = None,
+    score: Score | None = None,
+) -> Checkpoint:
+    """Copy all that training changes to the host. **This waits** for the device, once.
+
+    Args:
+        engine: The engine that trains.
+        state: The other entries of the checkpoint's `state`, as JSON holds them.
+        extra: Further tensors, on the host or the device, by name.
+        score: How good it is, if that is known.
+
+    Raises:
+        WeightsError: The module keeps something in its state that isn't a tensor.
+    """
+    own = engine.state.state_dict()
+    training = {**own.training, **(extra or {})}
+    unique = {id(tensor): tensor for tensor in (*own.weights.values(), *training.values())}
+    host = dict(zip(unique, copies(list(unique.values()), "checkpoint"), strict=True))
+    learned = {id(parameter) for parameter in engine.model.module.parameters() if parameter.requires_grad}
+    return Checkpoint(
+        step=engine.state.numbers.step,
+        weights={name: host[id(tensor)] for name, tensor in own.weights.items()},
+        training={name: host[id(tensor)] for name, tensor in training.items()},
+        state={**state, "model": own.numbers, "optimizers": own.optimizers, "settings": settings(engine)},
+        learned=[name for name, tensor in own.weights.items() if id(tensor) in learned],
+        metric=score,
+        mesh={"cores": engine.state.placement.count},
+    )
+
+
+def restore(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Put a model's training where a checkpoint was taken. The model is where it shall be trained.
+
+    Args:
+        engine: The engine of a model over the same net, compiled in the same way.
+        checkpoint: The checkpoint.
+
+    Raises:
+        CheckpointMismatchError: It is of another net or another optimizer. Nothing has been changed then.
+    """
+    engine.state.load_state_dict(saved_state(checkpoint))
+    engine.take_in_new_state()
+
+
+def saved_state(checkpoint: Checkpoint) -> SavedState:
+    """The part of a checkpoint that `TrainState` takes over."""
+    state = checkpoint.state
+    return SavedState(checkpoint.weights, checkpoint.training, state["model"], state["optimizers"])
+
+
+def settings(engine: Engine) -> dict[str, Any]:
+    """The settings besides the versions and cores that the last digits of training depend on."""
+    return {
+        "precision": engine.config.precision,
+        "steps_per_execution": engine.config.steps_per_execution,
+        "accumulate_steps": engine.config.gradients.accumulate_steps,
+        "run_on": "host" if engine.state.placement.on_host else "device",
+    }
+
+
+def outside_of_fit(engine: Engine) -> dict[str, Any]:
+    """The entries of a checkpoint's state that isn't taken in the course of a `fit`."""
+    return {
+        "progress": None,
+        "data": {},
+        "callbacks": [],
+        "metrics": None,
+        "draws": RNGState.now().state_dict(),
+        "compile": engine.config.as_plain(engine.model.optimizer),
+    }
+
+
+def progress_of(checkpoint: Checkpoint, first: int = 0) -> Progress:
+    """The point that the `fit` had reached when a checkpoint was taken.
+
+    Args:
+        checkpoint: The checkpoint.
+        first: The epoch to begin with, if it was taken outside of `fit` (default 0).
+    """
+    own = checkpoint.state["progress"]
+    if own is None:
+        return Progress(first)
+    return Progress(**{name: decode(own[name], checkpoint.training) for name in _FIELDS})
+
+
 class CheckpointManager:
     """Takes checkpoints when callbacks have asked for them, once all callbacks have had their turn.
 
     Args:
-        model: What is trained.
+        engine: The engine that trains.
         train: The training data.
         callbacks: The callbacks, whose state goes into checkpoints too.
     """
 
-    def __init__(self, model: Steps, train: Stream, callbacks: CallbackList) -> None:
-        self._model, self._train, self._callbacks = model, train, callbacks
+    def __init__(self, engine: Engine, train: Stream, callbacks: Callbacks) -> None:
+        self._engine, self._train, self._callbacks = engine, train, callbacks
         self._writing: list[AsyncCheckpointWriter] = []
-        self._taken: dict[AsyncCheckpointWriter, Progress] = {}  # how far training was at the last checkpoint
+        self._taken: dict[AsyncCheckpointWriter, Progress] = {}  # the point of each one's last checkpoint
         self._open = True
         self._run: StepRunner | None = None
         self._progress: Progress | None = None
-        model._wanted_saves.clear()
+        engine.log.wanted_saves.clear()
         train.keeps_draws = bool(keepers(callbacks))
 
     def at(self, progress: Progress, run: StepRunner | None = None) -> None:
-        """Note how far training is, between two steps, and take the checkpoints that have been asked for.
+        """Note the point that training has reached, between two steps, and take the checkpoints that are wanted.
 
         Args:
-            progress: How far it is.
-            run: What runs the epoch's steps, if it has begun.
+            progress: The point.
+            run: The runner of the epoch's steps, if it has begun.
 
         Raises:
             CheckpointNotWrittenError: One could not be written, once too often.
@@ -81,10 +177,10 @@ class CheckpointManager:
         if not self._open:
             return
         self._progress, self._run = progress, run
-        if self._model._wanted_saves:
-            wanted, self._model._wanted_saves = self._model._wanted_saves, []
-            for writer, metric in wanted:
-                self._tell(writer.submit(self._checkpoint(metric)))
+        if self._engine.log.wanted_saves:
+            wanted, self._engine.log.wanted_saves = self._engine.log.wanted_saves, []
+            for writer, score in wanted:
+                self._tell(writer.submit(self._checkpoint(score)))
                 self._taken[writer] = progress
                 if writer not in self._writing:
                     self._writing.append(writer)
@@ -104,7 +200,7 @@ class CheckpointManager:
         except Exception:
             if self._progress is not None and (self._run is None or not self._run.inside):
                 if self._run is not None:  # a callback may have raised after a step, before anybody noted it
-                    self._progress.batches = self._run.batches
+                    self._progress.batches = self._run.tally.batches
                 self._save_for(writer for callback, writer in keepers(self._callbacks) if callback.save_on_exception)
             for writer in self._writing:
                 try:
@@ -124,20 +220,20 @@ class CheckpointManager:
             self._tell(writer.finish())
 
     def go_on(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
-        """Go on from a checkpoint: after the callbacks have begun, so that what they begin with gives way to it.
+        """Go on from a checkpoint: after the callbacks have begun, so that it overrides what they begin with.
 
         Args:
             checkpoint: The checkpoint.
-            run: What runs the steps of the epoch in whose middle it was taken.
+            run: The runner of the epoch's steps, if it was taken in the middle of one.
 
         Returns:
-            How many batches of the epoch have been trained on.
+            The number of the epoch's batches that are trained on.
 
         Raises:
             CheckpointMismatchError: It is of another net, optimizer or data.
         """
         state = checkpoint.state
-        put_back(self._model, checkpoint)
+        restore(self._engine, checkpoint)
         self._load_callbacks(state["callbacks"], checkpoint.training)
         try:
             batches = self._train.load_state_dict(state["data"])
@@ -146,12 +242,12 @@ class CheckpointManager:
                 run.load_sums(state["metrics"], own, batches)
         except DataError as error:
             raise CheckpointMismatchError(f"{error}. resume='next_epoch' leaves out the rest of that epoch") from error
-        _warn_of_differences(checkpoint, self._model)
-        RNGState.of(state["draws"]).restore()
+        _warn_of_differences(checkpoint, self._engine)
+        RNGState.of(state["draws"]).restore()  # last: all the above may have drawn
         return batches
 
     def _save_for(self, writers: Iterable[AsyncCheckpointWriter]) -> None:
-        if not self._open or self._progress is None or self._model._state.lost:
+        if not self._open or self._progress is None or self._engine.state.device.lost:
             return
         self._open = False
         used = list(writers)
@@ -161,20 +257,19 @@ class CheckpointManager:
         for writer in used:
             self._tell(writer.finish())
 
-    def _checkpoint(self, metric: Any) -> Checkpoint:
+    def _checkpoint(self, score: Score | None) -> Checkpoint:
         progress, run = self._progress, self._run
         assert progress is not None
         extra: dict[str, Tensor] = {}
-        state = outside_of_fit() | {
+        state = outside_of_fit(self._engine) | {
             "progress": {name: encode(getattr(progress, name), name, extra) for name in _FIELDS},
             "data": self._train.state_dict(progress.batches if run is not None else None),
             "callbacks": self._callback_states(extra),
-            "compile": self._model._recipe,
         }
         if run is not None:
             state["metrics"], sums = run.sums()
             extra |= {f"metric/{name}": tensor for name, tensor in sums.items()}
-        return take(self._model, state, extra, metric)
+        return take(self._engine, state, extra, score)
 
     def _callback_states(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
         states = []
@@ -186,7 +281,7 @@ class CheckpointManager:
         return states
 
     def _load_callbacks(self, states: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> None:
-        """Give each callback the state of the first of its class that nobody has had yet."""
+        """Give each callback the first state of its class that no other has had yet."""
         waiting = list(states)
         for callback in self._callbacks:
             own = next((state for state in waiting if state["class"] == type(callback).__name__), None)
@@ -204,88 +299,11 @@ class CheckpointManager:
             self._callbacks.call("on_save", int(written.name.removeprefix("step-")), {"path": str(written)})
 
 
-def outside_of_fit() -> dict[str, Any]:
-    """The state of a checkpoint that isn't taken in the course of a `fit`."""
-    return {"progress": None, "data": {}, "callbacks": [], "metrics": None, "draws": RNGState.now().state_dict()}
-
-
-def keepers(callbacks: Iterable[object]) -> list[tuple[Callback, AsyncCheckpointWriter]]:
-    """The callbacks that keep checkpoints, each with its writer. An object that is no `Callback` keeps none."""
-    given = [callback for callback in callbacks if isinstance(callback, Callback)]
-    return [(callback, callback.checkpoints) for callback in given if callback.checkpoints is not None]
-
-
-def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[object]) -> Checkpoint | None:
-    """What `fit` shall go on from.
-
-    Args:
-        resume: As `fit` takes it.
-        callbacks: As `fit` was given them.
-
-    Returns:
-        The checkpoint, or None if training begins.
-
-    Raises:
-        ArgumentError: No callback keeps checkpoints, and no path was given.
-        CheckpointError: It is missing or damaged.
-    """
-    asked = resume is not False and resume is not None
-    if asked and not isinstance(resume, bool) and resume not in ("best", "next_epoch"):
-        return named_checkpoint(resume)
-    runs = [writer.run for callback, writer in keepers(callbacks) if asked or callback.restores]
-    if asked and not runs:
-        raise ArgumentError(
-            f"resume={resume!r} looks for checkpoints where a callback keeps them, and none does: pass "
-            "callbacks=[ModelCheckpoint('a_folder')], or the path of a folder as resume"
-        )
-    found = [run.best() if resume == "best" else run.newest() for run in runs]
-    newest = max((one for one in found if one is not None), key=lambda one: one.step, default=None)
-    return _at_next_epoch(newest) if newest is not None and resume == "next_epoch" else newest
-
-
-def named_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """A checkpoint that was named, or the newest of a run's folder that was.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
-    path = Path(path)
-    if is_checkpoint(path) or not path.is_dir():
-        return read(path)
-    newest = CheckpointDirectory(path).newest()
-    if newest is None:
-        raise CheckpointMissingError(f"there is no checkpoint in {path}: it has no folder such as step-0000000010")
-    return newest
-
-
-def _at_next_epoch(checkpoint: Checkpoint) -> Checkpoint:
-    """The same, with the rest of its epoch left out."""
-    own = checkpoint.state["progress"]
-    if own is None or own["batches"] is None:
-        return checkpoint
-    progress = own | {"epoch": own["epoch"] + 1, "batches": None, "trained": None}
-    model = checkpoint.state["model"] | {"batches_waiting": 0}
-    return replace(checkpoint, state={**checkpoint.state, "progress": progress, "model": model, "data": {}})
-
-
-def progress_of(checkpoint: Checkpoint, first: int = 0) -> Progress:
-    """How far the `fit` was that a checkpoint was taken of.
-
-    Args:
-        checkpoint: The checkpoint.
-        first: The epoch to begin with, if it was taken outside of `fit`.
-    """
-    own = checkpoint.state["progress"]
-    if own is None:  # it was saved outside of fit
-        return Progress(first)
-    return Progress(**{name: decode(own[name], checkpoint.training) for name in _FIELDS})
-
-
-def _warn_of_differences(checkpoint: Checkpoint, model: Steps) -> None:
-    """Say what will make the numbers other ones than those of a run that was never broken off."""
-    place: Placement = model._place
-    others = [] if checkpoint.mesh["cores"] == place.count else [f"cores: {checkpoint.mesh['cores']} -> {place.count}"]
-    now = settings(model)
+def _warn_of_differences(checkpoint: Checkpoint, engine: Engine) -> None:
+    """Warn if the numbers will be other ones than those of a run that was never broken off."""
+    count = engine.state.placement.count
+    others = [] if checkpoint.mesh["cores"] == count else [f"cores: {checkpoint.mesh['cores']} -> {count}"]
+    now = settings(engine)
     now |= {name: found for name, found in versions().items() if name != "tpufit"}
     before = {**checkpoint.state["settings"], **checkpoint.versions}
     others += [f"{name}: {before[name]} -> {value}" for name, value in now.items() if before[name] != value]

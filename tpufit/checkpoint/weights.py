@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import safetensors
-import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, WeightsError, few
+from ..errors import ArgumentError, WeightsError
 from ..utils.files import replacing, write_tensors
 
 _SUFFIX = ".safetensors"
@@ -62,60 +60,6 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return weights | {name: weights[owner] for name, owner in tied.items() if owner in weights}
 
 
-def match_weights(
-    own: Mapping[str, Tensor], given: Mapping[str, Tensor], skip_mismatch: bool = False
-) -> dict[str, Tensor]:
-    """Compare weights with a module's, name by name.
-
-    Args:
-        own: The module's tensors.
-        given: The tensors to load.
-        skip_mismatch: Leave out what doesn't fit, with a warning, instead of raising.
-
-    Returns:
-        The given tensors that fit, in the module's dtypes.
-
-    Raises:
-        WeightsError: A name is missing or unknown, a shape differs, or two names of one tensor have different values.
-    """
-    shapes = [
-        f"{name}: {tuple(given[name].shape)} in the weights, {tuple(tensor.shape)} in the module"
-        for name, tensor in own.items()
-        if name in given and given[name].shape != tensor.shape
-    ]
-    parted = _parted(own, given)
-    problems = {
-        "missing in the weights": [name for name in own if name not in given],
-        "unknown to the module": [name for name in given if name not in own],
-        "of another shape": shapes,
-        "tied in the module, but with different values in the weights": [f"{a} and {b}" for a, b in parted],
-    }
-    found = [f"{what}: {few(names)}" for what, names in problems.items() if names]
-    if found:
-        message = f"the weights don't fit the module. {'; '.join(found)}"
-        if not skip_mismatch:
-            raise WeightsError(f"{message}. skip_mismatch=True loads the rest")
-        warnings.warn(message, stacklevel=3)
-    doubtful = {name for pair in parted for name in pair}
-    return {
-        name: given[name].to(tensor.dtype)
-        for name, tensor in own.items()
-        if name in given and given[name].shape == tensor.shape and name not in doubtful
-    }
-
-
-def _parted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Names of one and the same tensor whose given values differ: whichever were loaded last would silently win."""
-    first: dict[int, str] = {}
-    found = []
-    for name, tensor in own.items():
-        if name in given and given[name].shape == tensor.shape:
-            owner = first.setdefault(id(tensor), name)
-            if owner != name and not torch.equal(given[owner].to(tensor.dtype), given[name].to(tensor.dtype)):
-                found.append((owner, name))
-    return found
-
-
 def first_broken(weights: Mapping[str, Tensor], learned: Iterable[str]) -> str | None:
     """The first of the weights that holds NaN or infinities, of those that are learned; a mask may hold some.
 
@@ -156,18 +100,3 @@ def weights_path(path: str | os.PathLike[str]) -> Path:
             f"weights are kept as safetensors: expected a path ending in '{_SUFFIX}', got {str(path)!r}"
         )
     return Path(path)
-
-
-def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module's `state_dict`, themselves rather than detached, so that ties show as one object.
-
-    Raises:
-        WeightsError: The module keeps something else in its state, which only a pickle could hold.
-    """
-    state = module.state_dict(keep_vars=True)
-    foreign = [name for name, value in state.items() if not isinstance(value, Tensor)]
-    if foreign:
-        raise WeightsError(
-            f"the module's state holds something other than tensors under {foreign}, which can't be saved"
-        )
-    return dict(state)

@@ -11,6 +11,7 @@
 | `norms` | normalisation layers that don't gather the batch |
 | `report` | counters of compilations, waits and fallbacks, and time |
 | `profile` | a profile of chosen steps |
+| `strict` | the policy of `fit(strict=True)` |
 | `watch` | what a traced step reads, draws and leaves to the host |
 """
 
@@ -33,11 +34,14 @@ from .ops.norms import sharded_norms
 from .placement import HOST, Layout, Placement
 from .profiler import start_profile, stop_profile
 from .program import DeviceState, Program, capture_began, launch, tracing
+from .python_state import facts
+from .strict import LENIENT, Strict
 from .trace_watch import cure_of, users_line
-from .transfer import InFlight, copy_into, move, swap_value, to_device, to_host
+from .transfer import InFlight, copies, copy_into, fetch, move, swap_value, to_device, to_host
 
 __all__ = [
     "HOST",
+    "LENIENT",
     "Compiled",
     "Cores",
     "CoresArgument",
@@ -48,15 +52,19 @@ __all__ = [
     "Load",
     "Placement",
     "Program",
+    "Strict",
     "add_seconds",
     "agree",
     "available",
     "capture_began",
+    "copies",
     "copy_into",
     "count_capture",
     "counts",
     "cure_of",
     "device_memory",
+    "facts",
+    "fetch",
     "init",
     "launch",
     "metrics_report",

@@ -48,7 +48,7 @@ class Placement:
         return 1 if self.cores is None else self.cores.count
 
     @cached_property
-    def places(self) -> tuple[int, ...] | None:
+    def local_shards(self) -> tuple[int, ...] | None:
         """Where the devices of this process stand along the mesh: the parts of a batch that it has to send.
 
         None without a mesh; with one process all of them. On a pod a host's devices need not be neighbours.

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from ..errors import ReplayError, StateLostError, StrictError
+from ..errors import ReplayError, StateLostError
 from . import counters as report
 from .devices import platform
 from .placement import Placement
+from .strict import LENIENT, Strict
 from .trace_watch import Watch
 from .transfer import copy_into, swap_value, to_host
 
@@ -184,6 +185,11 @@ class DeviceState:
         self.write_back()
 
 
+Body = Callable[[list[Tensor], Callable[[int], None]], Any]
+"""`body(inputs, seed)`: the Python of one step or several. `seed(i)` begins the random numbers of the i-th. It changes
+the state's tensors in place, replaces the sums, and returns a nest of tensors."""
+
+
 class _UnderWay(NamedTuple):
     """A graph that is being started, what of the state it replaces, and whether it consumes that."""
 
@@ -253,8 +259,6 @@ class Program:
     """A step, and the graphs that its Python has been traced to.
 
     Args:
-        body: `body(key, inputs, seed)`: the Python of one step or several; `seed(i)` begins the random numbers of the
-            i-th. It changes the state's tensors in place, replaces the sums, and returns a nest of tensors.
         placement: Where it runs.
         role: What its graphs are counted under: `"train"`, `"eval"` or `"predict"`.
         state: The tensors that it reads and changes.
@@ -269,7 +273,6 @@ class Program:
             trace.
         traced_because: Why the step is traced on every call; empty as long as it isn't.
         products: In which formats the last trace computed matrix products.
-        strict: Whether what makes a step slow is a `StrictError`, which leaves the state as it was before the step.
         cause: Why the next graph is needed, for the report.
         met: The keys of all calls that have been traced.
         donated: How many bytes of the state a replay writes its new values over.
@@ -277,7 +280,6 @@ class Program:
 
     def __init__(
         self,
-        body: Callable[[Any, list[Tensor], Callable[[int], None]], Any],
         *,
         placement: Placement,
         role: str,
@@ -287,7 +289,7 @@ class Program:
         donate: bool = False,
         inside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self.body, self._placement, self._role = body, placement, role
+        self._placement, self._role = placement, role
         self._state, self._sums = state, sums
         self._jit_compile = jit_compile
         self._donate = donate and (platform() != "CPU" or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
@@ -299,7 +301,7 @@ class Program:
         self._differed: Counter[Hashable] = Counter()  # traces in a row of one key that gave another graph
         self._varied = 0  # traces in a row, of whatever key, whose Python was another
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
-        self.strict = False
+        self._strict = LENIENT
         self.cause = ""
         self.met: set[Any] = set()
         self.donated = 0
@@ -319,9 +321,16 @@ class Program:
         self._differed.clear()
         self._varied = 0
 
-    def retry(self) -> None:
-        """Try once more to replay a step that had been given up."""
-        if self._jit_compile is not False:
+    def begin_pass(self, python_state: Callable[[], dict[str, Any]], strict: Strict) -> None:
+        """Begin a pass over data.
+
+        Args:
+            python_state: Gives the names and values that the body might change in Python, before and after a trace.
+            strict: The policy on whatever makes steps slow. If it is strict, a step that had been given up is tried
+                again: the error shall name its line.
+        """
+        self.python_state, self._strict = python_state, strict
+        if strict and self._jit_compile is not False:
             self.traced_because = ""
 
     def __call__(
@@ -329,6 +338,7 @@ class Program:
         key: Hashable,
         inputs: list[Tensor],
         seeds: list[int],
+        body: Body,
         pause: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Any:
         """Run once, without waiting for the device.
@@ -337,6 +347,7 @@ class Program:
             key: All that the graph depends on but the values of tensors: shapes, modes, options.
             inputs: Batches and rates.
             seeds: One for each step.
+            body: The Python of the steps, for a call that must be traced.
             pause: A context in which nothing else sends anything to the device.
 
         Returns:
@@ -351,21 +362,19 @@ class Program:
                 def seed(i: int) -> None:
                     torch.manual_seed(seeds[i])
 
-                return self.body(key, inputs, seed)
+                return body(inputs, seed)
         with pause(), report.timed("trace"):
             self._state.write_back()
             self.met.add(key)
             if self.traced_because:
-                return self._run_traced(key, inputs, seeds)
+                return self._run_traced(body, inputs, seeds)
             _capture_began = perf_counter()
             try:
-                return self._prove(key, inputs, seeds)
+                return self._prove(key, inputs, seeds, body)
             finally:
                 _capture_began = None
 
-    def _trace(
-        self, key: Hashable, inputs: list[Tensor], seeds: list[int], watch: AbstractContextManager[object]
-    ) -> Any:
+    def _trace(self, body: Body, inputs: list[Tensor], seeds: list[int], watch: AbstractContextManager[object]) -> Any:
         """Run the body over lazy tensors."""
         import torch_xla
 
@@ -377,18 +386,18 @@ class Program:
             # In this thread: if a backward pass ran on the CPU before torch_xla was imported, autograd has no thread
             # for its device, and ends in an internal error.
             with self._inside(), watch, torch.autograd.set_multithreading_enabled(False):
-                return self.body(key, inputs, lambda i: torch_xla._XLAC._xla_set_rng_seed(seeds[i], device))
+                return body(inputs, lambda i: torch_xla._XLAC._xla_set_rng_seed(seeds[i], device))
         finally:
             _tracing = False
 
-    def _run_traced(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
+    def _run_traced(self, body: Body, inputs: list[Tensor], seeds: list[int]) -> Any:
         """Trace the step and run it."""
-        if self.strict:
+        if self._strict:
             self._finish()
             with self._going_back_to(_same_memory(self._state.tensors)):
-                outputs = self._trace(key, inputs, seeds, self._watch())
+                outputs = self._trace(body, inputs, seeds, self._watch())
         else:
-            outputs = self._trace(key, inputs, seeds, nullcontext())  # nobody needs to watch it, which takes time
+            outputs = self._trace(body, inputs, seeds, nullcontext())  # nobody needs to watch it, which takes time
         return self._launch(outputs)
 
     def _finish(self) -> None:
@@ -414,7 +423,7 @@ class Program:
             raise
         return outputs
 
-    def _prove(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
+    def _prove(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step and compile its graph, or show that it is the one there is; then run that graph."""
         import torch_xla
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
@@ -428,7 +437,7 @@ class Program:
         before = _same_memory(state)  # to go back to
         watch = self._watch()
         with self._going_back_to(before):
-            outputs = self._trace(key, inputs, seeds, watch)
+            outputs = self._trace(body, inputs, seeds, watch)
             self.products = watch.products
             cause = self._obstacle(looked, fallen, watch)
             if cause:
@@ -598,8 +607,8 @@ class Program:
 
     def _watch(self) -> Watch:
         # A random number in the first traces is no fault: a layer may begin with one.
-        draws = ["draws"] if self._varied + 1 >= _ATTEMPTS or self.traced_because else []
-        return Watch(["looks", "falls", *draws] if self.strict else (), f"the {self._role} step")
+        draws = self._varied + 1 >= _ATTEMPTS or self.traced_because
+        return Watch(self._strict, f"the {self._role} step", bool(draws))
 
     def _obstacle(self, looked: int, fallen: Counter[str], watch: Watch) -> str:
         """Why no trace of the step can be replayed, or nothing."""
@@ -628,8 +637,7 @@ class Program:
         return watch.drew and f"its Python draws random numbers at {watch.drew}"
 
     def _give_up(self, cause: str) -> None:
-        if self.strict:
-            raise StrictError(f"strict=True, but the {self._role} step can't be replayed: {cause}")
+        self._strict.refuse(f"the {self._role} step can't be replayed: {cause}")
         if self._jit_compile is True:
             raise ReplayError(f"jit_compile=True, but the {self._role} step can't be replayed: {cause}")
         self.traced_because = cause

@@ -6,7 +6,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..errors import StrictError
 from . import counters as report
+from .strict import LENIENT, Strict
 
 _LOOKS = frozenset(
     getattr(Tensor, name)
@@ -52,8 +52,9 @@ class Watch(TorchFunctionMode):
     that were imported by name (`from numpy.random import rand`), and Python's `random` while a profiler runs.
 
     Args:
-        strict: What is an error at its very line (`StrictError`), by how it goes on: `"looks"`, `"falls"`, `"draws"`.
-        step: What the error calls the code, e.g. `"the train step"`.
+        strict: The policy on reads and falls to the host.
+        step: The name of the code in errors, e.g. `"the train step"`.
+        draws: True if a random number of the host is refused too: in the first traces it is no fault (default False).
 
     Attributes:
         where: The line that first looked, e.g. `train.py:12`, or nothing.
@@ -62,9 +63,10 @@ class Watch(TorchFunctionMode):
         products: The formats in which matrix products were computed.
     """
 
-    def __init__(self, strict: Container[str] = (), step: str = "the step") -> None:
+    def __init__(self, strict: Strict = LENIENT, step: str = "the step", draws: bool = False) -> None:
         super().__init__()
         self._strict, self._step = strict, step
+        self._draws_strict = strict if draws else LENIENT
         self.where = self.drew = ""
         self.fell: dict[str, str] = {}
         self.products: set[torch.dtype] = set()
@@ -102,22 +104,20 @@ class Watch(TorchFunctionMode):
 
     def _note_draw(self) -> None:
         self.drew = self.drew or users_line()
-        if "draws" in self._strict:
-            raise StrictError(
-                f"strict=True: {self._step} draws a random number on the host at {users_line()}, so that it can't be "
-                "replayed and may need a graph for each outcome. Draw it on the device (torch.rand(..., "
-                "device=x.device) and torch.where), or in the data set"
-            )
+        self._draws_strict.refuse(
+            f"{self._step} draws a random number on the host at {users_line()}, so that it can't be "
+            "replayed and may need a graph for each outcome. Draw it on the device (torch.rand(..., "
+            "device=x.device) and torch.where), or in the data set"
+        )
 
     def _note_look(self) -> None:
         line = users_line()
         report.note_line("read", line)
         self.where = self.where or line
-        if "looks" in self._strict:
-            raise StrictError(
-                f"strict=True: {self._step} reads a value from the device at {line}, for which every step would wait. "
-                "Return it from train_step as a log, choose with torch.where instead of if, or leave it out"
-            )
+        self._strict.refuse(
+            f"{self._step} reads a value from the device at {line}, for which every step would wait. "
+            "Return it from train_step as a log, choose with torch.where instead of if, or leave it out"
+        )
 
     def _note_falls(self, before: Counter[str]) -> None:
         """Note which operations have run on the host since."""
@@ -126,11 +126,10 @@ class Watch(TorchFunctionMode):
             if operation not in (_READ, *self.fell):
                 line = self.fell[operation] = users_line()
                 report.note_line(operation, line)
-                if "falls" in self._strict:
-                    raise StrictError(
-                        f"strict=True: torch_xla has no {operation} for the device, which {self._step} calls at "
-                        f"{line}: it would run on the host at every step. {cure_of(operation)}"
-                    )
+                self._strict.refuse(
+                    f"torch_xla has no {operation} for the device, which {self._step} calls at "
+                    f"{line}: it would run on the host at every step. {cure_of(operation)}"
+                )
         if operations in ([], [_READ]):  # by itself it has only been looked at, as to print it
             self._note_look()
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import PlacementError
 from . import counters as report
@@ -71,6 +73,32 @@ def to_host(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
         for i in split:
             here[i] = _join_shards(here[i])
     return here
+
+
+def fetch(nest: Any, reason: str) -> Any:
+    """Copy the tensors of a nest to the host. **This waits** for the device, once for all of them.
+
+    Args:
+        nest: Tensors in tuples, lists and dicts, among other things.
+        reason: See `to_host`.
+    """
+    tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
+    host = iter(to_host(tensors, reason))
+    return tree_map(lambda leaf: next(host) if isinstance(leaf, Tensor) else leaf, nest)
+
+
+def copies(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
+    """Copy tensors to host memory of their own. **This waits** for the device, once for all of them.
+
+    Args:
+        tensors: Tensors on the device or the host.
+        reason: See `to_host`.
+    """
+    # `to_host` returns a host tensor as it is: the very memory that training goes on to change.
+    return [
+        value.clone() if tensor.device.type == "cpu" else value
+        for tensor, value in zip(tensors, to_host(tensors, reason), strict=True)
+    ]
 
 
 def move(tensors: Iterable[Tensor], placement: Placement, names: dict[int, str] | None = None) -> None:

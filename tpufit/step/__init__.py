@@ -1,7 +1,22 @@
-"""One step of training, testing or predicting: its Python, its state, and how it is run."""
+"""One step of training, testing or predicting: its Python, its state, and the graphs that run it."""
 
-from .recompiles import ShapeWatch
-from .runner import DeviceBatch, StepRunner, Steps, copies, fetch
-from .snapshot import Snapshot
+from .batch import DeviceBatch
+from .config import CompileConfig
+from .engine import Engine, FitOptions
+from .methods import StepMethods
+from .runner import StepRunner
+from .state import SavedState
+from .weights import check_weights, match_weights, named_tensors
 
-__all__ = ["DeviceBatch", "ShapeWatch", "Snapshot", "StepRunner", "Steps", "copies", "fetch"]
+__all__ = [
+    "CompileConfig",
+    "DeviceBatch",
+    "Engine",
+    "FitOptions",
+    "SavedState",
+    "StepMethods",
+    "StepRunner",
+    "check_weights",
+    "match_weights",
+    "named_tensors",
+]

@@ -1,34 +1,39 @@
-"""What a step's graph depends on that user code may change between steps: then another graph is needed."""
+"""The key of a step's graph: everything it depends on but the values of tensors.
+
+User code may change some of it between two steps: a layer's mode, an optimizer's option, a number that a module keeps.
+Each change needs another graph. Comparing all that takes long, so every snapshot is given a number, once.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..runtime import count_capture
+from ..runtime import Strict, count_capture
+from .recompiles import ShapeWatch
 
-# What a group keeps of its rate, which is an input of a graph, and of where that came from.
+# The keys of a group that hold its rate, which is an input of a graph, and where the rate came from.
 _OF_RATES = ("lr", "initial_lr", "lr_ratio", "lr_factor", "scaled_lr")
 
-# So often a role's graph may be made anew for one reason until it is said: by then it is a habit.
+# A role's graph may be compiled so often for one reason before a warning says it: by then it is a habit.
 _OFTEN = 4
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A snapshot of it; equal snapshots have one graph for each shape of a batch.
+    """A snapshot of the Python that a step's graph depends on. Equal snapshots share one graph per shape of a batch.
 
     Attributes:
-        modes: Of each module whether it is training.
-        learning: Of each parameter whether it requires a gradient.
-        parameters: Which objects the parameters are.
-        options: See `options`.
-        python: The numbers, words and flags that the user's classes keep.
+        modes: The training mode of each module.
+        learning: `requires_grad` of each parameter.
+        parameters: The `id` of each parameter.
+        options: The optimizers' options, see `options`.
+        python: The numbers, words and flags that the user's objects keep, see `runtime.facts`.
     """
 
     modes: tuple[bool, ...]
@@ -39,12 +44,12 @@ class Guard:
 
     @classmethod
     def of(cls, module: nn.Module, optimizers: Iterable[Optimizer], python: dict[str, Any]) -> Guard:
-        """The snapshot of now.
+        """Take the snapshot of this moment.
 
         Args:
             module: The user's module.
             optimizers: The optimizers that its steps use.
-            python: Names and values that a step's Python may look at.
+            python: The names and values that a step's Python may read.
         """
         return cls(
             tuple(part.training for part in module.modules()),
@@ -55,11 +60,11 @@ class Guard:
         )
 
     def change(self, later: Guard, module: nn.Module) -> str:
-        """What is another in a later snapshot, for people.
+        """Name the first difference to a later snapshot, e.g. `"momentum in the optimizer's param_groups"`.
 
         Args:
             later: The other snapshot.
-            module: The user's module, whose names are told.
+            module: The user's module, for the names of its parts.
         """
         if self.parameters != later.parameters or len(self.modes) != len(later.modes):
             return "the module's parameters"
@@ -80,7 +85,7 @@ class Guard:
         return "nothing that has a name"
 
     def values(self, later: Guard) -> str:
-        """From what to what the number or word has changed that `change` tells of, e.g. `" (from 0.9 to 0.5)"`."""
+        """Give both values of the number or word that `change` names, e.g. `" (from 0.9 to 0.5)"`."""
         for pairs, others in ((self.options, later.options), (self.python, later.python)):
             before, after = (sorted(set(a) - set(b), key=str) for a, b in ((pairs, others), (others, pairs)))
             if before and after and before[0][0] == after[0][0]:
@@ -89,7 +94,7 @@ class Guard:
 
 
 def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
-    """The options in the optimizers' groups, but for the rates, which are inputs of a graph."""
+    """List the options in the optimizers' groups, without the rates: these are inputs of a graph."""
     return tuple(
         (key, value if isinstance(value, (int, float, str, bool, tuple)) else id(value))
         for optimizer in optimizers
@@ -99,43 +104,162 @@ def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
     )
 
 
-class Guards:
-    """The snapshots met by the steps of a model, each with a number that stands for it: comparing them takes long.
+class GraphKeys:
+    """Numbers for the parts of graphs' keys, and the changes that made each new part, for reports.
 
     Attributes:
-        causes: What was new about each snapshot, by its number, e.g. `"momentum in ... changed (from 0.9 to 0.5)"`.
+        changes: The change that made each snapshot new, by its number: `"momentum in ... changed (from 0.9 to 0.5)"`.
     """
 
     def __init__(self) -> None:
-        self.causes: dict[int, str] = {}
-        self._met: dict[Guard, int] = {}
+        self.changes: dict[int, str] = {}
+        self._guards: dict[Guard, int] = {}
         self._last: dict[str, Guard] = {}
-        self._changes: dict[tuple[str, str], int] = {}
+        self._times: dict[tuple[str, str], int] = {}  # by role and change
+        self._signatures: list[Any] = []
+        self._transforms: list[Any] = []  # not a dict: some can't be hashed. Kept, so that no other gets its `id`
+        self._shapes: dict[str, ShapeWatch] = {}
 
-    def number(self, role: str, guard: Guard, module: nn.Module) -> int:
-        """The snapshot's number. A new one is counted as a capture, by what has changed.
+    def signature(self, structure: Any) -> int:
+        """The number of a batch's structure, shapes and dtypes."""
+        try:
+            return self._signatures.index(structure)
+        except ValueError:
+            self._signatures.append(structure)
+            return len(self._signatures) - 1
+
+    def note_shape(self, role: str, signature: int, batch: Any, strict: Strict) -> None:
+        """Watch for batches of too many shapes, see `ShapeWatch.note`."""
+        self._shapes.setdefault(role, ShapeWatch(role)).note(signature, batch, strict)
+
+    def shape_change(self, role: str, signature: int) -> str:
+        """The difference between a batch and the one of another shape before it."""
+        return self._shapes[role].changes[signature]
+
+    def transform(self, transform: Any) -> int:
+        """The number of a data set's transform, which is part of its graphs."""
+        for number, known in enumerate(self._transforms):
+            if known is transform:
+                return number
+        self._transforms.append(transform)
+        return len(self._transforms) - 1
+
+    def guard(self, role: str, guard: Guard, module: nn.Module) -> int:
+        """The number of a snapshot. A new one is counted as a capture, under its change.
 
         Args:
-            role: Whose step it is for: `"train"`, `"eval"` or `"predict"`.
+            role: The step that it is for: `"train"`, `"eval"` or `"predict"`.
             guard: The snapshot.
             module: The user's module.
         """
         before = self._last.get(role)
         self._last[role] = guard
-        if guard not in self._met:
-            self._met[guard] = len(self._met)
+        if guard not in self._guards:
+            self._guards[guard] = len(self._guards)
             if before is not None and before != guard:
                 change = before.change(guard, module)
-                self.causes[self._met[guard]] = f"{change} changed{before.values(guard)}"
+                self.changes[self._guards[guard]] = f"{change} changed{before.values(guard)}"
                 self._note(role, change)
-        return self._met[guard]
+        return self._guards[guard]
 
     def _note(self, role: str, change: str) -> None:
         count_capture(change)
-        self._changes[role, change] = self._changes.get((role, change), 0) + 1
-        if self._changes[role, change] == _OFTEN:
+        self._times[role, change] = self._times.get((role, change), 0) + 1
+        if self._times[role, change] == _OFTEN:
             warnings.warn(
-                f"the {role} step has been compiled anew {_OFTEN} times because {change} changed: it is part of the "
-                "graph, and only the learning rate is an input. Change it seldom, or keep it as it is",
+                f"the {role} step has been compiled {_OFTEN} times because {change} changed: it is part of the graph, "
+                "and only the learning rate is an input. Change it seldom, or keep it as it is",
                 stacklevel=2,
             )
+
+
+class PassKeys:
+    """The keys of the graphs of one pass. The snapshot is taken again only where user code may have changed something.
+
+    Args:
+        keys: The model's registry.
+        role: `"train"`, `"eval"` or `"predict"`.
+        module: The user's module.
+        transform: The transform of the pass's data, or None.
+        python: Gives the names and values that the user's Python keeps.
+        strict: Refuses a new snapshot, in a pass that should meet none.
+    """
+
+    def __init__(
+        self,
+        keys: GraphKeys,
+        role: str,
+        module: nn.Module,
+        transform: Any,
+        python: Callable[[], dict[str, Any]],
+        strict: Strict,
+    ) -> None:
+        self._keys, self._role, self._module, self._python, self._strict = keys, role, module, python, strict
+        self._transform = keys.transform(transform)
+        self._guard: Guard | None = None
+        self._number = 0
+        self._hooked = False
+
+    def note_hooks(self) -> None:
+        """Note that callbacks have run, which may have changed the optimizer's options."""
+        self._hooked = True
+
+    def refresh(self, optimizers: Iterable[Optimizer], held: bool, met: Iterable[Any]) -> None:
+        """Take the snapshot of this moment, unless nothing can have changed since the last.
+
+        Args:
+            optimizers: The optimizers that the steps use.
+            held: True if no user code has seen the weights since the last step. A callback that reads weights makes
+                this False, and may have done anything; one that doesn't may only have changed the optimizer.
+            met: The keys of the graphs that there are.
+
+        Raises:
+            StrictError: The snapshot is new, and the pass is strict.
+        """
+        used = list(optimizers)
+        hooked, self._hooked = self._hooked, False
+        if self._guard is not None and held and (not hooked or self._guard.options == options(used)):
+            return
+        self._guard = Guard.of(self._module, used, self._python())
+        self._number = self._keys.guard(self._role, self._guard, self._module)
+        if self._strict and self._number not in {key[0] for key in met}:
+            self._strict.refuse(
+                f"after its first pass over the data the {self._role} step needs another graph, because "
+                f"{self._change()}. Only the learning rate is an input of a graph: change the rest before fit, or "
+                "leave out strict"
+            )
+
+    def of(self, signatures: Iterable[int], updates: Iterable[Hashable]) -> tuple[Any, ...]:
+        """The key of the graph of some steps.
+
+        Args:
+            signatures: The signature of each step's batch.
+            updates: The update plan of each step; empty where all steps do the same.
+        """
+        return (self._number, self._transform, *signatures, *updates)
+
+    def cause(self, key: tuple[Any, ...], steps: int, met: set[Any]) -> str:
+        """Why a call needs a graph of its own, for the report.
+
+        Args:
+            key: Its key.
+            steps: The number of its steps.
+            met: The keys of the graphs that there are.
+        """
+        if not met:
+            return "it is the first step"
+        if key in met:
+            return "the step before it made new state"
+        guard, transform, signature = key[:3]
+        if guard not in {other[0] for other in met}:
+            return self._change()
+        if transform not in {other[1] for other in met}:
+            return "the data have another device_transform"
+        if signature not in {other[2] for other in met}:
+            return self._keys.shape_change(self._role, signature)
+        if len(key) not in {len(other) for other in met}:
+            return f"{steps} step{'s run' if steps > 1 else ' runs'} as one graph"
+        return "it does something else with its gradients"
+
+    def _change(self) -> str:
+        return self._keys.changes.get(self._number, "its options changed")

@@ -1,4 +1,4 @@
-"""The shapes of batches: told in errors, and watched, because each that is new costs a graph."""
+"""`ShapeWatch`: warns of batches of too many shapes, because each new one costs a graph."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import warnings
 from typing import Any
 
 from ..data.batches import fields, tensors_of
-from ..errors import StrictError
+from ..runtime import Strict
 
-# Whole batches and a shorter last one, of training and of a few buckets, are no fault; more are likely to be one.
+# Whole batches and a shorter last one, of a few buckets, are no fault; more shapes probably are.
 _MANY = 8
 
 _CURE = (
@@ -24,7 +24,7 @@ class ShapeWatch:
         role: The step, e.g. `"train"`.
 
     Attributes:
-        changes: What was new about each, by the batch's number, e.g. `"x had the shape (32, 8), and now (5, 8)"`.
+        changes: The change that made each new, by the batch's number: `"x had the shape (32, 8), and now (5, 8)"`.
     """
 
     def __init__(self, role: str) -> None:
@@ -32,13 +32,13 @@ class ShapeWatch:
         self.changes: dict[int, str] = {}
         self._last: dict[str, tuple[str, Any]] = {}
 
-    def note(self, number: int, batch: Any, strict_at: str = "") -> None:
+    def note(self, number: int, batch: Any, strict: Strict) -> None:
         """Note a batch.
 
         Args:
             number: A number for its structure and shapes.
             batch: A nest of tensors.
-            strict_at: The line of the `fit` in which one that is new is an error, if in any.
+            strict: Refuses a new shape.
 
         Raises:
             StrictError: Its shapes are new, and none may be.
@@ -47,10 +47,10 @@ class ShapeWatch:
             return
         before, now = self._last, _shapes(batch)
         change = _change(before, now)
-        if strict_at and before:
-            raise StrictError(
-                f"strict=True, in the fit {strict_at}: after its first pass over the data the {self._role} step met a "
-                f"batch of a new shape, for which a graph would be compiled: {change}. {_CURE}"
+        if before:
+            strict.refuse(
+                f"after its first pass over the data the {self._role} step met a batch of a new shape, for which a "
+                f"graph would be compiled: {change}. {_CURE}"
             )
         self._last, self.changes[number] = now, change
         if len(self.changes) != _MANY:
@@ -65,7 +65,7 @@ class ShapeWatch:
 def _change(before: dict[str, tuple[str, Any]], now: dict[str, tuple[str, Any]]) -> str:
     field = next((name for name, facts in now.items() if before.get(name) != facts), "")
     if not field:
-        return "its nest changed"
+        return "the structure of its tuples, lists and dicts changed"
     if field not in before:
         return f"{field} is new"
     (shape, dtype), (new_shape, new_dtype) = before[field], now[field]

@@ -18,9 +18,8 @@ from ..data.prefetch import Prefetcher
 from ..diagnostics.plots import new_axes
 from ..errors import ArgumentError, require_whole
 from ..optimizers import set_rate
-from ..runtime import agree
-from ..step import DeviceBatch, Snapshot, StepRunner, fetch
-from .loop import Trainee
+from ..runtime import agree, fetch
+from ..step import DeviceBatch, Engine, StepRunner
 
 # So many steps are started between two waits for their losses; a training that diverges takes that many for nothing.
 _WINDOW = 10
@@ -151,24 +150,25 @@ class LRCurve:
         return ax
 
 
-def find(model: Trainee, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
+def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
     """Train at the rates of a sweep, and put everything back as it was.
 
     Args:
-        model: What to train; it is where it shall be trained.
-        data: Batches; if they end too early they are begun anew.
+        engine: The engine of the model to train; it is where it shall be trained.
+        data: The batches; if they end too early they start over.
         sweep: The rates.
-        seed: With the step's number, what its random numbers are a function of.
+        seed: The seed that the steps' random numbers are a function of, with their numbers.
     """
-    rates, before = sweep.rates, Snapshot(model)
+    rates, before, bad = sweep.rates, engine.state.snapshot(), engine.log.first_bad_step
     try:
-        model._seed = seed
-        run = StepRunner(model, "train", data.device_transform)
-        model.module.train()
-        with Prefetcher(islice(_whole_batches(data), len(rates)), run.prepare, _WINDOW) as feed:
-            curve = LRCurve.of(rates, _losses(model, run, feed, rates), sweep.smoothing, sweep.stop_factor)
+        engine.state.numbers.seed = seed
+        run = StepRunner(engine, "train", data.device_transform, warm=data.passed)
+        engine.model.module.train()
+        with Prefetcher(islice(_whole_batches(data), len(rates)), run.send, _WINDOW) as feed:
+            curve = LRCurve.of(rates, _losses(engine, run, feed, rates), sweep.smoothing, sweep.stop_factor)
     finally:
-        before.put_back()
+        engine.put_back(before)
+        engine.log.first_bad_step = bad
     if curve.suggestion is None:
         warnings.warn(
             f"the loss never fell between the learning rates {sweep.start_lr:g} and {sweep.end_lr:g} "
@@ -179,19 +179,20 @@ def find(model: Trainee, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
     return curve
 
 
-def _losses(model: Trainee, run: StepRunner, feed: Prefetcher[DeviceBatch], rates: Sequence[float]) -> Iterator[float]:
-    """The loss of a step at each rate. It waits for the device once for so many."""
-    assert model.optimizer is not None
+def _losses(engine: Engine, run: StepRunner, feed: Prefetcher[DeviceBatch], rates: Sequence[float]) -> Iterator[float]:
+    """The loss of a step at each rate. **This waits** for the device, once for so many."""
+    optimizer = engine.model.optimizer
+    assert optimizer is not None
     for first in range(0, len(rates), _WINDOW):
         started = []
-        for rate, fed in zip(rates[first : first + _WINDOW], feed, strict=False):
-            set_rate(model.optimizer, rate)
-            run([fed], feed.paused)
+        for rate, batch in zip(rates[first : first + _WINDOW], feed, strict=False):
+            set_rate(optimizer, rate)
+            run([batch], feed.paused)
             sums, rows = run.take_sums()
             if "loss" not in sums:
                 raise ArgumentError(
-                    f"lr_find follows the loss, but {type(model).__name__}.train_step returns {sorted(sums)}: let it "
-                    "return a 'loss' too"
+                    f"lr_find follows the loss, but {type(engine.model).__name__}.train_step returns {sorted(sums)}: "
+                    "let it return a 'loss' too"
                 )
             started.append((sums["loss"], rows))
         for loss, rows in fetch(started, "lr_find"):

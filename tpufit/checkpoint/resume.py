@@ -1,0 +1,84 @@
+"""The checkpoint that `fit(resume=...)` or `tpufit.load` asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from ..errors import ArgumentError, CheckpointMissingError
+from .directory import Checkpoint, CheckpointDirectory, is_checkpoint, read
+from .writer import AsyncCheckpointWriter
+
+
+def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[object]) -> Checkpoint | None:
+    """Find the checkpoint that `fit` shall go on from.
+
+    Args:
+        resume: The argument of `fit`.
+        callbacks: The callbacks that `fit` was given.
+
+    Returns:
+        The checkpoint, or None if training begins.
+
+    Raises:
+        ArgumentError: No callback keeps checkpoints, and no path was given.
+        CheckpointError: It is missing or damaged.
+    """
+    asked = resume is not False and resume is not None
+    if asked and not isinstance(resume, bool) and resume not in ("best", "next_epoch"):
+        return named_checkpoint(resume)
+    runs = [writer.run for callback, writer in keepers(callbacks) if asked or callback.restores]
+    if asked and not runs:
+        raise ArgumentError(
+            f"resume={resume!r} looks for checkpoints where a callback keeps them, and none does: pass "
+            "callbacks=[ModelCheckpoint('a_folder')], or the path of a folder as resume"
+        )
+    found = [run.best() if resume == "best" else run.newest() for run in runs]
+    newest = max((one for one in found if one is not None), key=lambda one: one.step, default=None)
+    return _at_next_epoch(newest) if newest is not None and resume == "next_epoch" else newest
+
+
+def named_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read the checkpoint at a path, or the newest one of a run's folder.
+
+    Args:
+        path: A checkpoint, or a folder of checkpoints.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    path = Path(path)
+    if is_checkpoint(path) or not path.is_dir():
+        return read(path)
+    newest = CheckpointDirectory(path).newest()
+    if newest is None:
+        raise CheckpointMissingError(f"there is no checkpoint in {path}: it has no folder such as step-0000000010")
+    return newest
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """A callback that may keep checkpoints, as `Callback` declares it. Other objects with hooks keep none."""
+
+    checkpoints: AsyncCheckpointWriter | None
+    restores: bool
+    save_on_exception: bool
+
+
+def keepers(callbacks: Iterable[object]) -> list[tuple[Keeper, AsyncCheckpointWriter]]:
+    """The callbacks that keep checkpoints, each with its writer."""
+    given = [callback for callback in callbacks if isinstance(callback, Keeper)]
+    return [(callback, callback.checkpoints) for callback in given if callback.checkpoints is not None]
+
+
+def _at_next_epoch(checkpoint: Checkpoint) -> Checkpoint:
+    """The same checkpoint, with the rest of its epoch left out."""
+    own = checkpoint.state["progress"]
+    if own is None or own["batches"] is None:
+        return checkpoint
+    progress = own | {"epoch": own["epoch"] + 1, "batches": None, "trained": None}
+    model = checkpoint.state["model"] | {"batches_waiting": 0}
+    return replace(checkpoint, state={**checkpoint.state, "progress": progress, "model": model, "data": {}})

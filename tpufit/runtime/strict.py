@@ -1,0 +1,42 @@
+"""`Strict`: the one policy that makes an error of what slows steps down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import StrictError
+
+
+@dataclass(frozen=True)
+class Strict:
+    """The policy of `fit(strict=True)`. Whoever meets a slow thing reports it here, and goes on if this lets it pass.
+
+    Args:
+        line: The line of the user's that called `fit`, e.g. `"train.py:12"`; empty (default) lets everything pass.
+
+    Example:
+        >>> Strict().refuse("the train step can't be replayed")
+        >>> Strict("train.py:12").refuse("the train step can't be replayed")
+        Traceback (most recent call last):
+        tpufit.errors.StrictError: strict=True, in the fit at train.py:12: the train step can't be replayed
+    """
+
+    line: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.line)
+
+    def refuse(self, event: str) -> None:
+        """Raise for an event that makes steps slow, if the policy is strict.
+
+        Args:
+            event: A sentence that says what happened, where, and what to do.
+
+        Raises:
+            StrictError: The policy is strict.
+        """
+        if self.line:
+            raise StrictError(f"strict=True, in the fit at {self.line}: {event}")
+
+
+LENIENT = Strict()

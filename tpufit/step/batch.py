@@ -1,0 +1,113 @@
+"""`DeviceBatch`: a batch on the device, and `BatchSender`, which puts it there ahead of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..data.batches import count_rows, fields, is_plain, listed
+from ..errors import BatchError
+from ..runtime import Layout, Placement, Strict, to_device
+from .graph_key import GraphKeys
+
+
+class DeviceBatch(NamedTuple):
+    """A batch on the device, with the facts that the host keeps of it.
+
+    Attributes:
+        tensors: Its tensors, on the device.
+        leaves: All its leaves in order, with a mark in the place of each tensor.
+        spec: The nest that the leaves make.
+        rows: The number of its rows, over all cores.
+        nbytes: Its size in memory, in bytes.
+        labels: The smallest and largest class label, where there are classes; by output if there are several.
+        signature: The number of its structure, shapes and dtypes, see `GraphKeys.signature`.
+    """
+
+    tensors: list[Tensor]
+    leaves: list[Any]
+    spec: TreeSpec
+    rows: int
+    nbytes: int
+    labels: Any
+    signature: int
+
+    def unpack(self, tensors: Iterator[Tensor]) -> Any:
+        """The nest of this batch, with tensors taken from an iterator in the place of its own."""
+        return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
+
+
+_TENSOR = object()
+
+
+class BatchSender:
+    """Sends the batches of one pass to the device, in the prefetcher's thread.
+
+    Args:
+        placement: The cores that share a batch.
+        keys: The registry that numbers the batch's structure.
+        role: `"train"`, `"eval"` or `"predict"`.
+        strict: Refuses a batch of a new shape, in a pass that should meet none.
+        label_range: Finds the range of the class labels in a batch's targets; None where nothing checks labels.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        keys: GraphKeys,
+        role: str,
+        strict: Strict,
+        label_range: Callable[[Any], Any] | None,
+    ) -> None:
+        self._placement, self._keys, self._role, self._strict = placement, keys, role, strict
+        self._label_range = label_range
+
+    def __call__(self, batch: Any) -> DeviceBatch:
+        """Start the transfer of a batch.
+
+        Args:
+            batch: A nest of host tensors, with the rows of all cores.
+
+        Raises:
+            BatchError: It has no rows.
+            StrictError: Its shape is new, and the pass is strict.
+        """
+        leaves, spec = _flatten(batch)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        signature = self._keys.signature((spec, [(t.shape, t.dtype) for t in tensors]))
+        self._keys.note_shape(self._role, signature, batch, self._strict)
+        rows = count_rows(tensors)
+        if not rows:
+            raise BatchError(
+                f"a batch must have rows, but the data gave {listed(fields(batch))}: the mean over it is no number. "
+                "Leave empty batches out"
+            )
+        return DeviceBatch(
+            to_device(tensors, self._placement, Layout.ROWS),
+            [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+            spec,
+            rows,
+            sum(t.nbytes for t in tensors),
+            self._labels(batch),
+            signature,
+        )
+
+    def _labels(self, batch: Any) -> Any:
+        # Only the usual form is sure to hold labels in its second place; a custom step may take any other.
+        usual = type(batch) in (tuple, list) and 2 <= len(batch) <= 3
+        return self._label_range(batch[1]) if self._label_range is not None and usual else None
+
+
+def _flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a batch, and the nest that they make."""
+    return (list(batch), _plain_spec(type(batch) is list, len(batch))) if is_plain(batch) else tree_flatten(batch)
+
+
+@cache
+def _plain_spec(as_list: bool, length: int) -> TreeSpec:
+    """The nest of a tuple or list of tensors; always the same object, which compares faster."""
+    return tree_flatten([0] * length if as_list else (0,) * length)[1]

@@ -1,0 +1,108 @@
+"""`CompileConfig`: the arguments of `Model.compile`, checked and built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import losses
+from ..errors import ArgumentError, require_whole
+from ..losses import Loss, LossByOutput
+from ..metrics import Metric
+from ..metrics import build as build_metrics
+from ..optimizers import NAMES, EMAConfig, GradientConfig
+from ..utils.json_codec import is_plain
+from . import precision as precisions
+
+_SCALINGS: dict[str | None, Callable[[int], float]] = {
+    "linear": float,
+    "sqrt": lambda cores: cores**0.5,
+    None: lambda cores: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """The arguments of `Model.compile`, checked and built; the defaults are those of a model that is not compiled.
+
+    Attributes:
+        loss: The loss, or one for each output; None if a subclass computes it.
+        metrics: The metrics, weighted ones last.
+        precision: `"fp32"`, `"bf16"` or `"bf16-true"`.
+        matmul_precision: `"default"`, `"high"` or `"highest"`.
+        scale_lr: `"linear"`, `"sqrt"` or None.
+        jit_compile: `"auto"`, True or False.
+        run_eagerly: True to run steps on the host, in plain PyTorch.
+        steps_per_execution: The number of steps in one graph, or `"auto"`.
+        gradients: Accumulation and clipping.
+        ema: The moving average of the weights, or None.
+        arguments: The arguments as they were given.
+    """
+
+    loss: Loss | LossByOutput | None = None
+    metrics: list[Metric] = field(default_factory=list)
+    precision: str = "fp32"
+    matmul_precision: str = "default"
+    scale_lr: str | None = "linear"
+    jit_compile: str | bool = "auto"
+    run_eagerly: bool = False
+    steps_per_execution: int | str = 1
+    gradients: GradientConfig = field(default_factory=GradientConfig)
+    ema: EMAConfig | None = None
+    arguments: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> CompileConfig:
+        """Check and build the arguments of `compile`.
+
+        Args:
+            arguments: All arguments by name but the optimizer.
+
+        Raises:
+            UnknownNameError, ArgumentError: See `Model.compile`.
+        """
+        given = arguments
+        if given["scale_lr"] not in _SCALINGS:
+            raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {given['scale_lr']!r}")
+        if given["jit_compile"] not in ("auto", True, False):
+            raise ArgumentError(f"jit_compile must be 'auto', True or False, got {given['jit_compile']!r}")
+        if given["steps_per_execution"] != "auto":
+            require_whole("steps_per_execution", given["steps_per_execution"], otherwise="'auto'")
+        clips = {name: given[name] for name in ("accumulate_steps", "clip_norm", "clip_value", "global_clip_norm")}
+        loss = losses.build(given["loss"], given["loss_weights"])
+        outputs = loss.outputs if isinstance(loss, LossByOutput) else None
+        ignored = loss.ignored if loss is not None else None
+        return cls(
+            loss=loss,
+            metrics=build_metrics(given["metrics"], given["weighted_metrics"], outputs, ignored),
+            precision=precisions.check(given["precision"]),
+            matmul_precision=precisions.check_matmul(given["matmul_precision"]),
+            scale_lr=given["scale_lr"],
+            jit_compile=given["jit_compile"],
+            run_eagerly=given["run_eagerly"],
+            steps_per_execution=given["steps_per_execution"],
+            gradients=GradientConfig(**clips),
+            ema=EMAConfig(given["ema_momentum"], given["ema_overwrite_frequency"]) if given["use_ema"] else None,
+            arguments=given,
+        )
+
+    @property
+    def loss_modules(self) -> list[nn.Module]:
+        """The modules among the losses, whose tensors move and train with the module's."""
+        return self.loss.modules if self.loss is not None else []
+
+    def rate_factor(self, cores: int) -> float:
+        """The factor that `scale_lr` gives the learning rate on a number of cores."""
+        return _SCALINGS[self.scale_lr](cores)
+
+    def as_plain(self, optimizer: Optimizer | None) -> dict[str, Any] | None:
+        """The arguments as a checkpoint holds them for `tpufit.load`; None if one of them is an object."""
+        rebuilt = type(optimizer).__name__.lower() in NAMES and is_plain(self.arguments)
+        return self.arguments if rebuilt else None
+
+
+UNCOMPILED = CompileConfig()

@@ -1,0 +1,79 @@
+"""The errors of a step, in a sentence: a batch that doesn't fit the module, and a step that failed on the device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from traceback import walk_tb
+from typing import Any
+
+from torch import nn
+
+from ..data.batches import listed
+
+
+def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> str:
+    """Say why a module's forward pass can't be called with the arguments that a batch gives.
+
+    Args:
+        module: The module.
+        args: The positional arguments.
+        named: The keyword arguments.
+
+    Returns:
+        The sentence; empty if it can be called so.
+    """
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*args, **named)
+    except TypeError:
+        kind = type(module).__name__
+        given = ", ".join(["..."] * len(args) + [f"{name}=..." for name in named])
+        form = "a dict" if named else f"a tuple of {len(args)}" if len(args) != 1 else "one tensor"
+        return (
+            f"x is {form}, so that the module is called as {kind}({given}), but its forward takes {signature}. "
+            "A dict's entries are given by name, a tuple's one after the other, and a tensor alone"
+        )
+    return ""
+
+
+def layer_failure(module: nn.Module, x: Any, error: RuntimeError) -> str:
+    """Name the layer that failed on a batch: the innermost one on the way to the error.
+
+    Args:
+        module: The module.
+        x: The batch's inputs.
+        error: PyTorch's error.
+    """
+    names = {id(layer): name for name, layer in module.named_modules()}
+    running = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    layer = next((layer for layer in reversed(running) if id(layer) in names), module)
+    kind = type(layer).__name__ if any(layer.children()) else repr(layer)
+    which = f"the module's layer {names[id(layer)]!r}, {kind}," if layer is not module else f"the module, {kind},"
+    return (
+        f"{which} fails on a batch of {listed({'x': x})}. Compare the shapes of the rows with those that it was made "
+        f"for. PyTorch says: {error}"
+    )
+
+
+def weights_lost(step: int, saved: str | None, error: Exception) -> str:
+    """Say that a step has cost the weights, and where the last ones saved are.
+
+    Args:
+        step: The number of steps taken.
+        saved: The path of the last weights saved, if any.
+        error: The device's error.
+    """
+    where = f"the last ones saved are in {saved}" if saved else "none have been saved"
+    return (
+        f"step {step} failed on the device, or one shortly before it, and the weights are lost with it; {where}. Load "
+        "them with load_weights, upon which the optimizer starts without state, and try a smaller batch. The device "
+        f"says: {error}"
+    )
+
+
+def may_be_of_device(error: BaseException | None) -> bool:
+    """True if an error, or one that led to it, may be the device's; torch_xla has no class of its own for these."""
+    while error is not None and type(error) is not RuntimeError:
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -1,0 +1,457 @@
+"""`TrainState`: all that training changes, in one place: to move, reset, save, load and put back.
+
+Whatever training comes to change belongs in `tensors`, for what lives on the device, or in `TrainNumbers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import CheckpointMismatchError, StateLostError, few
+from ..optimizers import Counters, UpdatePlan
+from ..runtime import HOST, DeviceState, Placement, copies, copy_into, launch, move, swap_value, to_host
+from ..utils.random import RNGState
+from .config import CompileConfig
+from .optimizer_state import OptimizerState
+from .weights import check_weights, named_tensors
+
+
+@dataclass
+class TrainNumbers:
+    """The numbers that training changes, on the host.
+
+    Attributes:
+        step: The number of training steps since the model was made. The random numbers of a step are a function of it.
+        seed: The seed of the run, the other argument of that function.
+        updates: The number of the optimizer's steps since `compile`.
+        batches_waiting: The number of batches since the last of these, with `accumulate_steps`.
+        rows_seen: The number of rows of all steps of any kind.
+        chosen_steps: The steps per execution that `"auto"` has chosen, by role.
+    """
+
+    step: int = 0
+    seed: int = 0
+    updates: int = 0
+    batches_waiting: int = 0
+    rows_seen: int = 0
+    chosen_steps: dict[str, int] = field(default_factory=dict)
+
+
+class SavedState(NamedTuple):
+    """The state of training, as a checkpoint keeps it.
+
+    Attributes:
+        weights: The module's tensors by name; two names of a tied one have the same object.
+        training: The other tensors, by names of our own.
+        numbers: The numbers, as JSON holds them.
+        optimizers: The options and numbers of each optimizer, as JSON holds them.
+    """
+
+    weights: Mapping[str, Tensor]
+    training: Mapping[str, Tensor]
+    numbers: Mapping[str, Any]
+    optimizers: Mapping[str, Any]
+
+
+class TrainState:
+    """All that training changes: weights, buffers, optimizers' states, accumulated gradients, averages, numbers.
+
+    Args:
+        owner: The user's model: its module trains, with every optimizer among its attributes.
+        config: The arguments of `compile`.
+        before: The state before this `compile`, which leaves the tensors where they are.
+
+    Attributes:
+        placement: The cores that hold the tensors, or the host.
+        device: The values of the tensors while graphs are replayed.
+        optimizers: The state of each optimizer met so far.
+        counters: The optimizers' counts that stay on the host.
+        numbers: The numbers.
+    """
+
+    def __init__(self, owner: Any, config: CompileConfig, before: TrainState | None = None) -> None:
+        self._owner, self._config = owner, config
+        self.placement: Placement = HOST if before is None else before.placement
+        self.device: DeviceState = DeviceState([]) if before is None else before.device
+        self.optimizers: dict[Optimizer, OptimizerState] = {}
+        self.counters = Counters()
+        self.numbers = TrainNumbers()
+        if before is not None:
+            kept = before.numbers
+            self.numbers = TrainNumbers(step=kept.step, seed=kept.seed, rows_seen=kept.rows_seen)
+
+    # Its parts
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The module, and those of the loss."""
+        return [self._owner.module, *self._config.loss_modules]
+
+    def named_optimizers(self) -> dict[str, Optimizer]:
+        """The optimizer of `compile` and the user's own, by the names of the model's attributes, as checkpoints do."""
+        return dict(_optimizers_in(vars(self._owner)))
+
+    def of(self, optimizer: Optimizer) -> OptimizerState:
+        """The state of an optimizer."""
+        if optimizer not in self.optimizers:
+            self.optimizers[optimizer] = OptimizerState(optimizer, self._config)
+        return self.optimizers[optimizer]
+
+    def attach(self, optimizer: Optimizer) -> OptimizerState:
+        """The state of an optimizer, ready to step; one that is met for the first time is moved to the cores."""
+        own = self.of(optimizer)
+        if own.rates is None and not self.placement.on_host:
+            own.create()
+            move(own.device_tensors(), self.placement)
+            own.put_rates(self.placement)
+        return own
+
+    @property
+    def attached(self) -> list[OptimizerState]:
+        """The optimizers with rates on the device. Each step takes a vector of rates for each, in this order."""
+        return [own for own in self.optimizers.values() if own.rates is not None]
+
+    def tensors(self) -> tuple[dict[int, Tensor], dict[int, str]]:
+        """Every tensor that training changes, and the names of the modules' tensors, both by `id`."""
+        names: dict[int, str] = {}
+        tensors: dict[int, Tensor] = {}
+        for module in self.modules:
+            for name, tensor in _tensors(module):
+                names.setdefault(id(tensor), name)
+                tensors.setdefault(id(tensor), tensor)
+        known = {**dict.fromkeys(self.named_optimizers().values()), **dict.fromkeys(self.optimizers)}
+        for optimizer in known:
+            tensors |= {id(t): t for t in self.of(optimizer).device_tensors()}
+        tensors |= {id(t): t for own in self.optimizers.values() for part in own.kept for t in part.tensors}
+        return tensors, names
+
+    # Where it is
+
+    def move_to(self, placement: Placement) -> bool:
+        """Move every tensor in place, and compile nothing for it.
+
+        Args:
+            placement: The cores to move to, or the host.
+
+        Returns:
+            True if the tensors are others than before, or elsewhere: graphs that were captured are void.
+        """
+        self.write_back()
+        for optimizer in self.named_optimizers().values():
+            self.of(optimizer).create()
+        tensors, names = self.tensors()
+        move(tensors.values(), placement, names)
+        launch(placement, "init")  # a second compile creates state where the weights are, which may be on the device
+        if placement == self.placement and [id(t) for t in self.device.tensors] == list(tensors):
+            return False
+        if placement != self.placement:
+            self._forget_rates()
+        self.placement, self.device = placement, DeviceState(tensors.values())
+        return True
+
+    def write_back(self) -> None:
+        """Put the current values into the user's own tensors and counts.
+
+        Raises:
+            StateLostError: A step failed on the device, and the weights are lost with it.
+        """
+        self.device.write_back()
+        self.counters.catch_up()
+
+    def take_in_new(self) -> bool:
+        """After a step was traced, take in the state that it made, as the first step of some optimizers does.
+
+        Returns:
+            True if there was any: the graphs captured so far don't know of it.
+        """
+        tensors, _ = self.tensors()
+        if len(tensors) == len(self.device.tensors):
+            return False
+        self.write_back()
+        self.device.replace(tensors.values())
+        return True
+
+    def reset(self, weights: Mapping[int, Tensor]) -> None:
+        """Return to the host as before the first step, with other weights, after a step that has cost the weights.
+
+        The module and the loss keep their tensor objects; optimizers lose their state, gradients and averages are gone.
+
+        Args:
+            weights: Host tensors by the `id` of the module's or the loss's tensor that they are for, of its shape and
+                dtype. Tensors that aren't lost may be left out, and then keep their values.
+
+        Raises:
+            StateLostError: A lost one was left out. Nothing has changed.
+        """
+        owned = {id(t): (name, t) for module in self.modules for name, t in _tensors(module)}
+        lost = {id(self.device.tensors[index]) for index in self.device.lost}
+        missing = [name for key, (name, _) in owned.items() if key in lost - weights.keys()]
+        if missing:
+            raise StateLostError(
+                f"{few(missing)} can't be brought back: lost with a step that failed on the device, and not among the "
+                "weights given. Begin with a new module"
+            )
+        self.device.revive()
+        kept = [tensor for key, (_, tensor) in owned.items() if key not in weights]
+        values = dict(zip(map(id, kept), to_host(kept, "state"), strict=True)) | dict(weights)
+        for key, (_, tensor) in owned.items():
+            tensor.grad = None
+            swap_value(tensor, values[key].detach().clone())
+        for optimizer in self.named_optimizers().values():
+            optimizer.state.clear()
+        self.optimizers.clear()
+        self.counters, self.numbers.batches_waiting = Counters(), 0
+        self.placement, self.device = HOST, DeviceState([])
+
+    def renew(self) -> None:
+        """Forget the tensors that were held: `compile` has replaced their values, as by another dtype."""
+        self.device = DeviceState([])
+
+    def _forget_rates(self) -> None:
+        for own in self.optimizers.values():
+            own.rates = None
+
+    # Steps
+
+    def next_updates(self, steps: int, last: bool) -> list[UpdatePlan]:
+        """Plan what the next steps do with their gradients.
+
+        Args:
+            steps: The number of steps.
+            last: True if the last of them ends its epoch, after which no gradient is left over.
+
+        Returns:
+            One plan a step; empty where all steps do the same.
+        """
+        every, ema, now = self._config.gradients.accumulate_steps, self._config.ema, self.numbers
+        overwrite = ema.overwrite_frequency if ema is not None else None
+        if every == 1 and overwrite is None:
+            return []
+        plans = []
+        for i in range(steps):
+            now.batches_waiting += 1
+            takes_step = now.batches_waiting == every or (last and i == steps - 1)
+            if takes_step:
+                now.batches_waiting = 0
+                now.updates += 1
+            overwrites = takes_step and overwrite is not None and now.updates % overwrite == 0
+            plans.append(UpdatePlan(takes_step, overwrites))
+        return plans
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were left over by an epoch that was broken off."""
+        if not self.numbers.batches_waiting:
+            return
+        self.numbers.batches_waiting = 0
+        self.write_back()
+        for own in self.optimizers.values():
+            tensors = own.accumulator.tensors if own.accumulator is not None else []
+            copy_into(tensors, [torch.zeros(t.shape, dtype=t.dtype) for t in tensors], self.placement)
+
+    def swap_ema(self, to: bool | None = None) -> None:
+        """Exchange the weights and their moving averages. Nothing is copied.
+
+        Args:
+            to: True if the module shall have the averages afterwards (default: the ones it hasn't now).
+        """
+        for own in self.optimizers.values():
+            if own.ema is not None and own.ema.swapped != to:
+                self.write_back()
+                own.ema.swap()
+
+    def finish_ema(self) -> None:
+        """Make the moving averages the weights, as `fit` does at its end."""
+        averages = [own.ema for own in self.optimizers.values() if own.ema is not None]
+        if averages:
+            self.write_back()
+            for ema in averages:
+                ema.overwrite()
+            launch(self.placement, "ema")
+
+    # To disk and back
+
+    def state_dict(self) -> SavedState:
+        """The state as a checkpoint keeps it. The tensors are the live ones, wherever they are.
+
+        Raises:
+            WeightsError: The module keeps something in its state that isn't a tensor.
+        """
+        self.write_back()
+        names, now = self._names(), self.numbers
+        named = self.named_optimizers()
+        swapped = {n: ema.swapped for n, o in named.items() if (ema := self.of(o).ema) is not None}
+        numbers = {name: value for name, value in asdict(now).items() if name != "rows_seen"}
+        return SavedState(
+            named_tensors(self._owner.module),
+            self._training_tensors(),
+            numbers | {"swapped": swapped},
+            {name: self.of(optimizer).options(names) for name, optimizer in named.items()},
+        )
+
+    def load_state_dict(self, saved: SavedState) -> None:
+        """Take over the state of a checkpoint, where the tensors are now.
+
+        Args:
+            saved: The state of a model over the same net, compiled in the same way.
+
+        Raises:
+            CheckpointMismatchError: It is of another net or another optimizer. Nothing has been changed then.
+        """
+        weights, names, named = named_tensors(self._owner.module), self._names(), self.named_optimizers()
+        check_weights(weights, saved.weights)
+        if named.keys() != saved.optimizers.keys():
+            raise CheckpointMismatchError(
+                f"the checkpoint is of the optimizers {[*saved.optimizers]}, and the model has {[*named]}"
+            )
+        for name, optimizer in named.items():
+            self.of(optimizer).check_options(name, names, saved.optimizers[name])
+        _check_training(self._training_tensors(), saved.training)
+
+        parameters = dict(self._owner.module.named_parameters())
+        for name, optimizer in named.items():
+            self.of(optimizer).adopt(name, parameters, saved.training)
+        move((t for optimizer in named.values() for t in self.of(optimizer).device_tensors()), self.placement)
+        training = self._training_tensors()
+        values = [saved.weights[name] for name in weights] + [saved.training[name] for name in training]
+        copy_into([*weights.values(), *training.values()], values, self.placement)
+        for name, optimizer in named.items():
+            self.of(optimizer).load_options(names, saved.optimizers[name])
+        chosen = self.numbers.chosen_steps | saved.numbers["chosen_steps"]
+        kept = {name: saved.numbers[name] for name in ("step", "seed", "updates", "batches_waiting")}
+        self.numbers = replace(self.numbers, **kept, chosen_steps=chosen)
+        for name, optimizer in named.items():
+            ema = self.of(optimizer).ema
+            if ema is not None:
+                ema.swapped = saved.numbers["swapped"].get(name, False)
+
+    def reset_to(self, saved: SavedState) -> None:
+        """Return to the host with the weights of a checkpoint, as `reset` does; `load_state_dict` does the rest.
+
+        Raises:
+            CheckpointMismatchError: It is of another net.
+        """
+        own = named_tensors(self._owner.module)
+        check_weights(own, saved.weights)
+        values = {id(tensor): saved.weights[name] for name, tensor in own.items()}
+        kept = {n: t for n, t in self._training_tensors().items() if n.startswith(("buffer/", "loss/"))}
+        values |= {id(t): saved.training[name] for name, t in kept.items() if name in saved.training}
+        self.reset(values)
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._owner.module.named_parameters()}
+
+    def _training_tensors(self) -> dict[str, Tensor]:
+        """The live tensors besides the module's `state_dict`, by the names that checkpoints give them."""
+        module, names = self._owner.module, self._names()
+        saved = {id(tensor) for tensor in named_tensors(module).values()}
+        found = {f"buffer/{name}": b for name, b in module.named_buffers() if id(b) not in saved}
+        for i, part in enumerate(self._config.loss_modules):
+            found |= {f"loss/{i}/{name}": tensor for name, tensor in _tensors(part)}
+        for name, optimizer in self.named_optimizers().items():
+            found |= self.of(optimizer).tensors_by_name(name, names)
+        return found
+
+    # To undo a trial
+
+    def snapshot(self) -> Snapshot:
+        """A copy of everything, to put it back after a trial. **This waits** for the device, once."""
+        self.write_back()
+        owner, optimizers = self._owner, list(self.named_optimizers().values())
+        modules = [part for module in self.modules for part in module.modules()]
+        # Of modules not only the modes: a flag may say whether a layer has seen its first batch, and a buffer may be
+        # replaced by another tensor. Of the model the attributes that the user's own steps keep.
+        dicts = [_copied(vars(part)) for part in (owner, *modules)] + [_copied(part._buffers) for part in modules]
+        dicts += [_copied(group) for optimizer in optimizers for group in optimizer.param_groups]
+        states = [_copied(optimizer.state) for optimizer in optimizers]
+        states += [_copied(own) for optimizer in optimizers for own in optimizer.state.values()]
+        tensors, _ = self.tensors()
+        for _, state in states:
+            tensors |= {id(value): value for value in state.values() if isinstance(value, Tensor)}
+        return Snapshot(
+            dicts=[*dicts, *states],
+            swapped=[(own, own.ema.swapped) for own in self.optimizers.values() if own.ema is not None],
+            tensors=list(tensors.values()),
+            values=copies(list(tensors.values()), "state"),
+            numbers=replace(self.numbers, chosen_steps=dict(self.numbers.chosen_steps)),
+            random=RNGState.now(),
+        )
+
+    def put_back(self, before: Snapshot) -> None:
+        """Make everything what it was, whatever has happened since. Graphs that were captured since are void."""
+        self.device.revive()  # no lost value is read any more: all of them are replaced below
+        self.write_back()
+        for now, kept in before.dicts:
+            for key in now.keys() - kept.keys():
+                del now[key]
+            now.update(kept)
+        for own, swapped in before.swapped:
+            if own.ema is not None:
+                own.ema.swapped = swapped
+        self.numbers = before.numbers
+        copy_into(before.tensors, before.values, self.placement)
+        before.random.restore()
+
+
+class Snapshot(NamedTuple):
+    """All that training changes, at one moment.
+
+    The values are on the host: on the device they would need as much memory again as the whole state has, which a net
+    that just fits doesn't leave, and they might be lost with the state when a step fails there.
+
+    Attributes:
+        dicts: The dicts that keep Python objects, each with a copy of its items.
+        swapped: Each optimizer with averages, and True if these are in the weights' place.
+        tensors: The tensors.
+        values: Their values.
+        numbers: The numbers.
+        random: The state of the host's random numbers.
+    """
+
+    dicts: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]
+    swapped: list[tuple[OptimizerState, bool]]
+    tensors: list[Tensor]
+    values: list[Tensor]
+    numbers: TrainNumbers
+    random: RNGState
+
+
+def _copied(values: MutableMapping[Any, Any]) -> tuple[MutableMapping[Any, Any], dict[Any, Any]]:
+    return values, dict(values)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module, with their names."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _optimizers_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers among the attributes of a model, and in lists, tuples and dicts there, by name."""
+    for name, value in attributes.items():
+        if isinstance(value, Optimizer):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, Optimizer))
+        elif isinstance(value, dict):
+            yield from ((f"{name}.{key}", item) for key, item in value.items() if isinstance(item, Optimizer))
+
+
+def _check_training(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    missing = [name for name in own if name not in given]
+    if missing:
+        raise CheckpointMismatchError(
+            f"the checkpoint lacks {few(missing)}: it was made with other arguments of compile, such as another loss, "
+            "use_ema or accumulate_steps"
+        )
+    others = [
+        f"{name}: {given[name].dtype} {tuple(given[name].shape)} then, {tensor.dtype} {tuple(tensor.shape)} now"
+        for name, tensor in own.items()
+        if (given[name].shape, given[name].dtype) != (tensor.shape, tensor.dtype)
+    ]
+    if others:
+        raise CheckpointMismatchError(f"the checkpoint's training state has other shapes or dtypes: {few(others)}")

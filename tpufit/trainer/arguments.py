@@ -1,0 +1,218 @@
+"""The arguments of `fit`, `evaluate` and `predict`, each with its owner: checks, and the streams that they make.
+
+| owner | arguments |
+| --- | --- |
+| `TrainingData` | x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight |
+| `ValidationData` | validation_split, validation_data, validation_steps, validation_batch_size, validation_freq, \
+validation_step_freq |
+| `Schedule` | epochs, initial_epoch, limit, max_time, resume, strict |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from .. import losses
+from ..callbacks import ProgbarLogger
+from ..callbacks.callback_list import CallbackList
+from ..data import Stream, stream, train_validation_split
+from ..errors import ArgumentError, NotCompiledError, require_whole
+from ..losses import ClassWeight, LossByOutput
+from ..runtime import LENIENT, Cores, Placement, Strict, users_line
+from ..step import Engine, StepMethods
+from .validation import Validation, steps_between
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The data of a `fit`. The attributes are arguments of `Model.fit`, under their names."""
+
+    x: Any
+    y: Any = None
+    sample_weight: Any = None
+    batch_size: int | None = None
+    shuffle: bool = True
+    steps_per_epoch: int | None = None
+    class_weight: Mapping[int, float] | None = None
+
+    def weigher(self, engine: Engine) -> ClassWeight | None:
+        """The class weights, checked.
+
+        Raises:
+            ArgumentError: They can't be used with several outputs, or are no weights.
+        """
+        if self.class_weight is None:
+            return None
+        weigher = ClassWeight(self.class_weight)
+        if isinstance(engine.config.loss, LossByOutput):
+            raise ArgumentError(
+                "class_weight goes with one output only, and the loss has several: pass sample_weight in the form of y"
+            )
+        return weigher
+
+    def stream(self, placement: Placement, cores: Cores, seed: int) -> Stream:
+        """The stream of the global batches to train on."""
+        return stream(
+            self.x,
+            self.y,
+            self.sample_weight,
+            batch_size=self.batch_size,
+            cores=cores.count,
+            shuffle=self.shuffle,
+            seed=seed,
+            steps=self.steps_per_epoch,
+            places=placement.local_shards,
+        )
+
+
+@dataclass(frozen=True)
+class ValidationData:
+    """The validation of a `fit`. The attributes are arguments of `Model.fit`, under their names without the prefix."""
+
+    split: float = 0.0
+    data: Any = None
+    steps: int | None = None
+    batch_size: int | None = None
+    freq: int | Container[int] = 1
+    step_freq: int | float | None = None
+
+    def split_off(self, train: TrainingData) -> tuple[TrainingData, ValidationData]:
+        """Take the last rows of the training data to validate on, if `validation_split` asks for it."""
+        if not self.split or self.data is not None:
+            return train, self
+        x, y, weight, held = train_validation_split(train.x, train.y, train.sample_weight, self.split)
+        return replace(train, x=x, y=y, sample_weight=weight), replace(self, data=held)
+
+    def build(
+        self, placement: Placement, cores: Cores, batch_size: int | None, train_steps: int | None
+    ) -> Validation | None:
+        """The data to validate on and the schedule; None if there is nothing to validate on.
+
+        Args:
+            placement: The placement of steps.
+            cores: The cores of the process.
+            batch_size: The training's batch size, which validation takes if it has none of its own.
+            train_steps: The number of steps of an epoch, if that is known.
+        """
+        if self.data is None:
+            if self.step_freq is not None:
+                raise ArgumentError("validation_step_freq needs validation_data or validation_split to validate on")
+            return None
+        size = self.batch_size if self.batch_size is not None else batch_size
+        held_out = evaluation_stream(self.data, size, placement, cores, self.steps)
+        every = None if self.step_freq is None else steps_between(self.step_freq, train_steps)
+        return Validation(held_out, self.freq, every)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The course of a `fit`. The attributes are arguments of `Model.fit`, under their names.
+
+    Raises:
+        ArgumentError: A number out of range.
+    """
+
+    epochs: int = 1
+    initial_epoch: int = 0
+    limit: int | float | None = None
+    max_time: float | timedelta | None = None
+    resume: bool | str | os.PathLike[str] = False
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        require_whole("epochs", self.epochs)
+        require_whole("initial_epoch", self.initial_epoch, 0)
+        if self.seconds is not None and not self.seconds > 0:
+            raise ArgumentError(f"max_time must be a number of seconds above 0 or a timedelta, got {self.max_time!r}")
+
+    @property
+    def seconds(self) -> float | None:
+        """`max_time` in seconds, or None."""
+        return self.max_time.total_seconds() if isinstance(self.max_time, timedelta) else self.max_time
+
+    def policy(self, engine: Engine) -> Strict:
+        """The policy on whatever makes steps slow; its errors name the user's line.
+
+        Raises:
+            ArgumentError: `strict`, and steps that run eagerly.
+        """
+        if self.strict and engine.config.run_eagerly:
+            raise ArgumentError(
+                "strict=True looks at graphs, and compile(run_eagerly=True) makes none: use one of them"
+            )
+        return Strict(users_line()) if self.strict else LENIENT
+
+    def apply_limit(self, streams: Sequence[Stream]) -> None:
+        """Cut the epochs of streams to `limit`."""
+        if self.limit is not None:
+            for part in streams:
+                part.limit(self.limit)
+
+
+def evaluation_stream(
+    data: Any,
+    batch_size: int | None,
+    placement: Placement,
+    cores: Cores,
+    steps: int | None,
+    name: str = "validation_data",
+) -> Stream:
+    """The stream of the global batches to evaluate on.
+
+    Args:
+        data: `(x, y)`, `(x, y, sample_weight)`, or anything that yields these.
+        batch_size: The rows per core, or None.
+        placement: The placement of steps.
+        cores: The cores of the process.
+        steps: The number of batches (default: all).
+        name: The name of the data in errors.
+    """
+    parts = data if isinstance(data, tuple) and 2 <= len(data) <= 3 else (data,)
+    return stream(
+        *parts,
+        batch_size=batch_size,
+        cores=cores.count,
+        steps=steps,
+        restart=True,
+        places=placement.local_shards,
+        name=name,
+    )
+
+
+def require_compiled(engine: Engine, method: str) -> None:
+    """Make sure that there are the optimizer, the loss and the metrics that a method needs.
+
+    Args:
+        engine: The model's engine.
+        method: The method's name, for the error.
+
+    Raises:
+        NotCompiledError: `compile` has not been called, or was given no loss and nothing computes one.
+    """
+    if not engine.compiled:
+        raise NotCompiledError(
+            f"{method} needs a compiled model: call model.compile(optimizer='adamw', loss='cross_entropy') first"
+        )
+    kind: Any = type(engine.model)
+    if kind.train_step is StepMethods.train_step and kind.compute_loss is StepMethods.compute_loss:
+        losses.required(engine.config.loss, method)
+
+
+def callback_list(engine: Engine, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:
+    """The callbacks with a progress bar, unless there is one or none is wanted: a silent one would cost time."""
+    wanted = params["verbose"] and not any(isinstance(callback, ProgbarLogger) for callback in callbacks)
+    progress = [ProgbarLogger()] if wanted else []
+    # The engine's model is the user's own, with all that callbacks may touch.
+    model: Any = engine.model
+    return CallbackList([*callbacks, *progress], model, params, engine.expose)
+
+
+def as_list(callbacks: Any) -> list[Any]:
+    """The argument `callbacks` as a list."""
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]

@@ -1,0 +1,89 @@
+"""`run_fit`: from the arguments of `Model.fit` to the loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import optimizers
+from ..callbacks import History
+from ..callbacks.progbar_logger import resolve_verbose
+from ..checkpoint import find_checkpoint, saved_state
+from ..errors import NotCompiledError
+from ..runtime import Cores, CoresArgument, start
+from ..step import Engine, FitOptions
+from . import loop
+from .arguments import Schedule, TrainingData, ValidationData, as_list, callback_list, require_compiled
+
+
+def run_fit(
+    engine: Engine,
+    train: TrainingData,
+    validation: ValidationData,
+    schedule: Schedule,
+    callbacks: Any,
+    verbose: str | int,
+    cores: CoresArgument,
+) -> History:
+    """Train as `Model.fit` says. Whatever can be checked is checked before anything is compiled.
+
+    Args:
+        engine: The model's engine.
+        train: The data.
+        validation: The validation.
+        schedule: The course.
+        callbacks: The user's callbacks.
+        verbose: The argument of `fit`.
+        cores: The argument of `fit`.
+    """
+    require_compiled(engine, "fit")
+    verbosity, given = resolve_verbose(verbose), as_list(callbacks)
+    options = FitOptions(schedule.policy(engine), train.weigher(engine))
+    resumed = find_checkpoint(schedule.resume, given)
+    seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
+    settled = start(cores, f"fit(cores={cores!r})")
+    placement = engine.place_on(settled)
+    train, validation = validation.split_off(train)
+    data = train.stream(placement, settled, seed)
+    held_out = validation.build(placement, settled, train.batch_size, data.steps)
+    schedule.apply_limit([data] if held_out is None else [data, held_out.stream])
+    if resumed is not None and engine.state.device.lost:
+        engine.reset_to(saved_state(resumed))
+    engine.move_to(placement)
+    before = scale_rates(engine, settled)
+    if verbosity:
+        print(_headline(engine, settled, data.batch_size, before), flush=True)
+        if resumed is not None:
+            print(f"going on from step {resumed.step}", flush=True)
+    history = History()
+    params = {"epochs": schedule.epochs, "steps": data.steps, "verbose": verbosity}
+    everyone = callback_list(engine, [*given, history], params)
+    engine.begin_fit(history, options, seed)
+    epochs = range(schedule.initial_epoch, schedule.epochs)
+    try:
+        loop.fit(engine, data, held_out, everyone, epochs, schedule.seconds, resumed)
+    finally:
+        engine.options = FitOptions()
+    return history
+
+
+def scale_rates(engine: Engine, cores: Cores) -> list[float]:
+    """Multiply the learning rates by the factor of the cores, once. Returns the rates from before."""
+    optimizer = engine.model.optimizer
+    if optimizer is None:
+        raise NotCompiledError("there is no optimizer: call model.compile(optimizer='adamw', ...) first")
+    before = optimizers.rates(optimizer)
+    optimizers.scale_rates(optimizer, engine.config.rate_factor(cores.count))
+    return before
+
+
+def _headline(engine: Engine, cores: Cores, size: int | None, before: list[float]) -> str:
+    """One line that says what is scaled, and how: cores, batch, rate and precision."""
+    batch = f"batch {size} x {cores.count} = {size * cores.count}" if size else f"{cores.count} batches a step"
+    assert engine.model.optimizer is not None
+    after = optimizers.rates(engine.model.optimizer)
+    rate = f"lr {after[0]:g}"
+    if before != after:
+        rate = f"lr {before[0]:g} x {after[0] / before[0]:.4g} = {after[0]:g} ({engine.config.scale_lr})"
+    return f"{cores} | {batch} | {rate} | {engine.config.precision}"

@@ -1,0 +1,57 @@
+"""Single batches, for training loops of the user's own: `train_on_batch`, `test_on_batch`, `predict_on_batch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..data.batches import as_tensors
+from ..runtime import Cores, CoresArgument, start
+from ..step import Engine, StepRunner
+from .fitting import scale_rates
+from .passes import modes_kept
+
+
+def run_on_batch(
+    engine: Engine, role: str, parts: tuple[Any, Any, Any], cores: CoresArgument, method: str
+) -> tuple[StepRunner, Any]:
+    """Run one step on one global batch.
+
+    Args:
+        engine: The model's engine.
+        role: `"train"`, `"eval"` or `"predict"`.
+        parts: The inputs, the targets and the weights; the latter two may be None.
+        cores: The argument of the method.
+        method: The method's name, for errors.
+
+    Returns:
+        The runner, whose logs go on from one call to the next, and the outputs of the step.
+    """
+    run = _runner(engine, role, start(cores, f"{method}(cores={cores!r})"))
+    used = max(i for i, part in enumerate(parts) if part is not None or i == 0) + 1
+    with modes_kept(engine.model.module):
+        engine.model.module.train(role == "train")
+        try:
+            with engine.noticing_loss():
+                return run, run([run.send(as_tensors(parts[:used]))])
+        finally:
+            engine.expose()
+
+
+def reset(engine: Engine) -> None:
+    """Let the logs of all three methods begin again."""
+    engine.batch_runners.clear()
+
+
+def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
+    """The runner of single batches: a new one if another pass has run meanwhile, or the metrics were reset."""
+    placement = engine.place_on(cores)
+    run = engine.batch_runners.get(role)
+    if run is None or placement != engine.state.placement or not run.is_current:
+        engine.state.numbers.seed = torch.initial_seed()
+        if role == "train":
+            scale_rates(engine, cores)
+        engine.move_to(placement)
+        run = engine.batch_runners[role] = StepRunner(engine, role)
+    return run

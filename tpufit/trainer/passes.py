@@ -1,0 +1,253 @@
+"""One pass over data: the loop that training, evaluation and prediction share, and the latter two.
+
+pass
+    for each group of steps that run as one graph
+        on_*_batch_begin
+        on_train_step_begin             for each of the steps
+        steps                           one graph, started and not waited for
+        on_*_batch_end                  its logs wait only if one is read
+        leave if asked to stop
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from torch import nn
+
+from ..callbacks.callback_list import CallbackList
+from ..data import Stream
+from ..data.inline import Direct
+from ..data.prefetch import PrefetchEndedError, Prefetcher
+from ..diagnostics.report import Pass
+from ..runtime import add_seconds, agree, fetch, timing
+from ..step import DeviceBatch, Engine, StepRunner
+from .interruption import Interruption
+
+# Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
+_OUTPUTS_IN_FLIGHT = 2
+
+# A context in which nothing is sent to the device but by whoever entered it.
+Pause = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class PassLoop:
+    """One pass over data, with everybody who has a say in it.
+
+    Args:
+        name: `"train"`, `"test"` or `"predict"`, as in the names of hooks.
+        run: Runs its steps.
+        data: The data.
+        callbacks: The callbacks to tell.
+        stop: Asked after each group: True leaves the pass. It is given a context that keeps the prefetcher quiet.
+        interruption: Ends the wait for data when a signal comes; None outside of `fit`.
+        waited: Takes, after each group, the time that the pass has waited for data so far, in seconds.
+        collect: Takes the outputs of each group.
+    """
+
+    name: str
+    run: StepRunner
+    data: Stream
+    callbacks: CallbackList
+    stop: Callable[[Pause], bool]
+    interruption: Interruption | None = None
+    waited: Callable[[float], None] | None = None
+    collect: Callable[[list[Any]], None] | None = None
+
+    def __call__(self, epoch: int = 0, look_ahead: bool = False) -> float:
+        """Run the pass, or the rest of it.
+
+        Args:
+            epoch: The number of the epoch, from 0 (default 0).
+            look_ahead: True to find out which group is the last one, by keeping one back (default False).
+
+        Returns:
+            The time that it waited for data, in seconds.
+        """
+        run, callbacks, data = self.run, self.callbacks, self.data
+        begin, end = f"on_{self.name}_batch_begin", f"on_{self.name}_batch_end"
+        tells_begin, tells_end = callbacks.has(begin), callbacks.has(end)
+        step = timing("steps", run.__call__) if callbacks.measures else run.__call__
+        if self.name == "train" and callbacks.has("on_train_step_begin"):
+            run.before_step = self._step_hook()
+        batches, inline = data.epoch(epoch), data.quick
+        feed = Direct(batches, run.send) if inline else Prefetcher(batches, run.send, max(4, 2 * run.group_size))
+        with feed, _ending(feed, self.interruption):
+            for group, last in _knowing_the_last(_groups(feed, lambda: run.group_size), look_ahead):
+                if tells_begin:
+                    callbacks.call(begin, run.tally.batches)
+                    run.note_hooks()
+                outputs = step(group, feed.paused, last)
+                if tells_end:
+                    if self.waited is not None:
+                        self.waited(feed.seconds_waited)
+                    self._tell_end(end, len(group), outputs)
+                    run.note_hooks()
+                if self.collect:
+                    self.collect(outputs)
+                if self.stop(feed.paused):
+                    break
+        data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)
+        add_seconds("data", feed.seconds_busy if inline else feed.seconds_waited)
+        add_seconds("read", feed.seconds_busy - feed.seconds_prepared, beside=True)
+        add_seconds("prepare", feed.seconds_prepared, beside=True)
+        return feed.seconds_waited
+
+    def _step_hook(self) -> Callable[[], None]:
+        """The hook `on_train_step_begin`, which counts the steps itself: several may run as one graph."""
+        started = self.run.tally.batches
+
+        def begin_step() -> None:
+            nonlocal started
+            self.callbacks.call("on_train_step_begin", started)
+            started += 1
+
+        return begin_step
+
+    def _tell_end(self, hook: str, steps: int, outputs: Any) -> None:
+        done = self.run.tally.batches
+        if self.collect is None:
+            self.callbacks.call(hook, done - 1, self.run.logs())
+            return
+        for index, output in enumerate(outputs, done - steps):
+            self.callbacks.call(hook, index, {"outputs": output})
+
+
+def evaluate(
+    engine: Engine, data: Stream, callbacks: CallbackList, interruption: Interruption | None = None
+) -> dict[str, Any]:
+    """Evaluate once over the data.
+
+    Args:
+        engine: The engine of the model to evaluate.
+        data: The data.
+        callbacks: The callbacks to tell.
+        interruption: Breaks it off after the batch under way, inside `fit`.
+
+    Returns:
+        The loss and the metrics over exactly the rows of the data; empty if it was broken off.
+    """
+    model = engine.model
+    model.stop_evaluating = False
+    with closing(callbacks, engine):
+        callbacks.call("on_test_begin")
+        run = StepRunner(engine, "eval", data.device_transform, warm=data.passed)
+        model.module.eval()
+        began = perf_counter()
+
+        def stop(pause: Pause) -> bool:
+            return bool(agree(model.stop_evaluating or (interruption is not None and interruption.wanted)))
+
+        waited = PassLoop("test", run, data, callbacks, stop, interruption)()
+        broken_off = interruption is not None and interruption.wanted
+        logs = {} if broken_off else run.results()  # after no batch at all there are none to read
+        engine.log.passes.append(Pass("eval", run.tally.steps, run.tally.rows, perf_counter() - began, waited))
+        callbacks.call("on_test_end", logs)
+    return logs
+
+
+def predict(engine: Engine, data: Stream, callbacks: CallbackList, take: Callable[[Any], None]) -> None:
+    """Predict once over the data.
+
+    Args:
+        engine: The engine of the model that predicts.
+        data: The data.
+        callbacks: The callbacks to tell.
+        take: Takes the outputs of each batch, on the host, in order. No more than a few others wait meanwhile.
+    """
+    model = engine.model
+    model.stop_predicting = False
+    flying: deque[Any] = deque()
+    with closing(callbacks, engine):
+        callbacks.call("on_predict_begin")
+        run = StepRunner(engine, "predict", data.device_transform, warm=data.passed)
+        model.module.eval()
+        began = perf_counter()
+
+        def collect(outputs: list[Any]) -> None:
+            flying.extend(outputs)
+            while len(flying) > _OUTPUTS_IN_FLIGHT:
+                take(fetch(flying.popleft(), "outputs"))
+
+        def stop(pause: Pause) -> bool:
+            return bool(agree(model.stop_predicting))
+
+        waited = PassLoop("predict", run, data, callbacks, stop, collect=collect)()
+        while flying:
+            take(fetch(flying.popleft(), "outputs"))
+        engine.log.passes.append(Pass("predict", run.tally.steps, run.tally.rows, perf_counter() - began, waited))
+        callbacks.call("on_predict_end")
+
+
+@contextmanager
+def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
+    """Whatever happens, end the callbacks, put the weights back, and leave each layer in the mode that it began in."""
+    with modes_kept(engine.model.module):
+        try:
+            with engine.noticing_loss():
+                yield
+        except BaseException as error:
+            callbacks.close_after_error(error)
+            raise
+        finally:
+            engine.expose()
+
+
+@contextmanager
+def modes_kept(module: nn.Module) -> Iterator[None]:
+    """Leave each layer in the mode, training or not, that it began in."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+@contextmanager
+def _ending(feed: Prefetcher[DeviceBatch] | Direct[DeviceBatch], interruption: Interruption | None) -> Iterator[None]:
+    """Let a signal end the wait for data, which may be long. Batches that were read by then are not run."""
+    if interruption is None:
+        yield
+        return
+    before, interruption.wakes = interruption.wakes, feed.end
+    try:
+        with suppress(PrefetchEndedError):
+            yield
+    finally:
+        interruption.wakes = before
+
+
+def _groups(feed: Iterable[DeviceBatch], size: Callable[[], int]) -> Iterator[list[DeviceBatch]]:
+    """Group the batches that run as one graph: of one structure, and no more than `size` says at the time.
+
+    Batches that don't fill a group run one by one: a graph for each smaller size would have to be compiled.
+    """
+    group: list[DeviceBatch] = []
+    for batch in feed:
+        if group and batch.signature != group[0].signature:
+            yield from ([one] for one in group)
+            group = []
+        group.append(batch)
+        if len(group) >= size():
+            yield group
+            group = []
+    yield from ([one] for one in group)
+
+
+def _knowing_the_last(groups: Iterator[list[DeviceBatch]], look: bool) -> Iterator[tuple[list[DeviceBatch], bool]]:
+    """Say of each group if it is the last one. Only `look` keeps a group back to find out."""
+    if not look:
+        yield from ((group, False) for group in groups)
+        return
+    group = next(groups, None)
+    while group is not None:
+        following = next(groups, None)
+        yield group, following is None
+        group = following

@@ -1,0 +1,110 @@
+"""`Validation`: the data to validate on and the schedule, and `Validations`, which runs them inside a `fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from ..callbacks.callback_list import CallbackList
+from ..data import Stream
+from ..errors import ArgumentError, require_whole
+from ..step import Engine
+from .interruption import Interruption
+from .passes import evaluate
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The data to validate on, and the schedule.
+
+    Attributes:
+        stream: The data.
+        due: The epochs, counted from 1, that end with a validation; or a number n, for every n-th one.
+        every: The number of steps between two validations inside an epoch (default: none inside).
+    """
+
+    stream: Stream
+    due: int | Container[int]
+    every: int | None = None
+
+    def is_due(self, epoch: int) -> bool:
+        """True if the epoch (from 0) ends with a validation."""
+        return (epoch + 1) % self.due == 0 if isinstance(self.due, int) else epoch + 1 in self.due
+
+
+_NOT_YET: dict[str, Any] = {"batches": 0, "logs": {}}
+
+
+class Validations:
+    """Runs the validations of one epoch after another.
+
+    Args:
+        engine: The engine that trains.
+        validation: The data and the schedule.
+        callbacks: The callbacks to tell.
+        interruption: Breaks one off; it is then as if it had never begun.
+
+    Attributes:
+        last: The epoch's last one: the number of the epoch's batches before it, and its logs.
+    """
+
+    def __init__(
+        self, engine: Engine, validation: Validation, callbacks: CallbackList, interruption: Interruption
+    ) -> None:
+        self._engine, self._validation, self._callbacks = engine, validation, callbacks
+        self._interruption = interruption
+        self.last: dict[str, Any] = _NOT_YET
+        self._seconds = 0.0
+
+    def is_due_inside(self, batches: int) -> bool:
+        """True if one is due inside the epoch, after so many batches, of which several may have come at once."""
+        every = self._validation.every
+        return every is not None and self.last["batches"] // every < batches // every
+
+    def run(self, batches: int) -> None:
+        """Validate, after so many batches of the epoch."""
+        began = perf_counter()
+        logs = evaluate(self._engine, self._validation.stream, self._callbacks, self._interruption)
+        if not self._interruption.wanted:
+            self.last = {"batches": batches, "logs": {f"val_{name}": value for name, value in logs.items()}}
+        self._seconds += perf_counter() - began
+
+    def take_seconds(self) -> float:
+        """The time that the validations inside the epoch have taken, in seconds; it begins at 0 again."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def close(self, epoch: int, batches: int) -> dict[str, Any]:
+        """The logs of the epoch's last validation, which runs now if it is due; empty if there was none."""
+        if self._validation.is_due(epoch) and self.last["batches"] != batches:
+            self.run(batches)
+        logs, self.last = self.last["logs"], _NOT_YET
+        self._seconds = 0.0
+        return dict(logs)
+
+
+def steps_between(freq: int | float, steps: int | None) -> int:
+    """The number of steps between two validations inside an epoch.
+
+    Args:
+        freq: The argument `validation_step_freq`: a number of steps, or as a float a share of an epoch.
+        steps: The number of steps of an epoch, if that is known.
+
+    Raises:
+        ArgumentError: The number is never reached, or the share can't be computed.
+    """
+    if isinstance(freq, float) and 0 < freq <= 1:
+        if steps is None:
+            raise ArgumentError(
+                f"validation_step_freq={freq}: the data don't say how many batches they have; give a number of steps"
+            )
+        return max(1, round(freq * steps))
+    require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
+    if steps is not None and freq > steps:
+        raise ArgumentError(
+            f"validation_step_freq={freq} is never reached: an epoch has {steps} steps. Use validation_freq to "
+            "validate at the end of every so many epochs"
+        )
+    return int(freq)
