@@ -7,16 +7,3 @@ from .methods import StepMethods
 from .runner import StepRunner
 from .state import SavedState
 from .weights import check_weights, match_weights, named_tensors
-
-__all__ = [
-    "CompileConfig",
-    "DeviceBatch",
-    "Engine",
-    "FitOptions",
-    "SavedState",
-    "StepMethods",
-    "StepRunner",
-    "check_weights",
-    "match_weights",
-    "named_tensors",
-]

@@ -1,0 +1,134 @@
+"""The house stays habitable: no object reaches into another, and no class or function grows beyond what one reads."""
+
+import ast
+import io
+import tokenize
+
+import pytest
+from test_floors import ROOT, SOURCES
+
+# Names that begin with an underscore and belong to somebody else: the object, and what it may be asked for.
+# Each is the only way that PyTorch, torch_xla, torchmetrics or Python offers.
+FRIENDS = {
+    "torch_xla._XLAC": "torch_xla's own bindings, in tpufit/runtime/ only",
+    "runtime._XLAC": "the same",
+    "xla": "the same",
+    "torch._C": "PyTorch's dispatcher",
+}
+FRIENDLY_ATTRIBUTES = {
+    "_buffers": "of an nn.Module: which buffers there are, also those that were replaced",
+    "_version": "of a tensor: how often it was changed in place",
+    "_make_subclass": "of torch.Tensor: a parameter over another's value",
+    "_defaults": "of a torchmetrics metric: its sums as they begin",
+    "_update_count": "of a torchmetrics metric: else it warns that nothing was added",
+    "_fields": "of a named tuple: part of its documented interface",
+    "_replace": "of a named tuple: part of its documented interface",
+    "_asdict": "of a named tuple: part of its documented interface",
+    "_getframe": "of sys: the caller's line",
+    "_orig": "of torch_xla's GRU: PyTorch's own",
+    "_task_info": "of a DataLoader's iterator: the worker that has a batch",
+    "_rcvd_idx": "of a DataLoader's iterator: the batch that comes next",
+    "_engine": "of a model: `load` fills it, in model.py",
+    "_XLAC": "of torch_xla: its bindings",
+    "_C": "of torch: its bindings",
+}
+MOST_ATTRIBUTES = 12
+LONGEST_CLASS = 350  # lines of code
+LONGEST_FUNCTION = 60
+
+
+def code_lines(path):
+    """The numbers of the lines that hold code: neither blank, nor comment, nor docstring."""
+    text = path.read_text()
+    left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in left_out]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    return lines
+
+
+def length(node, lines):
+    return sum(number in lines for number in range(node.lineno, node.end_lineno + 1))
+
+
+def attributes_of(kind):
+    """The attributes that objects of a class have: those set on self, and the fields of a dataclass or named tuple."""
+    names = {
+        target.attr
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        for target in [node]
+        if isinstance(target.value, ast.Name) and target.value.id == "self"
+    }
+    is_record = any("dataclass" in ast.unparse(decorator) for decorator in kind.decorator_list)
+    is_record |= any(ast.unparse(base) == "NamedTuple" for base in kind.bases)
+    if is_record:
+        names |= {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign)}
+    return names
+
+
+def classes():
+    for module, (path, tree) in SOURCES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield module, path, node
+
+
+def test_no_object_reaches_into_another():
+    reached = []
+    for path, tree in SOURCES.values():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+                continue
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", *FRIENDS) and node.attr not in FRIENDLY_ATTRIBUTES:
+                reached.append(f"{path.relative_to(ROOT)}:{node.lineno} {owner}.{node.attr}")
+    assert not reached, "\n".join(reached)
+
+
+def test_every_friend_is_needed():
+    text = "\n".join(path.read_text() for path, _ in SOURCES.values())
+    assert [name for name in (*FRIENDS, *FRIENDLY_ATTRIBUTES) if name not in text] == []
+
+
+def test_no_class_has_too_many_attributes():
+    large = [
+        f"{path.relative_to(ROOT)}: {kind.name} has {len(attributes_of(kind))}: {sorted(attributes_of(kind))}"
+        for _, path, kind in classes()
+        if len(attributes_of(kind)) > MOST_ATTRIBUTES
+    ]
+    assert not large, "\n".join(large)
+
+
+def test_no_class_and_no_function_is_too_long():
+    long = []
+    for path, tree in SOURCES.values():
+        lines = code_lines(path)
+        for node in ast.walk(tree):
+            most = {ast.ClassDef: LONGEST_CLASS, ast.FunctionDef: LONGEST_FUNCTION}.get(type(node))
+            if most is not None and length(node, lines) > most:
+                long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has {length(node, lines)} lines")
+    assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize("name", ["Model", "StepMethods"])
+def test_the_users_object_has_one_private_name(name):
+    kind = next(kind for _, _, kind in classes() if kind.name == name)
+    private = {
+        node.name
+        for node in kind.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__")
+    }
+    assert not private and {n for n in attributes_of(kind) if n.startswith("_")} <= {"_engine"}
+
+
+def test_the_entries_of_the_package_are_few():
+    entries = {path.name for path in (ROOT / "tpufit").iterdir()} - {
+        "__pycache__",
+        "__init__.py",
+        "__main__.py",
+        "py.typed",
+    }
+    assert len(entries) == 13, sorted(entries)
