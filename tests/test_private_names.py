@@ -10,7 +10,52 @@ from tpufit.errors import ArgumentError
 pytestmark = pytest.mark.cores(1, 8)
 
 # The private names that a Model once had. A GAN or BYOL author writes some of them without a thought.
-NAMES = ["_loss", "_class_weight", "_precision", "_formats", "_loss_format", "_layer_outputs", "_place", "_jit_compile", "_steps_per_execution", "_chosen_steps", "_rates", "_counters", "_gradients", "_accumulators", "_ema", "_averages", "_update", "_rows", "_collected", "_batches_waiting", "_updates", "_state", "_programs", "_running", "_runners", "_signatures", "_guards", "_transforms", "_shapes", "_label_range", "_step", "_seed", "_last_saved", "_recipe", "_wanted_saves", "_strict_at", "_own", "_passes", "_counted", "_batch_runs", "_scale_lr", "_matmul_precision", "_compiled", "_run_eagerly"]
+NAMES = [
+    "_loss",
+    "_class_weight",
+    "_precision",
+    "_formats",
+    "_loss_format",
+    "_layer_outputs",
+    "_place",
+    "_jit_compile",
+    "_steps_per_execution",
+    "_chosen_steps",
+    "_rates",
+    "_counters",
+    "_gradients",
+    "_accumulators",
+    "_ema",
+    "_averages",
+    "_update",
+    "_rows",
+    "_collected",
+    "_batches_waiting",
+    "_updates",
+    "_state",
+    "_programs",
+    "_running",
+    "_runners",
+    "_signatures",
+    "_guards",
+    "_transforms",
+    "_shapes",
+    "_label_range",
+    "_step",
+    "_seed",
+    "_last_saved",
+    "_recipe",
+    "_wanted_saves",
+    "_strict_at",
+    "_own",
+    "_passes",
+    "_counted",
+    "_batch_runs",
+    "_scale_lr",
+    "_matmul_precision",
+    "_compiled",
+    "_run_eagerly",
+]
 VALUES = [3, "a word", None, [1, 2], {"a": 1}, 0.5, nn.Linear(2, 2), torch.zeros(2), len, True]
 
 X = torch.randn(70, 6, generator=torch.Generator().manual_seed(0))
