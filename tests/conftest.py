@@ -1,6 +1,6 @@
 """What every test may use: `run_python`, and `@pytest.mark.cores(1, 8)` with the fixture `cores`.
 
-A test marked `cores` runs once for each number of XLA cores, in a process for that number (see `on_cores.py`). To debug one
+A test marked `cores` runs once for each number of XLA cores, in a process for it (see `on_cores.py`). To debug one
 in this process: `pytest tests/test_x.py -k test_y --on-cores 8 --pdb`. No other test may start the device, and none
 does unnoticed.
 """
@@ -45,9 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     os.environ.pop("CPU_NUM_DEVICES", None)
     # Compiling takes longer than running here.
-    os.environ.setdefault(
-        "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    )
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
     half = on_cores.Parent if config.getoption("--on-cores") is None else on_cores.Child
     config.pluginmanager.register(half(config), "on-cores")
 
