@@ -1,6 +1,7 @@
 # make demo    train a network on 8 virtual cores
-# make check   the quick half of the tests
-# make test    everything; .ci/run runs this
+# make check   the quick tests
+# make test    all tests but the exhaustive ones
+# make soak    the exhaustive ones; .ci/run runs both
 #
 # The first of them builds .venv. PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
 
@@ -15,17 +16,20 @@ READY := .venv/ready
 export PJRT_DEVICE := CPU
 unexport CPU_NUM_DEVICES
 
-.PHONY: demo check test lint
+.PHONY: demo check test soak lint
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
 
 check: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not soak"
 
 test: lint
 	$(BIN)/python -m pytest --doctest-modules tpufit
-	$(PYTEST)
+	$(PYTEST) -m "not soak"
+
+soak: $(READY)
+	$(PYTEST) -m soak
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """What every test may use: `run_python`, and `@pytest.mark.cores(1, 8)` with the fixture `cores`.
 
-A test marked `cores` runs once for each number of XLA cores, in a process of its own (see `on_cores.py`). To debug one
+A test marked `cores` runs once for each number of XLA cores, in a process for it (see `on_cores.py`). To debug one
 in this process: `pytest tests/test_x.py -k test_y --on-cores 8 --pdb`. No other test may start the device, and none
 does unnoticed.
 """
@@ -44,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     os.environ.pop("CPU_NUM_DEVICES", None)
+    # Compiling takes longer than running here.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
     half = on_cores.Parent if config.getoption("--on-cores") is None else on_cores.Child
     config.pluginmanager.register(half(config), "on-cores")
 
@@ -53,24 +55,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker:
         if "cores" not in metafunc.fixturenames:  # the test doesn't ask for the number
             metafunc.fixturenames.append("cores")
-        # The quick half runs on one core, but for the files that ask for all or for none.
+        # `make check` runs on one core, but for the files that ask for all or for none.
         most = {None: 1, True: max(marker.args), False: 0}[marker.kwargs.get("quick")]
-        counts = [
-            pytest.param(count, id=f"cores{count}", marks=[pytest.mark.slow] if count > most else [])
-            for count in marker.args
-        ]
+        alone = "-alone" if marker.kwargs.get("alone") else ""
+        counts = []
+        for count in marker.args:
+            marks = [pytest.mark.slow] if count > most else []
+            marks += [pytest.mark.soak] if count in marker.kwargs.get("soak", ()) else []
+            counts.append(pytest.param(count, id=f"cores{count}{alone}", marks=marks))
         metafunc.parametrize("cores", counts, indirect=True, scope="module")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With `pytest -n 2`, one worker gets all tests of a file for one number of cores: they share a process."""
+    """With `pytest -n 2`, one worker gets all tests of a bundle: they share a process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return on_cores.group_of(nodeid)
+            return bundles[nodeid]
 
+        def schedule(self) -> None:
+            bundles.update(on_cores.bundles_of(next(iter(self.registered_collections.values()))))
+            super().schedule()
+
+    bundles: dict[str, str] = {}
     return Scheduling(config, log)
 
 

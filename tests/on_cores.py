@@ -1,12 +1,13 @@
 """Tests marked `@pytest.mark.cores(...)` run in processes of their own; this is the parent's half and the child's.
 
-How many XLA cores a process has is settled when its runtime starts, and the runtime may abort the process. So for each
-(test file, number of cores) the parent runs `python -m pytest <tests> --on-cores N`, once:
+How many XLA cores a process has is settled when its runtime starts, and the runtime may abort the process. A process
+takes six seconds to begin with, so the selected tests for one number of cores are put into bundles of whole files, and
+for each bundle the parent runs `python -m pytest <tests> --on-cores N`, once:
 
-    the first such test of the file comes up
-        start a child with all the file's selected tests for that number
+    the first test of the bundle comes up
+        start a child with all the bundle's tests
         the child writes a journal: a line for each test's start, reports (as pytest itself serialises them) and finish
-        if the child dies or hangs, the test it was in fails with the cause, and a second child does the rest
+        if the child dies or hangs, the test it was in fails with the cause, and another child does the rest
     that test, and later the others, take their reports from the journal
 """
 
@@ -19,6 +20,8 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from processes import ends, process_group
 
 TIMEOUT = 300.0  # seconds
 PHASES = ("setup", "call", "teardown")
+BUNDLE = 100  # tests, unless one file has more: a process keeps every graph that it compiled, and so bundles end
 EXCERPT = 5000  # characters of a dead child's output that are shown from each end
 
 
@@ -36,16 +40,28 @@ def count_of(item: pytest.Item) -> int | None:
     return item.callspec.params["cores"] if item.get_closest_marker("cores") else None
 
 
-def group_of(nodeid: str) -> str:
-    """What tests have in common that run in one process; those that need no device go by their file.
+def bundles_of(nodeids: Iterable[str]) -> dict[str, str]:
+    """Which tests run in one process: the name of each one's bundle. Those that need no device go by their file.
 
     Example:
-        >>> group_of("tests/test_fit.py::test_it[cores8-adam]")
-        'tests/test_fit.py cores8'
+        >>> bundles_of(["test_a.py::test_it[cores8-adam]", "test_b.py::test_it[cores8]", "test_b.py::test_other"])
+        {'test_a.py::test_it[cores8-adam]': 'test_a.py cores8', 'test_b.py::test_it[cores8]': 'test_a.py cores8', \
+'test_b.py::test_other': 'test_b.py'}
     """
-    path, _, test = nodeid.partition("::")
-    count = re.search(r"\bcores\d+\b", test.partition("[")[2])
-    return f"{path} {count[0]}" if count else path
+    groups: dict[tuple[str, str], list[str]] = {}  # (file, number of cores) -> tests
+    for nodeid in nodeids:
+        path, _, test = nodeid.partition("::")
+        count = re.search(r"\bcores\d+(-alone)?\b", test.partition("[")[2])
+        groups.setdefault((path, count[0] if count else ""), []).append(nodeid)
+    bundles: dict[str, str] = {}
+    filling: dict[str, tuple[str, int]] = {}  # number of cores -> the bundle that is not full yet, and its tests
+    for (path, count), tests in groups.items():
+        name, size = filling.get(count, ("", BUNDLE))
+        if not count or count.endswith("alone") or size + len(tests) > BUNDLE:
+            name, size = f"{path} {count}".rstrip(), 0
+        filling[count] = name, size + len(tests)
+        bundles.update(dict.fromkeys(tests, name))
+    return bundles
 
 
 def timeout_of(item: pytest.Item) -> float:
@@ -87,6 +103,7 @@ class Parent:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.reports: dict[str, dict[str, pytest.TestReport]] = {}  # node id -> phase -> report
+        self.bundles: dict[str, str] = {}  # node id -> bundle
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
@@ -102,27 +119,30 @@ class Parent:
         return self.reports.get(item.nodeid, {}).get(call.when, report)
 
     def _fetch(self, item: pytest.Item) -> None:
-        group = [other for other in item.session.items if (other.path, count_of(other)) == (item.path, count_of(item))]
-
-        def waiting() -> list[pytest.Item]:
-            return [other for other in group if other.nodeid not in self.reports]
-
-        if item not in waiting():
+        if item.nodeid in self.reports:
             return
-        died = self._run(waiting())
-        if died and waiting() and self.config.option.maxfail != 1:
-            died = self._run(waiting())
-        if died:
-            for other in waiting():
-                self._fail(other, "not run: two processes died with other tests of this file")
-        if item in waiting():
+        self.bundles = self.bundles or bundles_of(other.nodeid for other in item.session.items)
+        name = self.bundles[item.nodeid]
+        waiting = [other for other in item.session.items if self.bundles[other.nodeid] == name]
+        deaths: Counter[Path] = Counter()
+        while waiting:
+            dead = self._run(waiting)
+            waiting = [other for other in waiting if other.nodeid not in self.reports]
+            if dead is None or self.config.option.maxfail == 1:
+                break
+            deaths[dead.path] += 1
+            if deaths[dead.path] == 2:
+                for other in [other for other in waiting if other.path == dead.path]:
+                    self._fail(other, "not run: two processes died with other tests of this file")
+                    waiting.remove(other)
+        if item in waiting:
             self._fail(item, "the process that was to run this test left it out")
 
-    def _run(self, items: list[pytest.Item]) -> bool:
-        """Run tests of one file in a child.
+    def _run(self, items: list[pytest.Item]) -> pytest.Item | None:
+        """Run tests in a child.
 
         Returns:
-            Whether the child died or had to be killed. Then one test has failed for that.
+            The test that has failed because the child died or had to be killed; None if it ended well.
         """
         with tempfile.TemporaryDirectory(prefix="on-cores-") as folder:
             journal = Journal(Path(folder, "journal"), items, self)
@@ -137,7 +157,7 @@ class Parent:
             journal.read()
             code = child.returncode
             if ended and code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not journal.current:
-                return False
+                return None
             if not ended:
                 cause = f"nothing was heard from it for {journal.limit:g} s, and it was killed"
             elif code < 0:
@@ -148,7 +168,7 @@ class Parent:
             where = "in this test" if journal.current else "outside of a test"
             text = output.read_bytes()[journal.output :].decode(errors="replace")
             self._fail(item, f"the process ({count_of(item)} cores) ended {where}: {cause}", excerpt(text))
-            return True
+            return item
 
     def _command(self, items: list[pytest.Item], journal: Path) -> list[str]:
         option = self.config.option
