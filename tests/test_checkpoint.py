@@ -263,8 +263,8 @@ def test_a_folder_that_cannot_be_made(tmp_path, name):
 
 def test_a_second_process_is_refused(run, run_python):
     code = f"""
-        from tpufit.checkpoint import RunFolder
-        RunFolder({str(run.path)!r}).open()
+        from tpufit.checkpoint import CheckpointDirectory
+        CheckpointDirectory({str(run.path)!r}).open()
         """
     ended = run_python(code)
     assert ended.returncode

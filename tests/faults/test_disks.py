@@ -46,7 +46,7 @@ def test_a_disk_that_fills_up(tmp_path, run_python):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     from training import *
     from tpufit.errors import CheckpointNotWrittenError
-    from tpufit.checkpoint import RunFolder
+    from tpufit.checkpoint import CheckpointDirectory
 
     def left():
         return sorted(name for name in os.listdir("disk/run") if name != ".lock")
@@ -61,7 +61,7 @@ def test_a_disk_that_fills_up(tmp_path, run_python):
             say("error:", error)
     for warning in caught:
         say("warning:", warning.message)
-    newest = RunFolder("disk/run").newest()
+    newest = CheckpointDirectory("disk/run").newest()
     say("step", model.steps_taken, "newest", newest.step if newest else None, "left", len(left()))
     assert all(name.startswith("step-") for name in left()), left()
 

@@ -14,9 +14,9 @@ def test_saves_validation_and_a_slow_disk_change_nothing(tmp_path, run_python):
         import threading, time
         from training import *
         from tpufit import runtime
-        from tpufit.checkpoint import RunFolder, read
+        from tpufit.checkpoint import CheckpointDirectory, read
 
-        class Slow(RunFolder):
+        class Slow(CheckpointDirectory):
             def write(self, checkpoint):
                 writing.append(checkpoint.step)
                 time.sleep(2 if checkpoint.step in (4, 8) else 0)
@@ -117,7 +117,7 @@ def zero(prefix):
 def own(state, name):
     return next(entry["state"] for entry in state["callbacks"] if entry["class"] == name)
 
-fresh = tpufit.utils.random.Draws
+fresh = tpufit.utils.random.RNGState
 tpufit.set_random_seed(SEED)
 begun = fresh.now().state_dict()
 

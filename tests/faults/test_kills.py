@@ -12,14 +12,14 @@ KILLED_AT_EACH_WRITE = """
 import os, shutil, signal, sys, warnings
 from pathlib import Path
 import torch
-from tpufit import checkpoint as ck
-from tpufit.checkpoint import Checkpoint, Metric, RunFolder
+from tpufit.checkpoint import format as ck, store
+from tpufit.checkpoint import Checkpoint, CheckpointDirectory, Score
 
 warnings.simplefilter("ignore")  # that it dropped what was not finished
 
 def made(step, value, metric=None):
     weights = {"w": torch.full((300,), float(value))}
-    rated = None if metric is None else Metric("val_loss", metric, "min")
+    rated = None if metric is None else Score("val_loss", metric, "min")
     return Checkpoint(step, weights, {"m": torch.full((300,), float(value))}, {"value": value}, ["w"], rated)
 
 def kill_at(n):
@@ -34,7 +34,7 @@ def kill_at(n):
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
         return call
-    ck.flush = counted("flush", ck.flush)
+    store.flush = counted("flush", store.flush)
     ck.write_tensors = counted("write", ck.write_tensors)
     ck._write_text = counted("write", ck._write_text)
     for name in ("rename", "unlink", "rmdir", "mkdir"):
@@ -56,9 +56,9 @@ def case(name, before, work, check):
     while True:
         n += 1
         folder = Path(name, str(n))
-        before(RunFolder(folder))
+        before(CheckpointDirectory(folder))
         alive = not killed(folder, n, work)
-        run = RunFolder(folder)
+        run = CheckpointDirectory(folder)
         check(run)  # as one who only reads finds it
         run.open()  # and as the next training does
         check(run)
@@ -73,7 +73,7 @@ def two(run):
     run.write(made(1, 1)); run.write(made(2, 2))
 
 def next_one(folder):
-    run = RunFolder(folder); run.open(); run.write(made(3, 3))
+    run = CheckpointDirectory(folder); run.open(); run.write(made(3, 3))
 
 def newest_is(*steps):
     def check(run):
@@ -85,7 +85,7 @@ def newest_is(*steps):
 case("next", two, next_one, newest_is(2, 3))
 
 def again(folder):
-    run = RunFolder(folder); run.open(); run.write(made(2, 9))
+    run = CheckpointDirectory(folder); run.open(); run.write(made(2, 9))
 
 def one_of_both(run):
     found = run.newest()
@@ -101,7 +101,7 @@ def many(run):
         run.write(made(step, step, loss))
 
 def pruned(folder):
-    run = RunFolder(folder, keep_last=1, keep_best=1); run.open(); run.write(made(5, 5, 0.9))
+    run = CheckpointDirectory(folder, keep_last=1, keep_best=1); run.open(); run.write(made(5, 5, 0.9))
 
 def best_and_newest(run):
     assert run.best().step == 1 and run.newest().step in (4, 5)
@@ -137,14 +137,14 @@ def test_at_random_moments(tmp_path):
 def test_the_lock_of_a_killed_process_is_nobodys(tmp_path):
     code = f"""
         import os, time
-        from tpufit.checkpoint import RunFolder
-        run = RunFolder({str(tmp_path / "run")!r})
+        from tpufit.checkpoint import CheckpointDirectory
+        run = CheckpointDirectory({str(tmp_path / "run")!r})
         run.open()
         if os.fork():
             print("open", flush=True)
         time.sleep(600)  # the forked one, as a loader's worker, lives on
         """
-    again = f"from tpufit.checkpoint import RunFolder; RunFolder({str(tmp_path / 'run')!r}).open()"
+    again = f"from tpufit.checkpoint import CheckpointDirectory; CheckpointDirectory({str(tmp_path / 'run')!r}).open()"
     with children.started(code, tmp_path) as child:
         child.wait_for("open")
         command = [sys.executable, "-c", again]

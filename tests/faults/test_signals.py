@@ -45,9 +45,9 @@ def test_sigterm_while_the_first_step_compiles(tmp_path):
 SLOW = """
     import time
     from training import *
-    from tpufit.checkpoint import RunFolder
+    from tpufit.checkpoint import CheckpointDirectory
 
-    class Slow(RunFolder):
+    class Slow(CheckpointDirectory):
         def write(self, checkpoint):
             if checkpoint.step >= 2:
                 say("writing", checkpoint.step)
@@ -89,7 +89,7 @@ def test_ctrl_c_at_forty_random_moments(tmp_path, run_python):
         """
         import os, random, signal, threading, time, warnings
         from training import *
-        from tpufit.checkpoint import RunFolder
+        from tpufit.checkpoint import CheckpointDirectory
 
         warnings.simplefilter("ignore")
         moments = random.Random(0)
@@ -123,7 +123,7 @@ def test_ctrl_c_at_forty_random_moments(tmp_path, run_python):
                 break
             except KeyboardInterrupt:
                 cut += 1
-                newest = RunFolder("run").newest()
+                newest = CheckpointDirectory("run").newest()
                 step = newest.state["model"]["step"]
                 counts = {float(t) for n, t in newest.training.items() if n.startswith("optimizer/step/")}
                 seen = [s["state"]["dict"][0][1] for s in newest.state["callbacks"] if s["class"] == "Warm"]

@@ -1,7 +1,9 @@
 """The state of training on disk, and back."""
 
-from .directory import Checkpoint, CheckpointDirectory, LocalStore, Score, read, save
+from .directory import CheckpointDirectory
+from .format import Checkpoint, Score, read, save
 from .manager import CheckpointManager, Progress, outside_of_fit, progress_of, restore, saved_state, take
 from .resume import find_checkpoint, named_checkpoint
+from .store import LocalStore
 from .weights import first_broken, read_weights, write_weights
 from .writer import AsyncCheckpointWriter

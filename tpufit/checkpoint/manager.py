@@ -16,8 +16,9 @@ from ..runtime import copies
 from ..step import Engine, SavedState, StepRunner
 from ..utils.json_codec import decode, encode
 from ..utils.random import RNGState
-from .directory import Checkpoint, Score, versions
+from .format import Checkpoint, Score, versions
 from .resume import keepers
+from .store import step_of
 from .writer import AsyncCheckpointWriter
 
 
@@ -296,7 +297,7 @@ class CheckpointManager:
 
     def _tell(self, written: Any) -> None:
         if written is not None and self._callbacks.has("on_save"):
-            self._callbacks.call("on_save", int(written.name.removeprefix("step-")), {"path": str(written)})
+            self._callbacks.call("on_save", step_of(written.name), {"path": str(written)})
 
 
 def _warn_of_differences(checkpoint: Checkpoint, engine: Engine) -> None:

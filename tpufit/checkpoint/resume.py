@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ..errors import ArgumentError, CheckpointMissingError
-from .directory import Checkpoint, CheckpointDirectory, is_checkpoint, read
+from .directory import CheckpointDirectory
+from .format import Checkpoint, is_checkpoint, read
 from .writer import AsyncCheckpointWriter
 
 

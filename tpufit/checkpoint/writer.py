@@ -7,7 +7,8 @@ import warnings
 from pathlib import Path
 
 from ..errors import CheckpointNotWrittenError
-from .directory import Checkpoint, CheckpointDirectory
+from .directory import CheckpointDirectory
+from .format import Checkpoint
 
 
 class AsyncCheckpointWriter:

@@ -1,0 +1,254 @@
+"""One checkpoint on disk: the state of training, verified when it is read.
+
+    run/step-0000000010/
+        model.safetensors       the module's parameters and buffers, under their own names
+        training.safetensors    the other tensors: the optimizer's, moving averages, sums of the epoch so far
+        state.json              the numbers: steps, rates, seeds, the place in the data, callbacks' counters
+        manifest.json           written last: the format's version, the size and SHA-256 of each file, shapes, versions
+
+A tensor is stored whole, so that any number of cores can load it. A hash finds damage; it doesn't protect from somebody
+who can write to the folder. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from ..errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError, CheckpointNotWrittenError
+from ..runtime import versions as runtime_versions
+from ..utils.files import write_tensors
+from ..utils.text import dtype_name
+from .store import MANIFEST, LocalStore, Store, is_step
+from .weights import untied
+
+FORMAT = 1
+_STATE, _WEIGHTS, _TRAINING = "state.json", "model.safetensors", "training.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of training at one moment, on the host.
+
+    Attributes:
+        step: Steps of training so far.
+        weights: The module's tensors by name; of tied ones each name has the same object.
+        training: The other tensors, by names of our own.
+        state: Everything else, as JSON can hold it.
+        learned: Which of the weights are learned, so that they must be finite; a mask in a buffer need not be.
+        metric: The value that says how good it is, if there is one, with its name and `"min"` or `"max"`.
+        mesh: The cores that it was made on.
+        versions: The versions that made it.
+    """
+
+    step: int
+    weights: Mapping[str, Tensor]
+    training: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+    learned: Sequence[str] = ()
+    metric: Score | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=lambda: versions())
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good a checkpoint is.
+
+    Attributes:
+        name: The log's name.
+        value: Its value.
+        mode: `"min"` or `"max"`: what is better.
+    """
+
+    name: str
+    value: float
+    mode: str
+
+    @property
+    def order(self) -> float:
+        """A number that is smaller where this is better; NaN is worst."""
+        return math.inf if math.isnan(self.value) else self.value if self.mode == "min" else -self.value
+
+
+def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> None:
+    """Write one checkpoint.
+
+    Args:
+        store: Where to.
+        name: Its name there.
+        checkpoint: What to write.
+        number: How many were written into the run's folder, with this one.
+
+    Raises:
+        OSError: The store refused.
+    """
+    weights, metadata = untied(checkpoint.weights)
+    training = {name: tensor.contiguous() for name, tensor in checkpoint.training.items()}
+    state = json.dumps(checkpoint.state)
+
+    def seal(folder: Path) -> None:
+        manifest = {
+            "format": FORMAT,
+            "step": checkpoint.step,
+            "number": number,
+            "metric": None if checkpoint.metric is None else vars(checkpoint.metric),
+            "mesh": dict(checkpoint.mesh),
+            "versions": dict(checkpoint.versions),
+            "files": _fingerprints(folder, (_WEIGHTS, _TRAINING, _STATE)),
+            "tensors": {
+                file: {name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape)} for name, t in tensors.items()}
+                for file, tensors in ((_WEIGHTS, weights), (_TRAINING, training))
+            },
+        }
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+    files: dict[str, Callable[[Path], None]] = {
+        _WEIGHTS: lambda path: write_tensors(path, weights, metadata),
+        _TRAINING: lambda path: write_tensors(path, training, {"format": "pt"}),
+        _STATE: lambda path: _write_text(path, state),
+    }
+    store.commit(name, files, seal)
+
+
+def read(folder: str | os.PathLike[str]) -> Checkpoint:
+    """Read one checkpoint, and verify it.
+
+    Args:
+        folder: Its folder.
+
+    Raises:
+        CheckpointMissingError: There is no checkpoint.
+        CheckpointDamagedError: A file of it isn't what was written.
+        CheckpointError: It was made by a later version, or the folder is a link to another place.
+    """
+    folder = Path(folder)
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder} is a link; checkpoints are read from folders only. Pass {folder.resolve()}")
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointMissingError(
+            f"{folder} is not a checkpoint of tpufit: it {what}, and a checkpoint is a folder with a {MANIFEST}. "
+            "Weights alone, in a .safetensors file, go into model.load_weights; a pickle made by torch.save is never "
+            "read, because it could run any code"
+        )
+    manifest = read_manifest(folder)
+    _verify(folder, manifest)
+    weights = safetensors.torch.load_file(folder / _WEIGHTS)
+    with safetensors.safe_open(folder / _WEIGHTS, framework="pt") as file:
+        tied = json.loads((file.metadata() or {}).get("tied", "{}"))
+    metric = manifest["metric"]
+    return Checkpoint(
+        step=manifest["step"],
+        weights=weights | {name: weights[owner] for name, owner in tied.items()},
+        training=safetensors.torch.load_file(folder / _TRAINING),
+        state=json.loads((folder / _STATE).read_bytes()),
+        metric=None if metric is None else Score(**metric),
+        mesh=manifest["mesh"],
+        versions=manifest["versions"],
+    )
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of what training depends on."""
+    return {"tpufit": version("tpufit"), **runtime_versions()}
+
+
+def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is one checkpoint, rather than a run's folder of them."""
+    return (Path(folder) / MANIFEST).exists() or is_step(Path(folder).name)
+
+
+def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
+    """Write one checkpoint to a folder of any name. A checkpoint there is replaced; anything else is left alone.
+
+    Args:
+        folder: The folder.
+        checkpoint: What to write.
+
+    Raises:
+        CheckpointNotWrittenError: Something else is there, or the file system refused.
+    """
+    folder = Path(folder)
+    if folder.exists() and not (folder / MANIFEST).is_file():
+        raise CheckpointNotWrittenError(f"{folder} exists and is no checkpoint of tpufit: pass a path that is free")
+    try:
+        write(LocalStore(folder.absolute().parent), folder.name, checkpoint)
+    except OSError as error:
+        raise CheckpointNotWrittenError(f"the checkpoint was not written to {folder}: {error}") from error
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint, which was written last and so says that it is whole."""
+    manifest: dict[str, Any]
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointDamagedError(f"{folder} has no {MANIFEST}, so that it was never finished") from None
+    except ValueError as error:
+        raise CheckpointDamagedError(f"{folder / MANIFEST} is damaged: {error}") from None
+    known = manifest.get("format") if isinstance(manifest, dict) else None
+    if not isinstance(known, int):
+        raise CheckpointDamagedError(f"{folder / MANIFEST} is damaged: it names no format")
+    if known > FORMAT:
+        raise CheckpointError(
+            f"{folder} is of format {known}, and this tpufit ({version('tpufit')}) knows formats up to {FORMAT}. It "
+            f"was made by tpufit {manifest.get('versions', {}).get('tpufit')}: install that version or a later one"
+        )
+    if set(manifest.get("files", ())) != {_WEIGHTS, _TRAINING, _STATE}:
+        raise CheckpointDamagedError(f"{folder / MANIFEST} is damaged: it lists the files {manifest.get('files')}")
+    return manifest
+
+
+def _verify(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Compare the files with the manifest: sizes first, which say most."""
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointDamagedError(f"{path} is missing")
+        if path.stat().st_size != expected["size"]:
+            raise CheckpointDamagedError(
+                f"{path} is damaged: it has {path.stat().st_size:,} bytes, and {expected['size']:,} were written"
+            )
+    for name, found in _fingerprints(folder, manifest["files"]).items():
+        expected = manifest["files"][name]["sha256"]
+        if found["sha256"] != expected:
+            raise CheckpointDamagedError(
+                f"{folder / name} is damaged: its SHA-256 is {found['sha256'][:12]}..., and {expected[:12]}... was "
+                "written"
+            )
+
+
+def _fingerprints(folder: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:
+    """The size and hash of files; each is hashed in a thread, because that takes as long as reading them.
+
+    These threads are daemons: who leaves for good shall not have to wait for them.
+    """
+    with ThreadPool(len(names)) as pool:
+        hashes = pool.map(_sha256, [folder / name for name in names])
+    return {n: {"size": (folder / n).stat().st_size, "sha256": h} for n, h in zip(names, hashes, strict=True)}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+                digest.update(view)
+    return digest.hexdigest()
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text)

@@ -1,0 +1,125 @@
+"""`Store`: the place where the checkpoints of a run are kept, and `LocalStore`, a folder.
+
+A checkpoint is committed as a whole: it is written beside its place, synced, sealed by its manifest, and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from ..utils.files import flush
+
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-\d{10,}")
+_LEFT = re.compile(r"\.(step-\d{10,})\.(tmp|old)-(\d+)")  # left behind by a killed process, with its number
+
+
+def name_of(step: int) -> str:
+    """The name of the checkpoint of a step, e.g. `"step-0000000010"`."""
+    return f"step-{step:010d}"
+
+
+def is_step(name: str) -> bool:
+    """True for a name that `name_of` gives."""
+    return bool(_STEP.fullmatch(name))
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint, from its name."""
+    return int(name.removeprefix("step-"))
+
+
+class Store(Protocol):
+    """Where a run's checkpoints are kept: a local folder; later perhaps a bucket, or parts on several hosts."""
+
+    where: Path
+
+    def names(self) -> list[str]:
+        """The committed checkpoints, in ascending order."""
+
+    def commit(self, name: str, files: Mapping[str, Callable[[Path], None]], seal: Callable[[Path], None]) -> None:
+        """Write a checkpoint's files, then its seal, and only then let it be seen."""
+
+    def folder(self, name: str) -> Path:
+        """Where the files of a committed checkpoint can be read."""
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint, so that it never looks like a whole one."""
+
+
+class LocalStore:
+    """Checkpoints in a local folder: written beside their place, synced, and renamed.
+
+    Args:
+        where: The folder. It need not exist.
+    """
+
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        self.where = Path(where)
+
+    def names(self) -> list[str]:
+        """The committed checkpoints, in ascending order. What lies elsewhere, behind a link, is none of them."""
+        if not self.where.is_dir():
+            return []
+        found = [entry.name for entry in os.scandir(self.where) if entry.is_dir(follow_symlinks=False)]
+        return sorted((name for name in found if _STEP.fullmatch(name)), key=step_of)
+
+    def commit(self, name: str, files: Mapping[str, Callable[[Path], None]], seal: Callable[[Path], None]) -> None:
+        """Write a checkpoint's files, then its seal, and only then let it be seen.
+
+        Args:
+            name: Its name. One of that name is replaced.
+            files: What writes each file, given its path.
+            seal: What writes the last file, given the folder.
+
+        Raises:
+            OSError: The file system refused. Then nothing is left of it, and what was there is still there.
+        """
+        target, draft = self.where / name, self.where / f".{name}.tmp-{os.getpid()}"
+        old = self.where / f".{name}.old-{os.getpid()}"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        try:
+            for file, write in files.items():
+                write(draft / file)
+                flush(draft / file)
+            seal(draft)
+            flush(draft / MANIFEST)
+            flush(draft)
+            if target.exists():
+                target.rename(old)
+            draft.rename(target)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        flush(self.where)  # else the rename itself may be lost with the power
+        shutil.rmtree(old, ignore_errors=True)
+
+    def folder(self, name: str) -> Path:
+        """Where the files of a committed checkpoint can be read."""
+        return self.where / name
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint, so that it never looks like a whole one."""
+        hidden = self.where / f".{name}.tmp-{os.getpid()}"
+        (self.where / name).rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def clean(self) -> list[str]:
+        """Drop what killed processes left, and say what. The caller holds the folder's lock."""
+        dropped = []
+        for entry in sorted(self.where.iterdir()):
+            left = _LEFT.fullmatch(entry.name)
+            if left is None or entry.is_symlink() or int(left[3]) == os.getpid():  # our own is still being written
+                continue
+            if left[2] == "old" and not (self.where / left[1]).exists():  # killed between two renames
+                entry.rename(self.where / left[1])
+                continue
+            shutil.rmtree(entry, ignore_errors=True)
+            dropped.append(entry.name)
+        return dropped
