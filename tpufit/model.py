@@ -176,9 +176,9 @@ class Model(StepMethods):
         Source: `keras.Model.compile`.
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "optimizer")}
+        before = self._engine
         config = CompileConfig.of(arguments)
         built = optimizers.build(optimizer, self.module)
-        before = self._engine
         before.expose()
         if precision == "bf16-true":
             to_bfloat16([*self.module.parameters(), *self.module.buffers()])
