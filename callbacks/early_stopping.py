@@ -73,7 +73,8 @@ class EarlyStopping(Callback):
             if epochs < 0:
                 raise ArgumentError(f"{name} must be a number of epochs, 0 or more, got {epochs!r}")
         self.patience, self.verbose, self.start_from_epoch = patience, verbose, start_from_epoch
-        self.restore_best_weights, self.monitor = restore_best_weights, monitor
+        self.monitor, self.mode, self.min_delta, self.baseline = monitor, mode, min_delta, baseline
+        self.restore_best_weights = restore_best_weights
         self.stopped_epoch = self.best_epoch = 0
         self.best_weights: dict[str, Tensor] | None = None
         self._followed = Monitor(monitor, mode, min_delta, baseline)

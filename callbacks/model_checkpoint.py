@@ -13,10 +13,10 @@ from ..checkpoint import AsyncCheckpointWriter, CheckpointDirectory, Score
 from ..errors import ArgumentError, CheckpointNotWrittenError
 from ._support.checkpoint_path import CheckpointPath
 from ._support.monitor import Monitor
+from ._support.save_rule import SaveRule
 from ._support.scalars import as_scalar, as_text
 from ._support.terminal import say
 from .base import Callback, Logs
-from .save_rule import SaveRule
 
 
 class ModelCheckpoint(Callback):
@@ -97,7 +97,7 @@ class ModelCheckpoint(Callback):
             if value is not None and value < least:
                 raise ArgumentError(f"{name} must be a whole number of at least {least}, or None, got {value!r}")
         self.filepath, self.monitor, self.verbose = os.fspath(filepath), monitor, verbose
-        self.save_best_only, self.keep_best, self.save_on_exception = save_best_only, keep_best, on_exception
+        self.save_best_only, self.save_freq, self.save_on_exception = save_best_only, save_freq, on_exception
         self._path = CheckpointPath(filepath, per_batch=self._rule.between_batches)
         self._followed = Monitor(monitor, mode, best=initial_value_threshold)
         self._epoch = 0
@@ -115,6 +115,11 @@ class ModelCheckpoint(Callback):
     def best(self) -> float | None:
         """The best value so far, or None."""
         return self._followed.best
+
+    @property
+    def save_weights_only(self) -> bool:
+        """True if it writes files of weights, False if a run directory."""
+        return self.checkpoints is None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Learn from the metric which values are better, and make sure that the run directory can be written to."""

@@ -91,7 +91,7 @@ class TensorBoard(Callback):
                 raise ArgumentError(f"hparams must be numbers, texts or bools by name, got {name!r}: {value!r}")
         self.log_dir, self.hparams = os.fspath(log_dir), dict(hparams or {})
         self.write_graph, self.write_images, self.histogram_freq = write_graph, write_images, histogram_freq
-        self.write_steps_per_second = write_steps_per_second
+        self.write_steps_per_second, self.update_freq = write_steps_per_second, update_freq
         self._updates = Frequency(batches("update_freq", update_freq, {"epoch": 0, "batch": 1}))
         self._profile = _Profile(profile_batch)
         self._progress = _Progress()

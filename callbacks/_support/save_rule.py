@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from ._support.frequency import Frequency, batches
+from .frequency import Frequency, batches
 
 
 class SaveRule:
