@@ -97,7 +97,8 @@ class ModelCheckpoint(Callback):
             if value is not None and value < least:
                 raise ArgumentError(f"{name} must be a whole number of at least {least}, or None, got {value!r}")
         self.filepath, self.monitor, self.verbose = os.fspath(filepath), monitor, verbose
-        self.save_best_only, self.save_freq, self.save_on_exception = save_best_only, save_freq, on_exception
+        self.save_best_only, self.keep_best, self.save_on_exception = save_best_only, keep_best, on_exception
+        self.save_freq = save_freq
         self._path = CheckpointPath(filepath, per_batch=self._rule.between_batches)
         self._followed = Monitor(monitor, mode, best=initial_value_threshold)
         self._epoch = 0
