@@ -34,11 +34,9 @@ class TrainedModel(Protocol):
 
     stop_training: bool
     out_of_time: bool
-    first_bad_step: int | None
     optimizer: torch.optim.Optimizer | None
     learning_rate: float
     input_bound: float | None
-    rows_seen: int
 
     @property
     def module(self) -> nn.Module:
@@ -51,7 +49,15 @@ class TrainedModel(Protocol):
         """Put weights into the module, wherever it is."""
 
     @property
+    def first_bad_step(self) -> int | None:
+        """See the class."""
+
+    @property
     def steps_taken(self) -> int:
+        """See the class."""
+
+    @property
+    def rows_seen(self) -> int:
         """See the class."""
 
     def summary(self, print_fn: Callable[[str], object] | None = None, /) -> None:

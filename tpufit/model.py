@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from . import optimizers
 from .callbacks import Callback, History
+from .callbacks.base import TrainedModel
 from .callbacks.progbar_logger import resolve_verbose
 from .checkpoint import (
     AsyncCheckpointWriter,
@@ -842,6 +843,9 @@ class Model(StepMethods):
         if plain == "loss":
             return False
         return next((metric.higher_is_better for metric in self.metrics if metric.name == plain), None)
+
+
+_: type[TrainedModel] = Model  # mypy proves that it has all that callbacks may touch
 
 
 def _returned(logs: Mapping[str, Any], return_dict: bool) -> Any:
