@@ -21,6 +21,7 @@ def nested(pytester):
     for name in ("conftest.py", "on_cores.py", "processes.py"):
         shutil.copy(HERE / name, tests)
     shutil.copy(HERE.parent / "setup.cfg", pytester.path)
+    pytester.makepyfile(torch_xla="")  # a stand-in: the real one takes seconds
 
     def run(source, *arguments):
         (tests / "test_inner.py").write_text(f"import os, pathlib, signal, subprocess, sys, time, pytest\n\n{source}")
@@ -262,8 +263,7 @@ def test_never(): pathlib.Path("ran").touch()
     assert not (pytester.path / "ran").exists()
 
 
-def test_importing_the_device_here_is_a_failure(nested, pytester):
-    pytester.makepyfile(torch_xla="")  # a stand-in: the real one takes seconds
+def test_importing_the_device_here_is_a_failure(nested):
     nested(
         """
 def test_imports(): import torch_xla
