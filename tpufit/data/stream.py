@@ -37,7 +37,7 @@ def stream(
     seed: int = 0,
     steps: int | None = None,
     restart: bool = False,
-    places: Sequence[int] | None = None,
+    local_shards: Sequence[int] | None = None,
     name: str = "x",
 ) -> Stream:
     """One stream of global batches from any data.
@@ -48,15 +48,15 @@ def stream(
         y: Targets, with arrays only: the other forms yield them with `x`.
         sample_weight: One weight a row, with arrays only.
         batch_size: Rows per core (default 32). Loaders and iterables bring their own.
-        cores: How many cores share a global batch of `batch_size * cores` rows.
-        shuffle: Whether arrays and map-style data sets are put in a new order each epoch. Loaders and iterables never.
-        seed: With the epoch's number, what the order is a function of.
+        cores: The number of cores that share a global batch of `batch_size * cores` rows.
+        shuffle: True to put arrays and map-style data sets in a new order each epoch; loaders and iterables never are.
+        seed: Determines the order, with the epoch's number.
         steps: Global batches an epoch (default: as many as the data have). Must be given for endless data.
-        restart: With `steps`, whether each epoch begins the data anew (an evaluation) or goes on where the one before
-            left off (training).
-        places: Which of the cores along the mesh are this process's (default: all): only their rows are read. Loaders
-            and iterables can't be read in parts.
-        name: What to call the data in errors.
+        restart: With `steps`, True to begin each epoch with the first batch (an evaluation), False to go on where the
+            epoch before left off (training).
+        local_shards: The shards of a batch that this process reads, one a core (default: all). Loaders and iterables
+            can't be read in parts.
+        name: The data's name in errors.
 
     Returns:
         The stream; nothing has been read from it yet.
@@ -74,7 +74,7 @@ def stream(
     for argument, value in (("batch_size", batch_size), ("steps", steps)):
         if value is not None:
             require_whole(argument, value)
-    plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, places)
+    plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, local_shards)
     source: Source
     if isinstance(x, TensorDataset) and y is None:  # collating its rows one by one would give the same, slower
         source = Arrays(tuple(x.tensors), plan)
@@ -95,7 +95,7 @@ def stream(
         source = Cached(x.dataset, plan, x.indices)
     elif isinstance(x, Dataset) and not isinstance(x, IterableDataset):
         source = Samples(x, plan)
-    elif places is not None and len(places) < cores:
+    elif local_shards is not None and len(local_shards) < cores:
         raise ArgumentError(f"{name} is a {type(x).__name__}, of which a process can't read its part: use a Dataset")
     else:
         source = _of_batches(x, batch_size, cores, name)
