@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..utils.random import RNGState
 from .batches import as_tensors
@@ -15,7 +16,8 @@ from .sources import Source
 _KEPT = 1024
 
 
-class Position(NamedTuple):
+@dataclass(frozen=True)
+class Position:
     """A position between two batches.
 
     Attributes:
@@ -36,17 +38,16 @@ class Position(NamedTuple):
 
     def state_dict(self) -> dict[str, Any]:
         """The same as plain values, which JSON can hold."""
-        plain = self._asdict() | {name: state and state.state_dict() for name, state in self._random_states()}
-        return plain | {"place": plain.pop("offset")}  # its name in the checkpoints there are
+        states = {"begun": self.begun, "draws": self.draws}
+        plain = vars(self) | {name: state and state.state_dict() for name, state in states.items()}
+        return plain | {"place": plain.pop("offset")}  # its name in checkpoints, also in old ones
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Position:
         """Make a position of the plain values that `state_dict` gave."""
-        known = {"offset": state.get("place", 0), **{name: state[name] for name in cls._fields if name in state}}
-        return cls(**known | {name: RNGState.of(known[name]) for name in ("begun", "draws") if known.get(name)})
-
-    def _random_states(self) -> Iterator[tuple[str, RNGState | None]]:
-        yield from (("begun", self.begun), ("draws", self.draws))
+        known = {name: state[name] for name in ("batches", "number", "own") if name in state}
+        random: dict[str, Any] = {name: RNGState.of(state[name]) for name in ("begun", "draws") if state.get(name)}
+        return cls(**known, offset=state.get("place", 0), **random)
 
 
 class PositionLog:
@@ -103,7 +104,7 @@ class PositionLog:
             begin.begun.restore(source.generators)  # the batches to skip are drawn again, as a loader's order is
         self._begun = RNGState.now(source.generators) if keeps_draws and source.draws else None
         if begin is self.last:  # nothing has been read yet, and what is read ahead may never be used
-            self._positions[-1] = begin._replace(begun=self._begun, draws=begin.draws or self._begun)
+            self._positions[-1] = replace(begin, begun=self._begun, draws=begin.draws or self._begun)
         skipped = partial(begin.draws.restore, source.generators) if begin.draws is not None else lambda: None
         return map(partial(self._note, begin.number), source.batches(begin.number, begin.offset, skipped))
 

@@ -1,4 +1,4 @@
-"""`stream`: arrays, data sets, loaders, iterables: whatever a user has becomes one `Stream` of global batches.
+"""`stream`: arrays, data sets, loaders and iterables become one `Stream` of global batches.
 
 A global batch holds the rows of all cores. It is a nest (tuples, lists, dicts) of host tensors as the data gave it; the
 last one of a pass is as short as it must be, and is never dropped, padded or filled up.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -40,7 +41,7 @@ def stream(
     local_shards: Sequence[int] | None = None,
     name: str = "x",
 ) -> Stream:
-    """One stream of global batches from any data.
+    """Make a stream of global batches from any data.
 
     Args:
         x: Arrays or tensors (or a nest of them), a map-style or iterable `Dataset`, a `DataLoader`, or any iterable
@@ -62,8 +63,8 @@ def stream(
         The stream; nothing has been read from it yet.
 
     Raises:
-        ArgumentError: An argument that doesn't go with this form of data.
-        DataError: No rows, unequal lengths, or something that can't be batched.
+        ArgumentError: An argument doesn't go with this form of data.
+        DataError: There are no rows, or their numbers differ, or the data can't be batched.
 
     Example:
         >>> import numpy as np
@@ -115,7 +116,7 @@ def train_validation_split(x: Any, y: Any, sample_weight: Any, share: float) -> 
         `(x, y, sample_weight, validation_data)`.
 
     Raises:
-        ArgumentError: A share out of range, or data without rows to count.
+        ArgumentError: The share is out of range, or the data have no rows to count.
 
     Source: `validation_split` of `keras.Model.fit`.
     """
@@ -172,7 +173,7 @@ class Stream:
         Raises:
             DataError: The data gave nothing at all, or ended for good before the epoch did.
         """
-        begin = self._log.begin_epoch(self._log.last._replace(batches=0) if self._goes_on else Position(0, index))
+        begin = self._log.begin_epoch(replace(self._log.last, batches=0) if self._goes_on else Position(0, index))
         return self._next_batches(begin) if self._goes_on else self._one_pass(begin)
 
     def limit(self, limit: int | float) -> None:
@@ -211,7 +212,7 @@ class Stream:
             own = self._source.state_dict()
             if not self._goes_on:
                 return {"own": own}
-            position = self._log.last._replace(batches=0, own=own)
+            position = replace(self._log.last, batches=0, own=own)
         if position is None:
             raise ArgumentError(f"{self._name} was not read as far as batch {batches} in this epoch")
         return position.state_dict() | {"form": self._source.form(), "cores": self._cores}
@@ -236,7 +237,7 @@ class Stream:
         if position.offset:
             self._check_form(state.get("form") or {})
         if state.get("cores", self._cores) != self._cores and not self._goes_on:
-            position = position._replace(batches=self._source.batches_before(position.offset))
+            position = replace(position, batches=self._source.batches_before(position.offset))
         if state.keys() - {"own"}:
             self._log.resumed = position
         self._rest = None
@@ -280,16 +281,15 @@ class Stream:
 
 
 def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Source:
-    if isinstance(data, DataLoader):
-        if batch_size is not None:
-            raise ArgumentError(
-                f"batch_size={batch_size} given, but {name} is a DataLoader, whose own batch_size "
-                f"({data.batch_size}) is the size of a batch per core. Leave batch_size out"
-            )
-        return of_loader(data, cores, name)
+    if isinstance(data, DataLoader) and batch_size is not None:
+        raise ArgumentError(
+            f"batch_size={batch_size} given, but {name} is a DataLoader, whose own batch_size "
+            f"({data.batch_size}) is the size of a batch per core. Leave batch_size out"
+        )
     if isinstance(data, IterableDataset):  # by PyTorch's convention it yields rows, not batches
-        rows: DataLoader[Any] = DataLoader(data, batch_size=batch_size or DEFAULT_BATCH_SIZE)
-        return of_loader(rows, cores, name)
+        data = DataLoader(data, batch_size=batch_size or DEFAULT_BATCH_SIZE)
+    if isinstance(data, DataLoader):
+        return of_loader(data, cores, name)
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
         if batch_size is not None:
             warnings.warn(
@@ -303,16 +303,13 @@ def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Sou
 
 
 def _is_arrays(x: Any, y: Any) -> bool:
-    """Whether these are arrays rather than something that yields batches."""
-    if isinstance(x, (Tensor, np.ndarray)) or _is_numbers(x):
+    """True for arrays, False for an object that yields batches."""
+    if isinstance(x, (Tensor, np.ndarray, dict)) or type(x) is tuple:
         return True
-    if isinstance(x, dict) or type(x) is tuple or (isinstance(x, (tuple, list)) and y is not None):
-        return True
-    return isinstance(x, list) and bool(x) and all(isinstance(leaf, (Tensor, np.ndarray)) for leaf in x)
-
-
-def _is_numbers(x: Any) -> bool:
-    return isinstance(x, list) and bool(x) and all(isinstance(leaf, (int, float)) for leaf in x)
+    if y is not None:
+        return isinstance(x, (tuple, list))
+    kinds = ((int, float), (Tensor, np.ndarray))
+    return isinstance(x, list) and bool(x) and any(all(isinstance(leaf, kind) for leaf in x) for kind in kinds)
 
 
 def _rows_to_train_on(rows: int, share: float) -> int:

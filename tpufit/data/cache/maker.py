@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ...errors import DataError
 from ...utils.random import RNGState, step_seed
-from . import shards
 from .manifest import Manifest
 from .schema import check_alike, flatten
+from .shards import write_shard
 
 _INTERVAL = 0.1  # seconds between two reports of the progress: one a row would keep the parent of many workers busy
 
@@ -88,7 +88,7 @@ class Maker:
             if monotonic() - spoken > _INTERVAL:
                 tell(position + 1 - told)
                 told, spoken = position + 1, monotonic()
-        shards.write(folder, manifest, number, columns)
+        write_shard(folder, manifest, number, columns)
         tell(len(span) - told)
 
 

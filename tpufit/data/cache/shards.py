@@ -22,7 +22,7 @@ Columns = dict[str, NDArray[Any]]  # the bits of some rows by the fields' names,
 _NOTE = "tpufit"
 
 
-def write(folder: Path, manifest: Manifest, number: int, columns: Mapping[str, Tensor]) -> None:
+def write_shard(folder: Path, manifest: Manifest, number: int, columns: Mapping[str, Tensor]) -> None:
     """Write one file of a cache. It is whole or not there.
 
     Args:
@@ -102,7 +102,7 @@ class Shard:
 
     def _damaged(self, what: str) -> CacheDamagedError:
         return CacheDamagedError(
-            f"{self._path} is damaged: {what}. warm_up(repair=True) makes such files anew; where there is no source, "
+            f"{self._path} is damaged: {what}. warm_up(repair=True) makes such files again; where there is no source, "
             "copy the file again from where it is good"
         )
 
