@@ -52,8 +52,8 @@ def test_a_batch_equals_the_source(everything, mode, ordered):
 
 
 def test_the_cache_has_several_files_of_several_blocks(everything):
-    layout = CachedDataset.open(everything)._layout
-    assert layout.files > 2 and layout.rows_per_block < 100 and layout.rows % layout.rows_per_file
+    manifest = CachedDataset.open(everything)._manifest
+    assert manifest.files > 2 and manifest.rows_per_block < 100 and manifest.rows % manifest.rows_per_file
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -584,7 +584,7 @@ def test_a_script_that_only_speaks_of_the_usual_condition(tmp_path):
     result = run_script(tmp_path)
     assert result.returncode == 1  # it doesn't hang, and starts no workers of workers
     assert "another warm-up is at work" in result.stderr
-    assert "ended with exit code 1 before it made a file. What it had to say is above" in result.stderr
+    assert "ended with exit code 1 before it made a file. Its output is above" in result.stderr
 
 
 def test_a_script_with_the_usual_condition(tmp_path):

@@ -49,14 +49,14 @@ def test_every_row_exactly_once(length, batch_size, owners, shuffle, epoch, resu
     position = round(resume_at * length)  # any row, also in the middle of what was a batch
     before, after = [], []
     for host in sorted(set(owners)):
-        places = [i for i, owner in enumerate(owners) if owner == host]
-        first, second = stream(data, places=places, **how), stream(data, places=places, **how)
+        shards = [i for i, owner in enumerate(owners) if owner == host]
+        first, second = stream(data, local_shards=shards, **how), stream(data, local_shards=shards, **how)
         size = batch_size * len(owners)
         taken = [batch for _, batch in zip(range(position // size), first.epoch(epoch), strict=False)]
         before += rows(taken)
         second.load_state_dict(first.state_dict(len(taken)) if taken else {"number": epoch})
         after += rows(second.epoch(epoch))
-        anywhere = stream(data, places=places, **how)
+        anywhere = stream(data, local_shards=shards, **how)
         anywhere.load_state_dict({"number": epoch, "place": position})
         assert set(rows(anywhere.epoch(epoch))) <= set(whole[position:])
     assert sorted(before + after) == list(range(length))  # over all hosts, each row once
@@ -111,7 +111,7 @@ def test_loaders_and_iterables_resume(form, cores):
 
 
 class Stateful:
-    """An iterable that keeps its own place, as torchdata's loaders do; it counts how often it was read."""
+    """An iterable that keeps its own position, as torchdata's loaders do; it counts how often it was read."""
 
     def __init__(self, length):
         self.length, self.next, self.reads = length, 0, 0
@@ -141,12 +141,12 @@ def test_a_loader_with_a_state_of_its_own_is_resumed_by_it():
     assert data.reads == 5
 
 
-def test_a_place_in_other_data_is_refused():
+def test_a_position_in_other_data_is_refused():
     with pytest.raises(DataError, match="no account"):
         stream(np.arange(3)).load_state_dict({"own": {"next": 1}})
 
 
-def test_a_place_that_was_not_reached():
+def test_a_position_that_was_not_reached():
     data = stream(np.arange(9), batch_size=2)
     next(data.epoch(0))
     with pytest.raises(ArgumentError, match="not read as far as batch 2"):
@@ -179,7 +179,7 @@ def test_iterables_cannot_be_read_in_parts():
             yield from range(3)
 
     with pytest.raises(ArgumentError, match="can't read its part"):
-        stream(Endless(), cores=2, places=[0])
+        stream(Endless(), cores=2, local_shards=[0])
 
 
 def test_the_sample_that_raised_is_named():

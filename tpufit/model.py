@@ -387,7 +387,7 @@ class Model(StepMethods):
         if cores is not None or settled() is not None or not host_is_equal:
             placement = engine.place_on(start(cores, f"predict(cores={cores!r})"))
         shards = placement.local_shards
-        data = stream(x, batch_size=batch_size, cores=placement.count, steps=steps, restart=True, places=shards)
+        data = stream(x, batch_size=batch_size, cores=placement.count, steps=steps, restart=True, local_shards=shards)
         predictions = Predictions(data.steps, out)
         engine.move_to(placement)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}

@@ -1,4 +1,4 @@
-"""What goes in: one stream of global batches from whatever data a user has. Nothing here needs a device."""
+"""Data: one stream of global batches from any form of data. Nothing here needs a device."""
 
 from .batches import unpack
 from .cache import CachedDataset

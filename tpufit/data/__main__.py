@@ -10,18 +10,15 @@ from .cache import CachedDataset
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line.
+    """Run the command line.
 
     Args:
         arguments: The words after `python -m tpufit.data` (default: those of this process).
     """
     parser = argparse.ArgumentParser(prog="python -m tpufit.data", description="Caches of samples.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    warm = commands.add_parser("warm", help="make the files of a CachedDataset that are missing")
-    warm.add_argument(
-        "dataset", metavar="module:dataset", help="where the CachedDataset is, e.g. my_project.data:train"
-    )
-    warm.add_argument("--repair", action="store_true", help="also check all files, and make damaged ones anew")
+    parser.add_argument("command", choices=["warm"], help="make the files of a CachedDataset that are missing")
+    parser.add_argument("dataset", metavar="module:dataset", help="the CachedDataset, e.g. my_project.data:train")
+    parser.add_argument("--repair", action="store_true", help="also check all files, and make damaged ones again")
     chosen = parser.parse_args(arguments)
     module, _, name = chosen.dataset.partition(":")
     if not module or not name:

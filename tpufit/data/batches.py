@@ -1,4 +1,4 @@
-"""One batch: a nest (tuples, lists, dicts) of host tensors, whatever it was made of."""
+"""One batch: a nest (tuples, lists, dicts) of host tensors, made of tensors, arrays and numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
         batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)` as a tuple or list; anything else is an x by itself.
 
     Returns:
-        `(x, y, sample_weight)`, with None for what the batch doesn't have.
+        `(x, y, sample_weight)`, with None for each that the batch doesn't have.
 
     Raises:
         DataError: A tuple or list of more than three.
@@ -44,7 +44,7 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def count_rows(leaves: Iterable[Any]) -> int:
-    """How many rows a batch of these leaves has: the length of its first tensor that has dimensions, or 1."""
+    """The number of rows in a batch of these leaves: the length of its first tensor that has dimensions, or 1."""
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
@@ -56,7 +56,7 @@ def as_tensors(batch: Any) -> Any:
 
 
 def is_plain(batch: Any) -> bool:
-    """Whether a batch is a tuple or list of tensors, as most are: walking any nest takes as long as sending a batch."""
+    """True for a tuple or list of tensors, as most batches are: walking any nest takes as long as sending a batch."""
     return type(batch) in (tuple, list) and all(type(leaf) is Tensor for leaf in batch)
 
 
@@ -71,7 +71,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def host_array(leaf: Any) -> Any:
-    """A tensor with rows, from an array; it shares the array's memory where it can."""
+    """Make an array a tensor with rows. It shares the array's memory where it can."""
     if leaf is None:
         return None
     try:
@@ -95,7 +95,7 @@ class _Writable:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """One batch of the rows of several, which must be alike but for their rows."""
+    """Join batches to one. They must be alike but for their rows."""
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         raise DataError(

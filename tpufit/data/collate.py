@@ -1,4 +1,4 @@
-"""`PadToBuckets`: batches of texts or other sequences in a few lengths, so that a few graphs do for all."""
+"""`PadToBuckets`: batches of texts or other sequences in a few lengths, so that a few graphs serve for all."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .batches import as_tensors
 class PadToBuckets:
     """A `collate_fn` that pads fields of samples to the smallest of a few lengths that holds the longest of a batch.
 
-    A graph is compiled for each shape of a batch; with this there are at most as many as lengths, and as many again for
-    a shorter last batch. Fields of different lengths, such as a sentence and its translation, are padded each by
-    itself, which multiplies the shapes.
+    A graph is compiled for each shape of a batch. With this there is at most one a length, and one more a length for
+    a shorter last batch. Fields of different lengths, such as a sentence and its translation, are padded separately,
+    which multiplies the shapes.
 
     Args:
         lengths: The lengths, in any order, e.g. `[32, 64, 128]`. A field's length is its first dimension.
-        padding: What to pad with (default 0), or a value for each field, as a nest like a sample. A field whose value
-            is None stays as it is, and so do single numbers. Targets that the loss shall leave out are padded with its
+        padding: The value to pad with (default 0), or a value for each field, as a nest like a sample. A field whose
+            value is None stays as it is, and so do single numbers. Pad targets that the loss is to leave out with its
             `ignore_index`, -100 for `"cross_entropy"`.
 
     Raises:
@@ -47,7 +47,7 @@ class PadToBuckets:
         self.padding = padding
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        """The batch of some samples, each a nest of tensors, arrays and numbers."""
+        """Make a batch of samples, each a nest of tensors, arrays and numbers."""
         flat = [tree_flatten(as_tensors(sample)) for sample in samples]
         columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
         values = tree_leaves(self.padding) * (1 if isinstance(self.padding, (tuple, list, dict)) else len(columns))

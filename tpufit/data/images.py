@@ -41,19 +41,19 @@ def presize(
     Args:
         folder: One folder per class with its images, see `ImageFolder`.
         size: The side of the square that each image becomes, or its `(height, width)`, in pixels.
-        cache_dir: The cache's folder. What is in it already is not decoded again, unless the names or the sizes of the
-            files have changed since: that is an error.
-        progress: Whether to show how far it is (default True).
+        cache_dir: The cache's folder. Images that are in it are not decoded again. It is an error if the names or the
+            sizes of the files have changed since.
+        progress: True (default) to show a bar.
         version: As in `CachedDataset` (default `"1"`).
-        options: Whatever else `CachedDataset` takes: `device_transform`, `workers`, ...
+        options: Further arguments of `CachedDataset`: `device_transform`, `workers`, ...
 
     Returns:
         The complete cache of `(image, label)`, uint8 of shape `(3, height, width)` and int64, in the order of
         `ImageFolder(folder).samples`. The names of the labels are `ImageFolder(folder).classes`.
 
     Raises:
-        ArgumentError: A size that can't be.
-        DataError: No images, or one that can't be decoded. What has been done until then is kept.
+        ArgumentError: `size` is no size.
+        DataError: There are no images, or one can't be decoded. Finished files of the cache are kept.
         ImportError: Pillow is not installed.
 
     Example:
@@ -79,13 +79,13 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     """The images of a folder that has one folder per class, as `(image, label)`.
 
     Images may lie at any depth in the folder of their class. Names that begin with a dot (`.ipynb_checkpoints`) are
-    passed over, and a warning counts the other files that are no images by their suffix. An image is turned as its EXIF
+    skipped, and a warning counts the other files that are no images by their suffix. An image is turned as its EXIF
     data say and becomes RGB: a transparent one as if it were opaque, 16-bit greys as their upper 8 bits.
 
     Args:
         folder: The folder.
         size: The side of the square that each image becomes, or its `(height, width)`, in pixels: the image is scaled
-            until it just covers that, and what stands out is cut off, half on either side. None (default): as it is.
+            until it just covers that, and the rest is cut off, half on either side. None (default) keeps its size.
 
     Attributes:
         folder: The folder.
@@ -95,8 +95,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         samples: The path and the label of each image, sorted.
 
     Raises:
-        ArgumentError: A size that can't be.
-        DataError: No class folders, or one without images. When indexed: an image that can't be decoded.
+        ArgumentError: `size` is no size.
+        DataError: There are no class folders, or one has no images. When indexed: the image can't be decoded.
         ImportError: Pillow is not installed.
 
     Example:
@@ -116,7 +116,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(self, folder: str | os.PathLike[str], size: Size | None = None) -> None:
-        _require_pillow()
+        try:
+            import PIL.Image  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ImportError("reading images needs Pillow: pip install pillow") from error
         self.folder = Path(folder).absolute()
         self.size = None if size is None else _height_and_width(size)
         self.classes, self.samples = _find(self.folder)
@@ -131,22 +134,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C")), label
 
 
-def _require_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError("reading images needs Pillow: pip install pillow") from error
-
-
 def _height_and_width(size: Any) -> tuple[int, int]:
-    sides = (size, size) if isinstance(size, int) else size
-    if (
-        not isinstance(sides, (tuple, list))
-        or len(sides) != 2
-        or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in sides)
-    ):
+    sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
         raise ArgumentError(f"size must be a whole number of pixels of at least 1, or (height, width), got {size!r}")
-    return sides[0], sides[1]
+    return sides
 
 
 def _digest(images: ImageFolder) -> str:

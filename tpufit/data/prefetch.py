@@ -1,8 +1,8 @@
-"""A background thread that keeps batches ahead of the loop: read, prepared and on their way to the device.
+"""`Prefetcher`: a background thread that keeps batches ahead of the loop, prepared and on their way to the device.
 
-Feed and thread meet in two queues only. A slot is put back for each batch that is asked for, and the thread takes one
-before it reads. `SimpleQueue` is written in C: a wait for one ends at once on Ctrl-C, and its `put` may run in the
-middle of anything, also in a garbage collection that finds a dropped feed.
+The prefetcher and its thread meet in two queues only. A slot is put back for each batch that is asked for, and the
+thread takes one before it reads. `SimpleQueue` is written in C: a wait for one ends at once on Ctrl-C, and its `put`
+may run in the middle of anything, also in a garbage collection that finds a dropped prefetcher.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter, thread_time
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from ..errors import require_whole
-
-T = TypeVar("T")
+from .inline import BatchReader, ReadTimes, T, T_co, prepared_by
 
 _PATIENCE = 2.0  # seconds that close() waits for a thread which is inside the user's data
 _SILENCE = 60.0  # seconds without a batch after which it is said that one is waited for
@@ -30,57 +29,47 @@ class PrefetchEndedError(Exception):
     """`Prefetcher.end` was called."""
 
 
-class Prefetcher(Generic[T]):
-    """Batches prepared ahead, in order, none lost or repeated.
+class Prefetcher(BatchReader[T_co]):
+    """Reads and prepares batches ahead, in order, none lost or repeated.
 
     It ends when the data end, when `close` is called (or a `with` block left), or when nobody holds it any more. An
     exception in the data or in `prepare` is raised by `next`, itself and with its own traceback, after all batches
-    before it. Data are read in the thread: a source that shares state with the loop (a random generator, say) must
-    not mind.
+    before it. The thread reads the data, so a source must not share state, such as a random generator, with the loop.
 
     Args:
         batches: Any iterable. It is iterated in the thread; a generator is closed there too.
         prepare: Called in the thread with each batch, e.g. to start its transfer to the device.
-        depth: How many prepared batches may wait, at least 1. No more than these are read ahead.
-
-    Attributes:
-        seconds_waited: How long `next` has waited for data so far.
-        seconds_busy: How long the thread has read and prepared so far,
-        seconds_prepared: for how much of that it prepared,
-        seconds_computed: and for how much it computed.
-        given: How many batches have been given.
+        depth: The number of prepared batches that may wait, at least 1. No more are read ahead.
 
     Raises:
         ArgumentError: `depth` is not a whole number of at least 1.
 
     Example:
-        >>> with Feed([1, 2, 3], lambda batch: batch * 10) as feed:
-        ...     list(feed)
+        >>> with Prefetcher([1, 2, 3], lambda batch: batch * 10) as reader:
+        ...     list(reader)
         [10, 20, 30]
     """
 
-    def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], T], depth: int = 2) -> None:
+    def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], T_co], depth: int = 2) -> None:
         require_whole("depth", depth)
-        self.seconds_waited = 0.0
-        self.given = 0
+        self.times = ReadTimes()
         self._paused = False
         self._owed = 0  # slots of batches given out that the thread doesn't have back yet
         self._half = (depth + 1) // 2
-        self._lane: _Lane[T] = _Lane(depth)
+        self._lane: _Lane[T_co] = _Lane(depth, self.times)
         self._stop = weakref.finalize(self, self._lane.stop)  # when dropped, or by close()
         # A daemon: data that never return must not keep the interpreter from exiting.
         self._thread = threading.Thread(
-            target=self._lane.fill, args=(batches, prepare), name="tpufit-feed", daemon=True
+            target=self._lane.fill, args=(batches, prepare), name="tpufit-prefetch", daemon=True
         )
         _lanes[self._thread] = self._lane
-        atexit.unregister(_end_threads)  # anew for each feed, so that it runs before what the device does at exit
+        # Registered again for each prefetcher: exit handlers run last in, first out, and this one must run before the
+        # device's.
+        atexit.unregister(_end_threads)
         atexit.register(_end_threads)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
+    def __next__(self) -> T_co:
         lane, began = self._lane, None
         if lane.stopped:
             raise StopIteration
@@ -88,9 +77,9 @@ class Prefetcher(Generic[T]):
         if lane.ready.empty():
             if self._paused:
                 self._owed -= 1
-                raise RuntimeError("no batch is ready and the feed is paused: ask for the next one after the pause")
+                raise RuntimeError("no batch is ready in a pause: ask for the next one after it")
             if not self._thread.is_alive() and lane.ready.empty():
-                raise RuntimeError("the feed's thread stayed in another process: this one was forked from it")
+                raise RuntimeError("the prefetcher's thread is in another process: this one was forked from it")
             began = perf_counter()
         # Half of them at once: a thread that is woken for each batch costs more than sending a small one does.
         if began is not None or self._owed >= self._half:
@@ -101,9 +90,9 @@ class Prefetcher(Generic[T]):
             item = self._get()
         finally:
             if began is not None:
-                self.seconds_waited += perf_counter() - began
+                self.times.waited += perf_counter() - began
         if not isinstance(item, _End):
-            self.given += 1
+            self.times.batches += 1
             return item
         self.close()
         try:
@@ -111,7 +100,7 @@ class Prefetcher(Generic[T]):
         finally:
             del item  # the error's traceback holds this frame, which must not hold the error
 
-    def _get(self) -> T | _End:
+    def _get(self) -> T_co | _End:
         try:
             return self._lane.ready.get(timeout=_SILENCE)
         except Empty:
@@ -121,18 +110,6 @@ class Prefetcher(Generic[T]):
                 stacklevel=4,
             )
             return self._lane.ready.get()
-
-    @property
-    def seconds_busy(self) -> float:
-        return self._lane.seconds_busy
-
-    @property
-    def seconds_prepared(self) -> float:
-        return self._lane.seconds_prepared
-
-    @property
-    def seconds_computed(self) -> float:
-        return self._lane.seconds_computed
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -166,29 +143,23 @@ class Prefetcher(Generic[T]):
         while not self._lane.ready.empty():
             self._lane.ready.get()
 
-    def __enter__(self) -> Prefetcher[T]:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 class _End:
-    """What comes after the last batch."""
+    """The mark after the last batch, with the error that ended the data, if one did."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
 class _Lane(Generic[T]):
-    """What the feed and its thread share. The thread doesn't hold the feed, or the feed could never be dropped."""
+    """Joins a prefetcher and its thread. The thread must not hold the prefetcher, or that could never be dropped."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, times: ReadTimes) -> None:
+        self.times = times
         self.ready: SimpleQueue[T | _End] = SimpleQueue()
         self.slots: SimpleQueue[None] = SimpleQueue()
         self.turn = threading.Lock()  # held by `prepare`, or by a pause
         self.stopped = False
-        self.seconds_busy = self.seconds_prepared = self.seconds_computed = 0.0
         for _ in range(depth):
             self.slots.put(None)
 
@@ -197,29 +168,27 @@ class _Lane(Generic[T]):
         self.slots.put(None)
 
     def fill(self, batches: Iterable[Any], prepare: Callable[[Any], T]) -> None:
-        """The thread."""
+        """Read and prepare until the end: the thread's work."""
+        times = self.times
         iterator: Iterator[Any] = iter(())
         try:
             iterator = iter(batches)
             while self.next_slot():
                 began = perf_counter()
                 batch = next(iterator, _NO_BATCH)
-                self.seconds_busy += perf_counter() - began
-                self.seconds_computed = thread_time()
+                times.busy += perf_counter() - began
+                times.computed = thread_time()
                 if batch is _NO_BATCH:
                     break
                 with self.turn:
                     if self.stopped:
                         break
                     began = perf_counter()
-                    try:
-                        self.ready.put(prepare(batch))
-                    except StopIteration as error:  # raised by next() as it is, it would end the epoch in silence
-                        raise RuntimeError("prepare raised StopIteration") from error
+                    self.ready.put(prepared_by(prepare, batch))
                     prepared = perf_counter() - began
-                    self.seconds_prepared += prepared
-                    self.seconds_busy += prepared
-                    self.seconds_computed = thread_time()
+                    times.prepared += prepared
+                    times.busy += prepared
+                    times.computed = thread_time()
                 del batch  # not held while waiting for a slot
             self.ready.put(_End())
         except BaseException as error:

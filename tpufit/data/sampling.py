@@ -1,4 +1,4 @@
-"""The order of the rows, as a function of (seed, epoch), and which rows of a batch a process is to read."""
+"""The order of the rows, as a function of (seed, epoch), and the rows of a batch that a process reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A random permutation that depends on nothing but its arguments.
 
     Args:
-        rows: How many rows there are.
+        rows: The number of rows.
         seed: The run's seed, from 0.
         epoch: The number of the pass over the data, from 0.
 
@@ -29,22 +29,22 @@ def order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return generator.permutation(rows)
 
 
-def rows_of(places: Sequence[int], count: int, rows: int) -> NDArray[np.int64]:
-    """The rows of a batch that lie on some of the devices, among all that share it.
+def rows_of(shards: Sequence[int], count: int, rows: int) -> NDArray[np.int64]:
+    """The rows of a batch that some of its shards hold.
 
-    A batch is split into equal blocks of consecutive rows, one a device; what is missing in the last blocks is padding.
+    A batch is split into equal blocks of consecutive rows, one a device; the last blocks may hold fewer, or none.
 
     Args:
-        places: Where the devices of this process stand on the mesh, from 0; they need not be neighbours.
-        count: How many devices there are in all.
-        rows: How many rows the batch has.
+        shards: The numbers of the shards, from 0; they need not be neighbours.
+        count: The number of all shards.
+        rows: The number of rows in the batch.
 
     Returns:
-        The numbers of the rows within the batch, in the order of the places.
+        The numbers of the rows within the batch, shard by shard.
 
     Example:
         >>> rows_of([0, 2], count=4, rows=7).tolist(), rows_of([1, 3], count=4, rows=7).tolist()
         ([0, 1, 4, 5], [2, 3, 6])
     """
     block = -(-rows // count)
-    return np.concatenate([np.arange(min(i * block, rows), min((i + 1) * block, rows)) for i in places])
+    return np.concatenate([np.arange(min(i * block, rows), min((i + 1) * block, rows)) for i in shards])

@@ -1,4 +1,8 @@
-"""Where batches come from: one class for each form of data. `batches` makes one pass over it."""
+"""Where batches come from: one class for each form of data. `batches` makes one pass over it.
+
+An offset says how far a pass has come, as the source counts: in rows where any row can be read, else in the data's own
+batches.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +26,24 @@ from .sampling import order, rows_of
 from .workers import read
 
 Transform = Callable[[Any], Any]
+Rows = slice | NDArray[np.int64]
+Batches = Iterator[tuple[int, Any]]
+Hook = Callable[[], object]
+
+
+def _nothing() -> None: ...
 
 
 class Source(ABC):
-    """Where batches come from.
+    """Gives the batches of some data, pass after pass.
 
     Attributes:
         batch_size: Rows per core, or None if the data make their own batches.
-        device_transform: What the data want done to each batch on the device, or None.
-        any_thread: Whether passes over the data may be made by different threads.
-        draws: Whether the user's code runs as they are read, which may draw random numbers.
+        device_transform: The data's own function of a batch, to be run on the device; or None.
+        any_thread: True if different threads may make passes over the data.
+        draws: True if reading the data runs the user's code, which may draw random numbers.
         generators: The user's own random generators that are drawn from.
-        places_a_batch: How far a global batch moves the place.
+        stride: The offsets between two global batches.
     """
 
     batch_size: int | None = None
@@ -41,55 +51,53 @@ class Source(ABC):
     any_thread: bool = True
     draws: bool = False
     generators: Sequence[torch.Generator] = ()
-    places_a_batch: int
+    stride: int
 
     @abstractmethod
-    def batches(
-        self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None
-    ) -> Iterator[tuple[int, Any]]:
-        """One pass over the data.
+    def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
+        """Make one pass over the data.
 
         Args:
             index: The pass's number, from 0; with the seed it determines the order.
-            start: The place to begin at: 0, or one that came with a batch of such a pass.
-            skipped: Called when what comes before `start` has been passed over, which may have drawn random numbers.
+            start: The offset to begin at: 0, or one that came with a batch of such a pass.
+            skipped: Called when all before `start` has been skipped, which may have drawn random numbers.
 
         Returns:
-            Batches, each with the place right after it.
+            Batches, each with the offset right after it.
         """
 
     @abstractmethod
     def form(self) -> dict[str, Any]:
-        """What a place depends on, in numbers: it means nothing in data of another form."""
+        """The numbers that give an offset its meaning: it has none in data of another form."""
 
-    def batches_before(self, place: int) -> int:
-        """How many global batches of a pass come before a place."""
-        return -(-place // self.places_a_batch)
+    def batches_before(self, offset: int) -> int:
+        """The number of global batches of a pass before an offset."""
+        return -(-offset // self.stride)
 
     def steps(self) -> int | None:
-        """Batches a pass, or None if only reading them all can tell."""
+        """The number of batches in a pass, or None if only reading them all can tell."""
         return None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The data's own account of their place, for data that keep one."""
+        """The data's own account of their position, for data that keep one."""
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the data go to a place of their own account; the next pass begins there."""
-        raise DataError("a place in other data than these: they keep no account of their own")
+        """Let the data go to a position of their own account; the next pass begins there."""
+        raise DataError("this is a position in other data: these keep no account of their own")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How rows become batches.
+    """The way from rows to batches.
 
     Attributes:
         batch_size: Rows per core.
-        cores: How many cores share a batch.
-        shuffle: Whether each pass has another order.
-        seed: With the pass's number, what the order is a function of.
-        name: What to call the data in errors.
-        places: Which of the cores along the mesh are this process's (default: all).
+        cores: The number of cores that share a batch.
+        shuffle: True for another order in each pass.
+        seed: Determines the order, with the pass's number.
+        name: The data's name in errors.
+        local_shards: The shards of a batch that this process reads, one a core (default: all).
     """
 
     batch_size: int
@@ -97,7 +105,7 @@ class Plan:
     shuffle: bool
     seed: int
     name: str
-    places: Sequence[int] | None = None
+    local_shards: Sequence[int] | None = None
 
     @property
     def rows(self) -> int:
@@ -106,40 +114,38 @@ class Plan:
 
 
 class _Rows(Source):
-    """Rows that can be read in any order. A place is a number of rows.
+    """Reads rows in any order. Its offsets count rows.
 
     Args:
-        length: How many rows there are.
-        plan: How they become batches.
+        length: The number of rows.
+        plan: The way from rows to batches.
     """
 
     def __init__(self, length: int, plan: Plan) -> None:
         if not length:
             raise DataError(f"{plan.name} is empty: it has no rows")
         self.length, self.plan, self.batch_size = length, plan, plan.batch_size
-        self.places_a_batch = plan.rows
+        self.stride = plan.rows
 
     @abstractmethod
-    def take(self, rows: slice | NDArray[np.int64], index: int) -> Any:
+    def take(self, rows: Rows, index: int) -> Any:
         """The batch of these rows, in this order, in a pass."""
 
     def steps(self) -> int:
-        return -(-self.length // self.plan.rows)
+        return self.batches_before(self.length)
 
     def form(self) -> dict[str, Any]:
         return {"rows": self.length, "batch_size": self.plan.batch_size, "shuffle": self.plan.shuffle}
 
-    def batches(
-        self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None
-    ) -> Iterator[tuple[int, Any]]:
+    def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
         skipped()
         plan = self.plan
         shuffled = order(self.length, plan.seed, index) if plan.shuffle else None
         for first in range(start, self.length, plan.rows):
             end = min(first + plan.rows, self.length)
-            rows: slice | NDArray[np.int64] = slice(first, end) if shuffled is None else shuffled[first:end]
-            if plan.places is not None and len(plan.places) < plan.cores:
-                mine = rows_of(plan.places, plan.cores, end - first)
+            rows: Rows = slice(first, end) if shuffled is None else shuffled[first:end]
+            if plan.local_shards is not None and len(plan.local_shards) < plan.cores:
+                mine = rows_of(plan.local_shards, plan.cores, end - first)
                 rows = mine + first if isinstance(rows, slice) else rows[mine]
                 if not len(rows):  # a short last batch has none for the last devices
                     yield end, tree_map(lambda leaf: leaf[:0], self.take(slice(first, end), index))
@@ -152,20 +158,21 @@ class Arrays(_Rows):
 
     def __init__(self, nest: Any, plan: Plan) -> None:
         self.leaves, self.spec = tree_flatten(nest)
-        lengths = [len(leaf) for leaf in self.leaves if leaf is not None]
+        shapes = [tuple(leaf.shape) for leaf in self.leaves if leaf is not None]
+        lengths = [shape[0] for shape in shapes]
         if len(set(lengths)) > 1:
             raise DataError(
                 f"{plan.name} and what goes with it must have equally many rows, got {lengths}; their shapes are "
-                f"{[tuple(leaf.shape) for leaf in self.leaves if leaf is not None]}"
+                f"{shapes}"
             )
         super().__init__(lengths[0], plan)
 
-    def take(self, rows: slice | NDArray[np.int64], index: int) -> Any:
-        if isinstance(rows, slice):
+    def take(self, rows: Rows, index: int) -> Any:
+        if isinstance(rows, slice):  # which copies nothing
             leaves = [None if leaf is None else leaf[rows] for leaf in self.leaves]
         else:
-            places = torch.from_numpy(rows)
-            leaves = [None if leaf is None else leaf.index_select(0, places) for leaf in self.leaves]
+            numbers = torch.from_numpy(rows)
+            leaves = [None if leaf is None else leaf.index_select(0, numbers) for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
 
 
@@ -179,15 +186,13 @@ class Samples(_Rows):
         self.dataset: Any = dataset
         self.device_transform = _transform_of(dataset)
 
-    def take(self, rows: slice | NDArray[np.int64], index: int) -> Any:
-        numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
-        if hasattr(self.dataset, "__getitems__"):
-            samples = self.dataset.__getitems__(list(numbers))
-        else:
-            samples = [self._sample(i) for i in numbers]
+    def take(self, rows: Rows, index: int) -> Any:
+        numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
+        at_once = getattr(self.dataset, "__getitems__", None)
+        samples = at_once(numbers) if at_once else [self._sample(i) for i in numbers]
         try:
             return default_collate(samples)
-        except RuntimeError as error:  # what PyTorch says names no field
+        except RuntimeError as error:  # PyTorch's message names no field
             raise DataError(_unequal(samples, self.plan.name)) from error
 
     def _sample(self, i: int) -> Any:
@@ -208,27 +213,25 @@ class Cached(_Rows):
         self.some = None if some is None else np.asarray(some, dtype=np.int64)
         self.device_transform = dataset.device_transform
 
-    def take(self, rows: slice | NDArray[np.int64], index: int) -> Any:
+    def take(self, rows: Rows, index: int) -> Any:
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         return self.dataset.get_batch(numbers if self.some is None else self.some[numbers], index)
 
 
 class Loader(Source):
-    """A `DataLoader` with a sampler, `cores` of its batches joined to one. A place is a number of its own batches."""
+    """A `DataLoader` with a sampler, `cores` of its batches joined to one. Its offsets count its own batches."""
 
     draws = True
 
     def __init__(self, loader: DataLoader[Any], cores: int) -> None:
-        self.loader, self.cores = loader, cores
-        self.places_a_batch = cores
+        self.loader, self.stride = loader, cores
         self.batch_size = loader.batch_size
         self.device_transform = _transform_of(loader.dataset)
         self.any_thread = _any_thread(loader)
         self.generators = _generators(loader)
         # A loader of ours over the user's data set and sampler lets the workers make whole batches. On one core theirs
         # will do, which may have workers already.
-        self._joining = _JoinedBatches(loader.batch_sampler, cores)
-        self._joined = loader if cores == 1 else _over(loader, self._joining)
+        self._joined = loader if cores == 1 else _over(loader, _JoinedBatches(loader.batch_sampler, cores))
 
     def steps(self) -> int | None:
         return _length(self._joined)
@@ -236,50 +239,44 @@ class Loader(Source):
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.loader), "batch_size": self.batch_size}
 
-    def batches(
-        self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None
-    ) -> Iterator[tuple[int, Any]]:
+    def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
         loader = self._joined
         if start:
-            loader = _over(self.loader, _JoinedBatches(self.loader.batch_sampler, self.cores, start, skipped))
-        for place, batch in enumerate(read(loader), 1):
-            yield start + place * self.cores, batch
+            loader = _over(self.loader, _JoinedBatches(self.loader.batch_sampler, self.stride, start, skipped))
+        for number, batch in enumerate(read(loader), 1):
+            yield start + number * self.stride, batch
 
 
 class Iteration(Source):
-    """Any iterable of batches, `cores` of them joined to one. A place is a number of its own batches."""
+    """Any iterable of batches, `cores` of them joined to one. Its offsets count its own batches."""
 
     draws = True
 
     def __init__(self, batches: Iterable[Any], cores: int) -> None:
-        self.iterable, self.cores = batches, cores
-        self.places_a_batch = cores
+        self.iterable, self.stride = batches, cores
+        self.batch_size = batches.batch_size if isinstance(batches, DataLoader) else None
         self.device_transform = _transform_of(getattr(batches, "dataset", batches))
         self.any_thread = _any_thread(batches)
         self.generators = _generators(batches) if isinstance(batches, DataLoader) else ()
-        self._stateful: Any = (
-            batches if hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict") else None
-        )
-        self._placed = False
+        self._stateful: Any = batches if _is_stateful(batches) else None
+        self._at_start = False  # True if the data have gone to the start of the next pass by themselves
 
     def steps(self) -> int | None:
         length = _length(self.iterable)
-        return None if length is None else -(-length // self.cores)
+        return None if length is None else self.batches_before(length)
 
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.iterable)}
 
-    def batches(
-        self, index: int, start: int = 0, skipped: Callable[[], object] = lambda: None
-    ) -> Iterator[tuple[int, Any]]:
+    def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
         batches = read(self.iterable) if isinstance(self.iterable, DataLoader) else iter(self.iterable)
-        if start and not self._placed:
-            _skip(batches, start)  # read, and dropped: there is no other way
+        if start and not self._at_start:
+            _skip(batches, start)  # there is no other way than to read and drop them
         skipped()
-        self._placed, place = False, start
-        while group := list(islice(batches, self.cores)):
-            place += len(group)
-            yield place, group[0] if len(group) == 1 else join([as_tensors(batch) for batch in group])
+        self._at_start, offset = False, start
+        while group := list(islice(batches, self.stride)):
+            offset += len(group)
+            yield offset, group[0] if len(group) == 1 else join([as_tensors(batch) for batch in group])
 
     def state_dict(self) -> dict[str, Any] | None:
         return None if self._stateful is None else self._stateful.state_dict()
@@ -288,13 +285,13 @@ class Iteration(Source):
         if self._stateful is None:
             super().load_state_dict(state)
         self._stateful.load_state_dict(state)
-        self._placed = True
+        self._at_start = True
 
 
 class _JoinedBatches:
     """A batch sampler that joins `cores` of another's batches, so that its own rules (drop_last, ...) stay in force."""
 
-    def __init__(self, batches: Any, cores: int, start: int = 0, skipped: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, batches: Any, cores: int, start: int = 0, skipped: Hook = _nothing) -> None:
         self.batch_sampler, self.cores, self.start, self.skipped = batches, cores, start, skipped
 
     def __len__(self) -> int:
@@ -316,38 +313,30 @@ def of_loader(loader: DataLoader[Any], cores: int, name: str) -> Source:
     """
     if _length(loader) == 0:
         raise DataError(f"{name} is empty: the loader has no batches")
-    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    if stateful or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-        source = Iteration(loader, cores)
-        source.batch_size = loader.batch_size
-        return source
-    return Loader(loader, cores)
+    as_it_is = _is_stateful(loader) or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)
+    return Iteration(loader, cores) if as_it_is else Loader(loader, cores)
+
+
+# The arguments of a loader that one with other batches keeps.
+_KEPT = (
+    *("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "worker_init_fn"),
+    *("collate_fn", "timeout", "generator"),
+)
 
 
 def _over(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
     """The same loader with other batches."""
-    workers: dict[str, Any] = {}
-    if loader.num_workers:
-        workers = {
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batch_sampler,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
-        **workers,
-    )
+    kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
+    return DataLoader(loader.dataset, batch_sampler=batch_sampler, **kept)
 
 
 def _skip(batches: Iterator[Any], count: int) -> None:
     """Take so many, and drop them."""
     next(islice(batches, count, count), None)
+
+
+def _is_stateful(data: Any) -> bool:
+    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
 
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
@@ -376,13 +365,13 @@ def _length(data: Any) -> int | None:
 
 
 def _unequal(samples: Sequence[Any], name: str) -> str:
-    """Which samples of a batch can't be stacked."""
-    first = [tuple(leaf.shape) for leaf in tree_leaves(samples[0]) if isinstance(leaf, (Tensor, np.ndarray))]
-    for sample in samples:
-        shapes = [tuple(leaf.shape) for leaf in tree_leaves(sample) if isinstance(leaf, (Tensor, np.ndarray))]
-        if shapes != first:
-            return (
-                f"the samples of {name} must be of one shape to make a batch, got {first} and {shapes}. Pad them to a "
-                "few lengths: DataLoader(..., collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))"
-            )
-    return f"the samples of {name} can't be stacked to a batch"
+    """Say which samples of a batch can't be stacked."""
+    leaves = (tree_leaves(sample) for sample in samples)
+    shapes = [[tuple(leaf.shape) for leaf in part if isinstance(leaf, (Tensor, np.ndarray))] for part in leaves]
+    other = next((found for found in shapes if found != shapes[0]), None)
+    if other is None:
+        return f"the samples of {name} can't be stacked to a batch"
+    return (
+        f"the samples of {name} must be of one shape to make a batch, got {shapes[0]} and {other}. Pad them to a "
+        "few lengths: DataLoader(..., collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))"
+    )

@@ -1,4 +1,4 @@
-"""`stream`: arrays, data sets, loaders, iterables: whatever a user has becomes one `Stream` of global batches.
+"""`stream`: arrays, data sets, loaders and iterables become one `Stream` of global batches.
 
 A global batch holds the rows of all cores. It is a nest (tuples, lists, dicts) of host tensors as the data gave it; the
 last one of a pass is as short as it must be, and is never dropped, padded or filled up.
@@ -7,11 +7,10 @@ last one of a pass is as short as it must be, and is never dropped, padded or fi
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,22 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ..errors import ArgumentError, DataError, require_whole
-from ..utils.random import RNGState
-from .batches import as_tensors, count_rows, host_array
+from .batches import count_rows, host_array
 from .cache import CachedDataset
+from .inline import Pace
+from .position import Position, PositionLog
 from .sources import Arrays, Cached, Iteration, Plan, Samples, Source, Transform, of_loader
 
 DEFAULT_BATCH_SIZE = 32  # Keras's
-
-# Data that take less than this for a batch, in seconds, are read without a thread: a hand-over between threads takes
-# about 0.1 ms, and slows both down. A thread waits for the other one, so that of its time only what it computes counts,
-# if it doesn't also wait for something slow. A few batches say nothing; the first opens files.
-_QUICK = 3e-4
-_WAITS = 2e-3
-_ENOUGH = 8
-
-# How far behind the batches read one may ask for a place: more than are ever read ahead.
-_PLACES_KEPT = 1024
 
 
 def stream(
@@ -48,10 +38,10 @@ def stream(
     seed: int = 0,
     steps: int | None = None,
     restart: bool = False,
-    places: Sequence[int] | None = None,
+    local_shards: Sequence[int] | None = None,
     name: str = "x",
 ) -> Stream:
-    """One stream of global batches from any data.
+    """Make a stream of global batches from any data.
 
     Args:
         x: Arrays or tensors (or a nest of them), a map-style or iterable `Dataset`, a `DataLoader`, or any iterable
@@ -59,22 +49,22 @@ def stream(
         y: Targets, with arrays only: the other forms yield them with `x`.
         sample_weight: One weight a row, with arrays only.
         batch_size: Rows per core (default 32). Loaders and iterables bring their own.
-        cores: How many cores share a global batch of `batch_size * cores` rows.
-        shuffle: Whether arrays and map-style data sets are put in a new order each epoch. Loaders and iterables never.
-        seed: With the epoch's number, what the order is a function of.
+        cores: The number of cores that share a global batch of `batch_size * cores` rows.
+        shuffle: True to put arrays and map-style data sets in a new order each epoch; loaders and iterables never are.
+        seed: Determines the order, with the epoch's number.
         steps: Global batches an epoch (default: as many as the data have). Must be given for endless data.
-        restart: With `steps`, whether each epoch begins the data anew (an evaluation) or goes on where the one before
-            left off (training).
-        places: Which of the cores along the mesh are this process's (default: all): only their rows are read. Loaders
-            and iterables can't be read in parts.
-        name: What to call the data in errors.
+        restart: With `steps`, True to begin each epoch with the first batch (an evaluation), False to go on where the
+            epoch before left off (training).
+        local_shards: The shards of a batch that this process reads, one a core (default: all). Loaders and iterables
+            can't be read in parts.
+        name: The data's name in errors.
 
     Returns:
         The stream; nothing has been read from it yet.
 
     Raises:
-        ArgumentError: An argument that doesn't go with this form of data.
-        DataError: No rows, unequal lengths, or something that can't be batched.
+        ArgumentError: An argument doesn't go with this form of data.
+        DataError: There are no rows, or their numbers differ, or the data can't be batched.
 
     Example:
         >>> import numpy as np
@@ -85,7 +75,7 @@ def stream(
     for argument, value in (("batch_size", batch_size), ("steps", steps)):
         if value is not None:
             require_whole(argument, value)
-    plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, places)
+    plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, local_shards)
     source: Source
     if isinstance(x, TensorDataset) and y is None:  # collating its rows one by one would give the same, slower
         source = Arrays(tuple(x.tensors), plan)
@@ -106,7 +96,7 @@ def stream(
         source = Cached(x.dataset, plan, x.indices)
     elif isinstance(x, Dataset) and not isinstance(x, IterableDataset):
         source = Samples(x, plan)
-    elif places is not None and len(places) < cores:
+    elif local_shards is not None and len(local_shards) < cores:
         raise ArgumentError(f"{name} is a {type(x).__name__}, of which a process can't read its part: use a Dataset")
     else:
         source = _of_batches(x, batch_size, cores, name)
@@ -126,7 +116,7 @@ def train_validation_split(x: Any, y: Any, sample_weight: Any, share: float) -> 
         `(x, y, sample_weight, validation_data)`.
 
     Raises:
-        ArgumentError: A share out of range, or data without rows to count.
+        ArgumentError: The share is out of range, or the data have no rows to count.
 
     Source: `validation_split` of `keras.Model.fit`.
     """
@@ -147,36 +137,15 @@ def train_validation_split(x: Any, y: Any, sample_weight: Any, share: float) -> 
     return *train, held if held[2] is not None else held[:2]
 
 
-class _Place(NamedTuple):
-    """Where in the data a stream is.
-
-    Attributes:
-        batches: How many batches of the epoch came before.
-        number: The number of the pass over the data.
-        place: The place in that pass, as the source counts.
-        own: The data's own account of their place, if they keep one.
-        begun: Where random numbers were when the pass began,
-        draws: and where they were here, when nothing more had been read; both only where they are kept.
-    """
-
-    batches: int = 0
-    number: int = 0
-    place: int = 0
-    own: dict[str, Any] | None = None
-    begun: RNGState | None = None
-    draws: RNGState | None = None
-
-
 class Stream:
-    """Global batches, epoch by epoch.
+    """Gives global batches, epoch by epoch.
 
     Attributes:
-        steps: Batches an epoch, or None if only reading them all can tell.
+        steps: The number of batches in an epoch, or None if only reading them all can tell.
         batch_size: Rows per core, or None if the data make their own batches.
-        device_transform: What the data want done to each batch on the device, or None.
-        quick: Whether the last pass showed that the data need no thread.
-        keeps_draws: Whether a place holds where the host's random numbers are, if reading the data may draw some.
-        passed: Whether there has been a pass.
+        device_transform: The data's own function of a batch, to be run on the device; or None.
+        pace: Decides if the data are read without a thread.
+        keeps_draws: True to keep the host's random numbers in positions, if reading the data may draw some.
     """
 
     def __init__(self, source: Source, steps: int | None, restart: bool, name: str, cores: int = 1) -> None:
@@ -184,17 +153,19 @@ class Stream:
         self.device_transform: Transform | None = source.device_transform
         self.steps = steps if steps is not None else source.steps()
         self._source, self._limit, self._name, self._cores = source, steps, name, cores
-        self.quick = self.keeps_draws = self.passed = False
-        self._tried = False
         self._goes_on = steps is not None and not restart
-        self._running: Iterator[tuple[int, Any]] | None = None  # the pass that an epoch of `steps` left unfinished
-        self._passes = 0
-        self._begun: RNGState | None = None
-        self._resumed: _Place | None = None
-        self._places: deque[_Place] = deque([_Place()], maxlen=_PLACES_KEPT)  # of this epoch's batches
+        self.pace = Pace(source.any_thread and not self._goes_on)
+        self.keeps_draws = False
+        self._log = PositionLog(source)
+        self._rest: Iterator[Any] | None = None  # of the pass that an epoch of `steps` left unfinished
+
+    @property
+    def passed(self) -> bool:
+        """True once there has been a pass."""
+        return self.pace.passed
 
     def epoch(self, index: int) -> Iterator[Any]:
-        """The batches of one epoch, as host tensors; after `load_state_dict` those that are left of it.
+        """Give the batches of one epoch, as host tensors; after `load_state_dict` those that are left of it.
 
         Args:
             index: The epoch's number, from 0. With the seed it determines the order.
@@ -202,21 +173,18 @@ class Stream:
         Raises:
             DataError: The data gave nothing at all, or ended for good before the epoch did.
         """
-        last = self._places[-1]
-        begin = last._replace(batches=0) if self._goes_on else _Place(0, index)
-        begin, self._resumed = self._resumed or begin, None
-        self._places.clear()
-        self._places.append(begin)
+        begin = self._log.begin_epoch(replace(self._log.last, batches=0) if self._goes_on else Position(0, index))
         return self._next_batches(begin) if self._goes_on else self._one_pass(begin)
 
     def limit(self, limit: int | float) -> None:
         """Read only the first batches of each epoch.
 
         Args:
-            limit: How many, or as a float which share of them.
+            limit: Their number, or as a float their share.
 
         Raises:
-            ArgumentError: Neither a number of at least 1 nor a share between 0 and 1; or a share of nobody knows what.
+            ArgumentError: The limit is neither a number of at least 1 nor a share between 0 and 1, or it is a share of
+                an unknown number.
         """
         if isinstance(limit, float) and 0 < limit <= 1:
             if self.steps is None:
@@ -226,83 +194,61 @@ class Stream:
             raise ArgumentError(f"limit must be a number of batches from 1, or a share such as 0.1, got {limit!r}")
         self.steps = self._limit = limit if self.steps is None else min(limit, self.steps)
 
-    def note_pace(self, busy: float, computed: float, batches: int) -> None:
-        """Note how long a pass has taken to read and prepare.
-
-        Args:
-            busy: The time it took, in seconds.
-            computed: How much of it was computing; all of it, if the loop itself has read them.
-            batches: For so many batches.
-        """
-        movable = self._source.any_thread and not self._goes_on and (self.quick or not self._tried)
-        self.quick = movable and batches >= _ENOUGH and computed < _QUICK * batches and busy < _WAITS * batches
-        self._tried = self._tried or self.quick
-        self.passed = True
-
     def state_dict(self, batches: int | None) -> dict[str, Any]:
-        """The place after some batches of this epoch, which may be fewer than have been read ahead.
+        """The position after some batches of this epoch, which may be fewer than have been read ahead.
 
         Args:
-            batches: How many have been used, of those that `epoch` gave, with those before a resumption. None: the
-                epoch is over, and the place is where the next one begins.
+            batches: The number of batches that have been used, of those that `epoch` gave, with those before a
+                resumption. None: the epoch is over, and the position is where the next one begins.
 
         Returns:
-            Numbers and lists of them, and the data's own account of their place if they keep one.
+            Numbers and lists of them, and the data's own account of their position if they keep one.
 
         Raises:
             ArgumentError: So many have not been read.
         """
+        position = None if batches is None else self._log.at(batches)
         if batches is None:
-            last = self._places[-1]
             own = self._source.state_dict()
-            between = last._replace(batches=0, own=own) if self._goes_on else None
-            return {"own": own} if between is None else self._plain(between)
-        for place in tuple(self._places):  # the feed's thread may be adding to them
-            if place.batches == batches:
-                return self._plain(place)
-        raise ArgumentError(f"{self._name} was not read as far as batch {batches} in this epoch")
+            if not self._goes_on:
+                return {"own": own}
+            position = replace(self._log.last, batches=0, own=own)
+        if position is None:
+            raise ArgumentError(f"{self._name} was not read as far as batch {batches} in this epoch")
+        return position.state_dict() | {"form": self._source.form(), "cores": self._cores}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
-        """Begin the next epoch at a place.
+        """Begin the next epoch at a position.
 
         Rows of arrays and data sets are found in constant time; a loader's sampler is asked for the numbers that it
         would have given; batches of an iterable are read and dropped, unless it has `load_state_dict` itself.
 
         Args:
-            state: What `state_dict` gave, of a stream over the same data with the same seed. The cores may be others.
+            state: The state that `state_dict` gave, of a stream over the same data with the same seed. The number of
+                cores may be another.
 
         Returns:
-            How many batches of the epoch came before, of those that there are on these cores.
+            The number of batches of the epoch that come before, on these cores.
 
         Raises:
-            DataError: The place is one in other data.
+            DataError: It is a position in other data.
         """
-        fields = {name: state[name] for name in _Place._fields if name in state}
-        for name in ("begun", "draws"):
-            if fields.get(name) is not None:
-                fields[name] = RNGState.of(fields[name])
-        place = _Place(**fields)
-        if place.place:
-            self._check_form(state.get("form"))
+        position = Position.of(state)
+        if position.offset:
+            self._check_form(state.get("form") or {})
         if state.get("cores", self._cores) != self._cores and not self._goes_on:
-            place = place._replace(batches=self._source.batches_before(place.place))
-        if fields.keys() - {"own"}:
-            self._resumed = place
-        self._running = None
-        if place.own is not None:
-            self._source.load_state_dict(place.own)
-        return place.batches
+            position = replace(position, batches=self._source.batches_before(position.offset))
+        if state.keys() - {"own"}:
+            self._log.resumed = position
+        self._rest = None
+        if position.own is not None:
+            self._source.load_state_dict(position.own)
+        return position.batches
 
-    def _plain(self, place: _Place) -> dict[str, Any]:
-        draws = {name: value and value.state_dict() for name, value in (("begun", place.begun), ("draws", place.draws))}
-        return place._asdict() | draws | {"form": self._source.form(), "cores": self._cores}
-
-    def _check_form(self, form: Mapping[str, Any] | None) -> None:
+    def _check_form(self, form: Mapping[str, Any]) -> None:
         now = self._source.form()
         others = [
-            f"{name} {then!r} then, {now.get(name)!r} now"
-            for name, then in (form or {}).items()
-            if then != now.get(name)
+            f"{name} {then!r} then, {now.get(name)!r} now" for name, then in form.items() if then != now.get(name)
         ]
         if others:
             raise DataError(
@@ -310,68 +256,40 @@ class Stream:
                 f"{', '.join(others)}"
             )
 
-    def _one_pass(self, begin: _Place) -> Iterator[Any]:
+    def _one_pass(self, begin: Position) -> Iterator[Any]:
         left = None if self._limit is None else self._limit - begin.batches
-        batches = islice(self._begin_pass(begin), left)
-        yield from map(partial(self._note, begin.number), batches)
-        if self._taken == 0 and not begin.place:
-            again = " this time: an iterator can be read only once" if self._passes else ""
+        yield from islice(self._log.read(begin, self.keeps_draws), left)
+        if self._log.last.batches == 0 and not begin.offset:
+            again = " this time: an iterator can be read only once" if self._log.passes else ""
             raise DataError(f"{self._name} gave no batches{again}")
-        self._passes += 1
+        self._log.passes += 1
 
-    def _next_batches(self, begin: _Place) -> Iterator[Any]:
-        """Keras's rule for `steps_per_epoch`: take up where the last epoch left off, begin anew when the data end."""
+    def _next_batches(self, position: Position) -> Iterator[Any]:
+        """Take up the data where the last epoch left off, and begin again when they end: Keras's `steps_per_epoch`."""
         assert self._limit is not None
-        place = begin
-        while self._taken < self._limit:
-            begins = self._running is None and not place.place
-            self._running = self._running or self._begin_pass(place)
-            before = self._taken
-            yield from map(partial(self._note, place.number), islice(self._running, self._limit - before))
-            if self._taken < self._limit:
-                if begins and self._taken == before:
-                    raise DataError(
-                        f"{self._name} gave only {before} of the {self._limit} batches of this epoch and can't be read "
-                        "again. Pass fewer steps, or data that can be iterated anew"
-                    )
-                self._running, place = None, _Place(number=place.number + 1)
-
-    @property
-    def _taken(self) -> int:
-        """How many batches of this epoch have been read."""
-        return self._places[-1].batches
-
-    def _note(self, number: int, placed: tuple[int, Any]) -> Any:
-        """Note a batch's place. Nothing here keeps the batch itself: a cache uses its memory again for the next one."""
-        place, batch = placed
-        draws = None if self._begun is None else RNGState.now(self._source.generators)
-        self._places.append(_Place(self._taken + 1, number, place, self._source.state_dict(), self._begun, draws))
-        return as_tensors(batch)
-
-    def _begin_pass(self, begin: _Place) -> Iterator[tuple[int, Any]]:
-        """A pass over the data from a place on, with the random numbers that it had there."""
-        generators = self._source.generators
-        if begin.begun is not None:
-            begin.begun.restore(generators)  # what is passed over is drawn again, as a loader's order is
-        keeps = self.keeps_draws and self._source.draws
-        self._begun = RNGState.now(generators) if keeps else None
-        if begin is self._places[-1]:  # nothing has been read yet; what is read ahead may never be used
-            self._places[-1] = begin._replace(begun=self._begun, draws=begin.draws or self._begun)
-        skipped = partial(begin.draws.restore, generators) if begin.draws is not None else lambda: None
-        return self._source.batches(begin.number, begin.place, skipped)
+        while (taken := self._log.last.batches) < self._limit:
+            begins = self._rest is None and not position.offset
+            self._rest = self._rest or self._log.read(position, self.keeps_draws)
+            yield from islice(self._rest, self._limit - taken)
+            if begins and self._log.last.batches == taken:
+                raise DataError(
+                    f"{self._name} gave only {taken} of the {self._limit} batches of this epoch and can't be read "
+                    "again. Pass fewer steps, or data that can be iterated again"
+                )
+            if self._log.last.batches < self._limit:
+                self._rest, position = None, Position(number=position.number + 1)
 
 
 def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Source:
-    if isinstance(data, DataLoader):
-        if batch_size is not None:
-            raise ArgumentError(
-                f"batch_size={batch_size} given, but {name} is a DataLoader, whose own batch_size "
-                f"({data.batch_size}) is the size of a batch per core. Leave batch_size out"
-            )
-        return of_loader(data, cores, name)
+    if isinstance(data, DataLoader) and batch_size is not None:
+        raise ArgumentError(
+            f"batch_size={batch_size} given, but {name} is a DataLoader, whose own batch_size "
+            f"({data.batch_size}) is the size of a batch per core. Leave batch_size out"
+        )
     if isinstance(data, IterableDataset):  # by PyTorch's convention it yields rows, not batches
-        rows: DataLoader[Any] = DataLoader(data, batch_size=batch_size or DEFAULT_BATCH_SIZE)
-        return of_loader(rows, cores, name)
+        data = DataLoader(data, batch_size=batch_size or DEFAULT_BATCH_SIZE)
+    if isinstance(data, DataLoader):
+        return of_loader(data, cores, name)
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
         if batch_size is not None:
             warnings.warn(
@@ -385,16 +303,13 @@ def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Sou
 
 
 def _is_arrays(x: Any, y: Any) -> bool:
-    """Whether these are arrays rather than something that yields batches."""
-    if isinstance(x, (Tensor, np.ndarray)) or _is_numbers(x):
+    """True for arrays, False for an object that yields batches."""
+    if isinstance(x, (Tensor, np.ndarray, dict)) or type(x) is tuple:
         return True
-    if isinstance(x, dict) or type(x) is tuple or (isinstance(x, (tuple, list)) and y is not None):
-        return True
-    return isinstance(x, list) and bool(x) and all(isinstance(leaf, (Tensor, np.ndarray)) for leaf in x)
-
-
-def _is_numbers(x: Any) -> bool:
-    return isinstance(x, list) and bool(x) and all(isinstance(leaf, (int, float)) for leaf in x)
+    if y is not None:
+        return isinstance(x, (tuple, list))
+    kinds = ((int, float), (Tensor, np.ndarray))
+    return isinstance(x, list) and bool(x) and any(all(isinstance(leaf, kind) for leaf in x) for kind in kinds)
 
 
 def _rows_to_train_on(rows: int, share: float) -> int:

@@ -1,4 +1,4 @@
-"""Reading a `DataLoader`: its workers are started without danger to them, and named when they die or hang."""
+"""Reading a `DataLoader`: its workers are forked safely, and named when they die or hang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import DataError
 
 
 def read(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The loader's batches.
+    """Read the loader's batches.
 
     Args:
         loader: Any loader, with workers or without.
@@ -49,9 +49,9 @@ def read(loader: DataLoader[Any]) -> Iterator[Any]:
 def _forking() -> Iterator[None]:
     """Start processes while threads run.
 
-    A worker that is forked must never touch what the device's threads may have held at that moment. It runs nothing
-    but the data set, so this could only happen in a garbage collection that meets one of the device's tensors: what
-    there is now is therefore never collected in a worker.
+    A forked worker must never touch an object that the device's threads may have held at that moment. It runs nothing
+    but the data set, so it could only do so in a garbage collection that meets one of the device's tensors: the objects
+    that exist now are therefore never collected in a worker.
     """
     gc.freeze()
     try:
@@ -65,7 +65,7 @@ def _forking() -> Iterator[None]:
 
 
 def _explained(loader: DataLoader[Any], batches: Any, message: str) -> str | None:
-    """What happened to which worker, if the loader's error is about one."""
+    """Say which worker died or hung, if the loader's error is about one."""
     workers = getattr(batches, "_workers", [])
     if "exited unexpectedly" in message:
         ended = [
@@ -87,7 +87,7 @@ def _explained(loader: DataLoader[Any], batches: Any, message: str) -> str | Non
 
 
 def _is_of_a_sample(loader: DataLoader[Any], end: StopIteration) -> bool:
-    """Whether the end of the loader came from reading a sample, here or in a worker, and not from its sampler."""
+    """True if the end of the loader came from reading a sample, here or in a worker, and not from its sampler."""
     frames = [frame.f_code.co_name for frame, _ in walk_tb(end.__traceback__)]
     return not isinstance(loader.dataset, IterableDataset) and not {"fetch", "reraise"}.isdisjoint(frames)
 

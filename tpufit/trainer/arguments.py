@@ -65,7 +65,7 @@ class TrainingData:
             shuffle=self.shuffle,
             seed=seed,
             steps=self.steps_per_epoch,
-            places=placement.local_shards,
+            local_shards=placement.local_shards,
         )
 
 
@@ -178,7 +178,7 @@ def evaluation_stream(
         cores=cores.count,
         steps=steps,
         restart=True,
-        places=placement.local_shards,
+        local_shards=placement.local_shards,
         name=name,
     )
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
-from ..data.inline import Direct
+from ..data.inline import BatchReader, InlineReader
 from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..diagnostics.report import Pass
 from ..runtime import add_seconds, agree, fetch, timing
@@ -76,8 +76,10 @@ class PassLoop:
         step = timing("steps", run.__call__) if callbacks.measures else run.__call__
         if self.name == "train" and callbacks.has("on_train_step_begin"):
             run.before_step = self._step_hook()
-        batches, inline = data.epoch(epoch), data.quick
-        feed = Direct(batches, run.send) if inline else Prefetcher(batches, run.send, max(4, 2 * run.group_size))
+        batches, inline = data.epoch(epoch), data.pace.quick
+        feed: BatchReader[DeviceBatch] = (
+            InlineReader(batches, run.send) if inline else Prefetcher(batches, run.send, max(4, 2 * run.group_size))
+        )
         with feed, _ending(feed, self.interruption):
             for group, last in _knowing_the_last(_groups(feed, lambda: run.group_size), look_ahead):
                 if tells_begin:
@@ -86,18 +88,19 @@ class PassLoop:
                 outputs = step(group, feed.paused, last)
                 if tells_end:
                     if self.waited is not None:
-                        self.waited(feed.seconds_waited)
+                        self.waited(feed.times.waited)
                     self._tell_end(end, len(group), outputs)
                     run.note_hooks()
                 if self.collect:
                     self.collect(outputs)
                 if self.stop(feed.paused):
                     break
-        data.note_pace(feed.seconds_busy, feed.seconds_computed, feed.given)
-        add_seconds("data", feed.seconds_busy if inline else feed.seconds_waited)
-        add_seconds("read", feed.seconds_busy - feed.seconds_prepared, beside=True)
-        add_seconds("prepare", feed.seconds_prepared, beside=True)
-        return feed.seconds_waited
+        times = feed.times
+        data.pace.note(times)
+        add_seconds("data", times.busy if inline else times.waited)
+        add_seconds("read", times.busy - times.prepared, beside=True)
+        add_seconds("prepare", times.prepared, beside=True)
+        return times.waited
 
     def _step_hook(self) -> Callable[[], None]:
         """The hook `on_train_step_begin`, which counts the steps itself: several may run as one graph."""
@@ -211,7 +214,7 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _ending(feed: Prefetcher[DeviceBatch] | Direct[DeviceBatch], interruption: Interruption | None) -> Iterator[None]:
+def _ending(feed: BatchReader[DeviceBatch], interruption: Interruption | None) -> Iterator[None]:
     """Let a signal end the wait for data, which may be long. Batches that were read by then are not run."""
     if interruption is None:
         yield

@@ -17,7 +17,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-# What a file system says that has no room for more, and one that has no locks.
+# The errors of a file system that has no room for more, and of one that has no locks.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
@@ -62,7 +62,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     Args:
         path: The file.
         tensors: Host tensors by name, no two of which share memory.
-        metadata: What the file says of itself.
+        metadata: The file's own words about itself.
 
     Raises:
         OSError: The file system refused. With an errno of `DISK_FULL` there is no room.
@@ -77,17 +77,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def drop_drafts(folder: Path) -> None:
-    """Remove the drafts that killed processes left. The caller sees to it that no other one is writing there.
+    """Remove the drafts that killed processes left. The caller makes sure that no other process is writing there.
 
     Args:
-        folder: Where to look.
+        folder: The folder of the drafts.
     """
     for draft in folder.glob(".*.tmp-*"):
         draft.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a folder, before anything that relies on it.
+    """Wait until the disk holds the bytes of a file, or the names in a folder, before anything that relies on them.
 
     Args:
         path: The file or folder.
@@ -144,5 +144,5 @@ class Lock:
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release it."""
         self._close()

@@ -1,7 +1,7 @@
-"""What this host has, read without torch: versions, TPU chips, who holds them, where we are, how much memory.
+"""This host's hardware and versions, read without torch: TPU chips, their holders, the platform, the memory.
 
-All of it is read from files that Linux keeps. The functions take their root, so that a host that isn't here can be laid
-out in a folder.
+All of it is read from files that Linux keeps. The functions take their root, so that tests can lay out another host in
+a folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import VersionError
 
-# Everything about replay, sharding and seeds was measured with this version of both, and torch_xla is frozen there.
+# Replay, sharding and seeds were measured with this version of both, at which torch_xla is frozen.
 SUPPORTED = "2.9"
 
 # Variables that were once the way to bfloat16 on TPUs. torch_xla still obeys some, behind PyTorch's back, so that
@@ -25,7 +25,7 @@ _RETIRED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_F1
 
 _ROOT = Path("/")
 _VENDOR = "0x1ae0"  # Google's
-# What another run leaves behind: they make libtpu wait for processes that are not there. Kaggle's images set some.
+# Variables that another run leaves: they make libtpu wait for processes that are not there. Kaggle's images set some.
 _OF_MANY_PROCESSES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
 
 
@@ -34,9 +34,9 @@ class Chip:
     """A type of TPU.
 
     Attributes:
-        name: What it is called, e.g. `"v5e"`.
-        devices: How many devices the runtime reports for one chip.
-        memory: What each of them has, in GB, as the vendor says; of `"v2 or v3"` that of a v2.
+        name: Its name, e.g. `"v5e"`.
+        devices: The number of devices that the runtime reports for one chip.
+        memory: The memory of a device, in GB, as the vendor says; for `"v2 or v3"` that of a v2.
     """
 
     name: str
@@ -97,7 +97,7 @@ def chips(root: Path = _ROOT) -> list[Chip]:
 
 
 def holders(root: Path = _ROOT) -> dict[int, str]:
-    """Which processes have a TPU open: their commands, by process id. Those of other users show to root only."""
+    """The commands of the processes that have a TPU open, by process id. Other users' processes show to root only."""
     found = {}
     for process in root.glob("proc/[0-9]*"):
         try:
@@ -110,7 +110,7 @@ def holders(root: Path = _ROOT) -> dict[int, str]:
 
 
 def describe(holders: Mapping[int, str]) -> str:
-    """Process ids with their commands, in one line.
+    """Write process ids with their commands in one line.
 
     Example:
         >>> describe({17: "python train.py", 18: "python -m ipykernel_launcher"})
@@ -120,9 +120,9 @@ def describe(holders: Mapping[int, str]) -> str:
 
 
 def place(root: Path = _ROOT) -> str:
-    """Where this runs: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`, by what is there.
+    """The platform: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`, by its folders and devices.
 
-    Environment variables are not asked: they are copied, left over and forged.
+    Environment variables say nothing: they are copied, left over and forged.
     """
     if (root / "kaggle").is_dir():
         return "Kaggle"
@@ -132,7 +132,7 @@ def place(root: Path = _ROOT) -> str:
 
 
 def drop_stale_variables(environ: MutableMapping[str, str] = os.environ, root: Path = _ROOT) -> None:
-    """On Kaggle, remove what a run of many processes has left in the environment, and say so.
+    """On Kaggle, remove the variables that a run of many processes has left in the environment, and warn of it.
 
     Only there, and only with a TPU: elsewhere they may be meant. It must come before torch_xla is imported.
     """
@@ -147,7 +147,7 @@ def drop_stale_variables(environ: MutableMapping[str, str] = os.environ, root: P
 
 
 def memory(root: Path = _ROOT) -> dict[str, int]:
-    """How many bytes of memory this process may use, by what says so; `"RAM"` is always among them."""
+    """The bytes of memory that this process may use, by the limit that says so; `"RAM"` is always among them."""
     found = {"RAM": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     for path in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _read(root / path)
@@ -160,12 +160,12 @@ def memory(root: Path = _ROOT) -> dict[str, int]:
 
 
 def cpus() -> int:
-    """How many CPUs this process may use."""
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def retired_variables(environ: Mapping[str, str]) -> list[str]:
-    """Which variables are set that were once the way to another precision.
+    """The variables that are set, of those that were once the way to another precision.
 
     Example:
         >>> retired_variables({"XLA_USE_BF16": "1", "XLA_USE_F16": "0"})

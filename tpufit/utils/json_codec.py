@@ -15,7 +15,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def is_plain(nest: Any) -> bool:
-    """Whether JSON can hold a nest as it is.
+    """True if JSON can hold a nest as it is.
 
     Example:
         >>> is_plain({"loss": ["mse", None]}), is_plain({"loss": print})
@@ -27,12 +27,12 @@ def is_plain(nest: Any) -> bool:
 
 
 def encode(nest: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
-    """A nest as JSON can hold it.
+    """Turn a nest into one that JSON can hold.
 
     Args:
         nest: Numbers, strings, tensors and arrays, in tuples, lists and dicts. A tuple becomes a list.
-        name: What to call it in errors, and what its tensors' names begin with.
-        tensors: Takes up its tensors and arrays.
+        name: Its name in errors, with which its tensors' names begin.
+        tensors: Takes its tensors and arrays.
 
     Raises:
         ArgumentError: It holds something else.
@@ -66,11 +66,11 @@ def encode(nest: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
 
 
 def decode(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `encode` was given.
+    """Turn the result of `encode` back into the nest.
 
     Args:
-        plain: What it gave.
-        tensors: The tensors.
+        plain: The result.
+        tensors: The tensors that `encode` took.
     """
     if isinstance(plain, list):
         return [decode(item, tensors) for item in plain]

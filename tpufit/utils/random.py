@@ -20,7 +20,7 @@ def set_random_seed(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's generators, and with them every `fit` that follows.
 
     `fit` derives the order of the rows from (seed, epoch) and the dropout of a step from (seed, step), where the seed
-    is PyTorch's, so `torch.manual_seed` alone does for those two.
+    is PyTorch's: for those two, `torch.manual_seed` is enough.
 
     Args:
         seed: A whole number from 0 to 2**32 - 1 (NumPy's range).
@@ -46,7 +46,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The device's seed of one step: the same for the same (seed, step), whatever ran in between.
+    """The device's seed of one step: a function of (seed, step), whatever ran in between.
 
     Args:
         seed: The run's seed.
@@ -68,10 +68,16 @@ def step_seed(seed: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class RNGState:
-    """Where the host's random numbers are: Python's, NumPy's, PyTorch's, and those of generators of the user's own.
+    """The state of the host's random numbers: of Python, NumPy, PyTorch and the user's own generators.
+
+    Attributes:
+        python: The state of `random`.
+        numpy: The state of `numpy.random`.
+        pytorch: The state of PyTorch's default generator.
+        own: The states of the user's own generators.
 
     Example:
-        >>> before = Draws.now()
+        >>> before = RNGState.now()
         >>> first = random.random(), torch.rand(())
         >>> before.restore()
         >>> first == (random.random(), torch.rand(()))
@@ -85,19 +91,19 @@ class RNGState:
 
     @classmethod
     def now(cls, generators: Sequence[Generator] = ()) -> RNGState:
-        """Where they are now.
+        """The state now.
 
         Args:
-            generators: The user's own.
+            generators: The user's own generators.
         """
         own = tuple(generator.get_state() for generator in generators)
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), own)
 
     def restore(self, generators: Sequence[Generator] = ()) -> None:
-        """Let them be there again.
+        """Go back to this state.
 
         Args:
-            generators: As they were given to `now`.
+            generators: The generators that `now` was given.
         """
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -118,7 +124,7 @@ class RNGState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RNGState:
-        """What `state_dict` gave.
+        """Make a state of the plain values that `state_dict` gave.
 
         Args:
             state: The plain values.

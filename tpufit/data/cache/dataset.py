@@ -1,7 +1,7 @@
 """`CachedDataset`: samples made once and kept in a few large files, from which batches are read at the speed of memory.
 
-A cache is one folder: `meta.json`, which says what it was made of, and `shard-00000-of-00016.safetensors`, ... A file
-exists only when it is whole, so a warm-up that was killed goes on with the files that are missing. Nothing of a folder
+A cache is one folder: `meta.json`, its manifest, and `shard-00000-of-00016.safetensors`, ... A file
+exists only when it is whole, so a warm-up that was killed goes on with the files that are missing. Nothing in a folder
 is ever unpickled.
 """
 
@@ -29,32 +29,31 @@ from ...errors import (
     UnknownNameError,
     require_whole,
 )
-from . import manifest as layouts
-from .build import Workers, build, check_room, exclusive, missing
+from .build import Workers, build, check_room, exclusive
 from .fingerprint import describe
 from .maker import Maker, alone, probe
-from .manifest import Manifest
-from .readers import InMemory, Mapped, Reader
+from .manifest import Manifest, cut
+from .readers import InMemory, Mapped
 from .schema import Field, nest
 from .shards import Shard
 
 Mode = Literal["mmap", "ram"]
 
-_READERS: dict[str, type[Reader]] = {"mmap": Mapped, "ram": InMemory}
+_READERS: dict[str, type[Mapped]] = {"mmap": Mapped, "ram": InMemory}
 
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What a cache holds.
+    """The contents of a cache.
 
     Attributes:
-        rows: How many samples.
-        copies: How many variants of each.
-        files: How many files, when it is complete.
-        missing: How many of them are still to be made.
+        rows: The number of samples.
+        copies: The number of variants of each.
+        files: The number of files, when it is complete.
+        missing: The number of files that are still to be made.
         bytes: The size of its samples, when it is complete.
         path: Its folder.
-        fingerprint: A hash of what it was made of, and of its layout.
+        fingerprint: A hash of its origin and its layout.
     """
 
     rows: int
@@ -76,39 +75,41 @@ class CachedDataset(Dataset[Any]):
     it is the same whoever makes it and whenever. `copies=k` keeps k random variants of each, and epoch e is given
     variant `e % k`.
 
-    The cache remembers what it was made of: the source's length, the name, code and settings of the source's class and
-    of the transform, and three of the samples. It can't see the code of installed packages or the values of globals;
-    `version` is there for these. It is never made anew, or read, when something has changed.
+    The cache remembers its origin: the source's length, the name, code and settings of the source's class and of the
+    transform, and three of the samples. It can't see the code of installed packages or the values of globals; `version`
+    is there for these. When something has changed, it is neither made again nor read.
 
     A file's size and header are checked when it is opened, and all its rows when the first of them is read. So
     a wrong sample is never returned, at the cost of one pass over the files per process.
 
     Args:
-        source: A map-style dataset: anything with a length and items.
+        source: A map-style dataset: anything with a length and items. None reads a finished cache, as `open` does.
         cache_dir: The cache's folder; it is made if need be. Each cache has one of its own.
-        transform: What makes of an item of the source what is kept (default: the item itself). To be sent to worker
-            processes it must be defined in a module, or in a script under whose `if __name__ == "__main__":` the rest
-            is done; what can't be sent is done in this process.
-        device_transform: What makes of a batch what the model is given, on the device and inside the step's graph: to
-            cast, normalise, flip or crop. Not part of what is kept.
-        version: To be changed when the samples are to be others for a reason that can't be seen.
-        seed: What the random numbers come from.
-        copies: How many variants of each sample are kept.
-        shard_mb: How large a file of a new cache may be, in MiB. A worker holds one in memory.
-        workers: How many processes make samples: `"auto"` is one for each CPU, 0 this one.
+        transform: A function from an item of the source to the sample that is kept (default: the item itself). To be
+            sent to worker processes it must be defined in a module, or in a script that does its work under
+            `if __name__ == "__main__":`. If it can't be sent, this process makes the samples.
+        device_transform: A function from a batch to the model's input, run on the device inside the step's graph: to
+            cast, normalise, flip or crop. It doesn't change the cache.
+        version: The samples' version. Change it when they are to be others for a reason that can't be seen.
+        seed: The seed of the random numbers.
+        copies: The number of variants that are kept of each sample.
+        shard_mb: The largest size of a file of a new cache, in MiB. A worker holds one in memory.
+        workers: The number of processes that make samples: `"auto"` is one for each CPU, 0 this one.
         mode: `"mmap"` (default) to read the mapped files, which the system keeps in the memory that is free; `"ram"` to
             copy them into memory of its own at the first read.
-        ordered: Whether a batch keeps the order of its rows. Else they are sorted, which is faster; then each core is
-            given rows that were neighbours in the source.
+        ordered: True to keep the order of a batch's rows. False sorts them, which is faster; each core is then given
+            rows that were neighbours in the source.
 
     Attributes:
-        source: As given; None for a cache that was opened without.
-        device_transform, mode, ordered: As given.
+        source: The source; None for a cache that was opened without.
+        device_transform: As given.
+        mode: As given.
+        ordered: As given.
 
     Raises:
-        ArgumentError: An argument has a value that it can't have.
+        ArgumentError: An argument is out of its range.
         DataError: The source is empty, or a sample can't be made or kept.
-        CacheMismatchError: The folder holds a cache that was made of something else.
+        CacheMismatchError: The folder holds a cache of another origin.
 
     Example:
         >>> import tempfile, torch
@@ -128,12 +129,6 @@ class CachedDataset(Dataset[Any]):
         >>> folder.cleanup()
     """
 
-    _maker: Maker | None = None
-    _workers: Workers = 0
-    _reader: Reader | None = None
-    _layout: Manifest
-    _epoch = 0
-
     def __init__(
         self,
         source: Any,
@@ -149,25 +144,25 @@ class CachedDataset(Dataset[Any]):
         mode: Mode = "mmap",
         ordered: bool = True,
     ) -> None:
-        for name in ("__len__", "__getitem__"):
-            if not hasattr(source, name):
-                raise ArgumentError(
-                    f"source must be a map-style dataset, with a length and items; {type(source)} has no {name}"
-                )
-        for name, number, least in (("copies", copies, 1), ("workers", workers, 0), ("seed", seed, 0)):
-            if (name, number) != ("workers", "auto"):
-                require_whole(name, number, least)
-        if not shard_mb > 0:
-            raise ArgumentError(f"shard_mb must be a positive number of MiB, got {shard_mb!r}")
-        if not len(source):
-            raise DataError("source is empty: it has no samples")
-        self.source = source
+        if mode not in _READERS:
+            raise UnknownNameError("mode", mode, _READERS)
+        self.source, self.device_transform, self.mode, self.ordered = source, device_transform, mode, ordered
+        self._path, self._workers = Path(cache_dir), workers
+        self._maker: Maker | None = None
+        self._reader: Mapped | None = None
+        self._opening = threading.Lock()
+        self._epoch = 0
+        found = Manifest.read(self._path)
+        if source is None:
+            if found is None:
+                raise CacheError(f"{self._path} holds no cache: there is no meta.json. Open the folder that has one")
+            self._manifest = found
+            self._open()
+            return
+        _check(source, copies=copies, workers=workers, seed=seed, shard_mb=shard_mb)
         self._maker = Maker(source, transform, seed)
-        self._workers = workers
-        self._settle(cache_dir, device_transform, mode, ordered)
-        found = layouts.read(self._path)
         with alone():
-            self._layout = _plan(self._maker, copies, version, shard_mb, again=found is None)
+            self._manifest = _plan(self._maker, copies, version, shard_mb, again=found is None)
         if found is not None:
             self._adopt(found)
 
@@ -192,18 +187,10 @@ class CachedDataset(Dataset[Any]):
             CacheError: There is no cache, or it isn't finished.
             CacheDamagedError: A file is cut short, or is not the one that was written.
         """
-        dataset = cls.__new__(cls)
-        dataset.source = None
-        dataset._settle(path, device_transform, mode, ordered)
-        found = layouts.read(dataset._path)
-        if found is None:
-            raise CacheError(f"{dataset._path} holds no cache: there is no meta.json. Open the folder that has one")
-        dataset._layout = found
-        dataset._open()
-        return dataset
+        return cls(None, path, device_transform=device_transform, mode=mode, ordered=ordered)
 
     def __len__(self) -> int:
-        return self._layout.rows
+        return self._manifest.rows
 
     def __getitem__(self, index: int) -> Any:
         """One sample, as tensors: the variant of the epoch last given to `set_epoch`."""
@@ -215,7 +202,7 @@ class CachedDataset(Dataset[Any]):
         return [tree_map(lambda column, row=row: column[row], batch) for row in range(len(indices))]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the variant that indexing gives, with `copies` above 1. `fit` needs no such call.
+        """Choose the variant that indexing gives, with `copies` above 1. `fit` does so itself.
 
         Args:
             epoch: The number of the epoch, from 0.
@@ -228,8 +215,8 @@ class CachedDataset(Dataset[Any]):
         """The samples of a batch, collated.
 
         Args:
-            indices: Which ones, from 0, shape `(batch,)`.
-            epoch: Which epoch they are for: variant `epoch % copies` is read.
+            indices: The numbers of the samples, from 0, shape `(batch,)`.
+            epoch: The number of the epoch: variant `epoch % copies` is read.
 
         Returns:
             The nest of a sample with tensors of shape `(batch, *shape)` for leaves, which share no memory. The rows are
@@ -242,13 +229,13 @@ class CachedDataset(Dataset[Any]):
         return self._gather(np.asarray(indices), epoch, self.ordered)
 
     def warm_up(self, progress: bool = True, *, repair: bool = False) -> None:
-        """Make the files that are missing. No TPU is needed; what is finished is kept, however it may end.
+        """Make the files that are missing. No TPU is needed; finished files are kept, however it may end.
 
-        Without this call it is done when the first sample is read.
+        Without this call they are made when the first sample is read.
 
         Args:
-            progress: Whether to show a bar.
-            repair: Whether to check all files first, and to make those anew that are damaged.
+            progress: True (default) to show a bar.
+            repair: True to check all files first, and to make the damaged ones again.
 
         Raises:
             DataError: A sample can't be made, or isn't like the first one.
@@ -260,18 +247,18 @@ class CachedDataset(Dataset[Any]):
         if self._maker is None:
             raise CacheError("a cache that was opened without its source can't be made: use CachedDataset(source, ...)")
         damaged = self.verify() if repair else []
-        if not damaged and layouts.read(self._path) and not missing(self._path, self._layout):
+        if not damaged and Manifest.read(self._path) and not self._manifest.missing(self._path):
             return
         with exclusive(self._path):
-            found = layouts.read(self._path)
+            found = Manifest.read(self._path)
             if found is not None:  # maybe made by another process since
                 self._adopt(found)
             for name in damaged:
                 (self._path / name).unlink(missing_ok=True)
-            check_room(self._path, self._layout)
+            check_room(self._path, self._manifest)
             if found is None:
-                layouts.write(self._path, self._layout)
-            build(self._maker, self._path, self._layout, self._workers, progress)
+                self._manifest.write(self._path)
+            build(self._maker, self._path, self._manifest, self._workers, progress)
         self._reader = None
 
     def verify(self) -> list[str]:
@@ -280,20 +267,19 @@ class CachedDataset(Dataset[Any]):
         Returns:
             The names of those that are damaged; none if all is well.
         """
-        absent = missing(self._path, self._layout)
         damaged = []
-        for number in sorted(set(range(self._layout.files)).difference(absent)):
+        for number in sorted(set(range(self._manifest.files)).difference(self._manifest.missing(self._path))):
             try:
-                Shard(self._path, self._layout, number).check()
+                Shard(self._path, self._manifest, number).check()
             except CacheDamagedError:
-                damaged.append(self._layout.name(number))
+                damaged.append(self._manifest.name(number))
         return damaged
 
     def info(self) -> CacheInfo:
-        """What the cache holds, and where."""
-        kept = self._layout
+        """The contents of the cache."""
+        kept = self._manifest
         size = kept.rows * kept.copies * kept.row_bytes
-        absent = len(missing(self._path, kept))
+        absent = len(kept.missing(self._path))
         return CacheInfo(kept.rows, kept.copies, kept.files, absent, size, self._path, kept.fingerprint)
 
     def __repr__(self) -> str:
@@ -305,30 +291,15 @@ class CachedDataset(Dataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _reader=None, _opening=threading.Lock())
 
-    def _settle(
-        self,
-        path: str | os.PathLike[str],
-        device_transform: Callable[[Any], Any] | None,
-        mode: Mode,
-        ordered: bool,
-    ) -> None:
-        if mode not in _READERS:
-            raise UnknownNameError("mode", mode, _READERS)
-        self.device_transform = device_transform
-        self.mode = mode
-        self.ordered = ordered
-        self._path = Path(path)
-        self._opening = threading.Lock()
-
     def _adopt(self, found: Manifest) -> None:
-        """Go on with the cache that is there, which may be cut into files otherwise."""
-        changed = layouts.differences(found, self._layout)
+        """Take over the manifest of the cache that is there, which may be cut into other files."""
+        changed = found.differences(self._manifest)
         if changed:
             raise CacheMismatchError(
-                f"{self._path} holds a cache that was made of something else. What has changed: {'; '.join(changed)}. "
+                f"{self._path} holds a cache that was made of something else. It differs in: {'; '.join(changed)}. "
                 "Give the new samples a cache_dir of their own, or delete the folder; CachedDataset.open reads it as is"
             )
-        self._layout = found
+        self._manifest = found
 
     def _gather(self, indices: NDArray[Any], epoch: int, ordered: bool) -> Any:
         if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
@@ -338,32 +309,47 @@ class CachedDataset(Dataset[Any]):
         if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
             wrong = indices[(indices < 0) | (indices >= len(self))][0]
             raise IndexError(f"there is no sample {wrong}: the cache has {len(self)}, from 0 to {len(self) - 1}")
-        rows = indices.astype(np.int64) + epoch % self._layout.copies * self._layout.rows
-        return nest(self._layout.structure, (self._reader or self._open()).read(rows, ordered))
+        rows = indices.astype(np.int64) + epoch % self._manifest.copies * self._manifest.rows
+        return nest(self._manifest.structure, (self._reader or self._open()).read(rows, ordered))
 
-    def _open(self) -> Reader:
+    def _open(self) -> Mapped:
         with self._opening:
             if self._reader is None:
-                absent = missing(self._path, self._layout)
+                absent = self._manifest.missing(self._path)
                 if absent and self._maker is None:
                     raise CacheError(
-                        f"{len(absent)} of the {self._layout.files} files in {self._path} are missing, such as "
-                        f"{self._layout.name(absent[0])}: finish the warm-up, or the copying, first"
+                        f"{len(absent)} of the {self._manifest.files} files in {self._path} are missing, such as "
+                        f"{self._manifest.name(absent[0])}: finish the warm-up, or the copying, first"
                     )
                 if absent:
                     print(
-                        f"{self._path}: making {len(absent)} of {self._layout.files} files of samples before the first "
-                        "can be read. warm_up() does it ahead of time",
+                        f"{self._path}: making {len(absent)} of {self._manifest.files} files of samples before the "
+                        "first can be read. warm_up() does it ahead of time",
                         flush=True,
                     )
                     self.warm_up(progress=False)
-                shards = [Shard(self._path, self._layout, number) for number in range(self._layout.files)]
-                self._reader = _READERS[self.mode](self._layout, shards)
+                shards = [Shard(self._path, self._manifest, number) for number in range(self._manifest.files)]
+                self._reader = _READERS[self.mode](self._manifest, shards)
             return self._reader
 
 
+def _check(source: Any, copies: int, workers: Workers, seed: int, shard_mb: float) -> None:
+    for name in ("__len__", "__getitem__"):
+        if not hasattr(source, name):
+            raise ArgumentError(
+                f"source must be a map-style dataset, with a length and items; {type(source)} has no {name}"
+            )
+    for name, number, least in (("copies", copies, 1), ("workers", workers, 0), ("seed", seed, 0)):
+        if (name, number) != ("workers", "auto"):
+            require_whole(name, number, least)
+    if not shard_mb > 0:
+        raise ArgumentError(f"shard_mb must be a positive number of MiB, got {shard_mb!r}")
+    if not len(source):
+        raise DataError("source is empty: it has no samples")
+
+
 def _plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool) -> Manifest:
-    """What a cache of these samples would hold. If there is none yet, the samples are made again to compare them."""
+    """Plan a cache of these samples. If there is none yet, the samples are made again to compare them."""
     rows = len(maker.source)
     structure, leaves = maker.sample(0, copy=0)
     fields = tuple(Field(name, leaf.dtype, tuple(leaf.shape)) for name, leaf in leaves.items())
@@ -372,20 +358,9 @@ def _plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool)
         digest = None
         warnings.warn(
             "the same sample made twice isn't the same: it has random numbers other than those of `random`, "
-            "numpy.random and torch, which depend on the seed. Files that are made anew will differ",
+            "numpy.random and torch, which depend on the seed. Files that are made again will differ",
             stacklevel=3,
         )
-    rows_per_file, rows_per_block = layouts.cut(rows * copies, sum(field.row_bytes for field in fields), shard_mb)
-    return Manifest(
-        rows=rows,
-        copies=copies,
-        seed=maker.seed,
-        version=version,
-        source=describe(maker.source),
-        transform=describe(maker.transform),
-        probe=digest,
-        structure=structure,
-        fields=fields,
-        rows_per_file=rows_per_file,
-        rows_per_block=rows_per_block,
-    )
+    source, transform = describe(maker.source), describe(maker.transform)
+    sizes = cut(rows * copies, sum(field.row_bytes for field in fields), shard_mb)
+    return Manifest(rows, copies, maker.seed, version, source, transform, digest, structure, fields, *sizes)

@@ -1,7 +1,7 @@
-"""What a source or a transform is, in a few words that change when it does.
+"""Descriptions of a source and a transform, in a few words that change when they do.
 
-It is done as well as it can be: the values of globals and the code of installed packages are not looked at. What those
-do to the samples shows in the probe (`make.probe`), or is told by the user's `version`.
+The values of globals and the code of installed packages are not looked at. Their effect on the samples shows in the
+probe (`maker.probe`), or the user tells of it by another `version`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def describe(value: Any) -> str:
-    """The name of an object, and a hash of its code and of its public settings.
+    """Describe an object by its name, and a hash of its code and of its public settings.
 
-    Absolute paths don't count, so that a cache may be used where the data lie in another place.
+    Absolute paths don't count, so that a cache may be used where the data lie in another folder.
 
     Args:
         value: A function, an object or a class.
@@ -101,7 +101,7 @@ def _code(value: FunctionType | type) -> str:
     except (OSError, TypeError, SyntaxError):  # typed into a prompt, written in C, or in a notebook's cell
         methods = vars(value).values() if isinstance(value, type) else ()
         return "".join(_code(method) for method in methods if isinstance(method, FunctionType))
-    # Not the whole line: the arguments that stand beside a lambda must not count.
+    # Not the whole line: arguments beside the lambda must not count.
     line = value.__code__.co_firstlineno if isinstance(value, FunctionType) else 0
     return "\n".join(
         ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Lambda) and node.lineno == line

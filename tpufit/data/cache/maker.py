@@ -1,4 +1,4 @@
-"""How the samples of a cache are made: each from its own random numbers, so that it is the same whoever makes it."""
+"""Making the samples of a cache: each from its own random numbers, so that it is the same whoever makes it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch import Tensor
 
 from ...errors import DataError
 from ...utils.random import RNGState, step_seed
-from . import shards
 from .manifest import Manifest
 from .schema import check_alike, flatten
+from .shards import write_shard
 
-_INTERVAL = 0.1  # seconds between two words about the progress
+_INTERVAL = 0.1  # seconds between two reports of the progress: one a row would keep the parent of many workers busy
 
 
 @dataclass(frozen=True)
 class Maker:
-    """A source and a transform. It is what goes to the worker processes.
+    """Makes samples from a source and a transform. It is sent to the worker processes.
 
     Attributes:
         source: The user's map-style dataset.
-        transform: What makes of its items what is kept, or None.
-        seed: What the random numbers come from.
+        transform: The function from an item to a sample, or None.
+        seed: The seed of the random numbers.
     """
 
     source: Any
@@ -42,14 +42,14 @@ class Maker:
         """Make one sample, from random numbers that are a function of (seed, index, copy).
 
         Args:
-            index: Which one of the source.
-            copy: Which variant.
+            index: The number of the source's item.
+            copy: The number of the variant.
 
         Returns:
             Its structure and its leaves, as `flatten` gives them.
 
         Raises:
-            DataError: The source or the transform raised, or gave what a cache can't keep.
+            DataError: The source or the transform raised, or gave something that a cache can't keep.
         """
         seed = step_seed(step_seed(self.seed, copy), index)
         random.seed(seed)
@@ -63,32 +63,32 @@ class Maker:
             raise DataError(f"sample {index} could not be made: {type(error).__name__}: {error}") from error
         return flatten(made, index)
 
-    def build(self, folder: Path, layout: Manifest, number: int, tell: Callable[[int], None]) -> None:
+    def build(self, folder: Path, manifest: Manifest, number: int, tell: Callable[[int], None]) -> None:
         """Make one file of a cache.
 
         Args:
             folder: The cache.
-            layout: What it is to hold.
-            number: Which file.
+            manifest: The cache's manifest.
+            number: The number of the file.
             tell: Called now and then with the number of rows made since the last call.
 
         Raises:
             DataError: A sample can't be made, or is unlike the first one.
             OSError: The file system refused.
         """
-        span = layout.span(number)
-        columns = {field.name: torch.empty((len(span), *field.shape), dtype=field.dtype) for field in layout.fields}
+        span = manifest.span(number)
+        columns = {field.name: torch.empty((len(span), *field.shape), dtype=field.dtype) for field in manifest.fields}
         told, spoken = 0, monotonic()
         for position, row in enumerate(span):
-            copy, index = divmod(row, layout.rows)
+            copy, index = divmod(row, manifest.rows)
             structure, leaves = self.sample(index, copy)
-            check_alike(layout.structure, layout.fields, structure, leaves, index)
+            check_alike(manifest.structure, manifest.fields, structure, leaves, index)
             for name, column in columns.items():
                 column[position] = leaves[name]
             if monotonic() - spoken > _INTERVAL:
                 tell(position + 1 - told)
                 told, spoken = position + 1, monotonic()
-        shards.write(folder, layout, number, columns)
+        write_shard(folder, manifest, number, columns)
         tell(len(span) - told)
 
 
@@ -96,8 +96,8 @@ def probe(maker: Maker, rows: int) -> str:
     """A hash of the first, the middle and the last sample.
 
     Args:
-        maker: What makes them.
-        rows: How many there are.
+        maker: Makes them.
+        rows: The number of samples.
     """
     digest = hashlib.sha256()
     for index in (0, rows // 2, rows - 1):

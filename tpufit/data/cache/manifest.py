@@ -1,10 +1,9 @@
-"""What a cache holds and how it is laid out on disk: the file `meta.json`, and arithmetic on it."""
+"""`Manifest`: what a cache holds, and its layout on disk. It is the file `meta.json`, and arithmetic on it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,44 +17,45 @@ from .schema import Field
 
 _FORMAT = 1
 _META = "meta.json"
+_CURE = "Copy the folder again from where it is good, or delete it and make the cache again"
 _MIB = 1 << 20
-# What has a checksum of its own.
+# The size of a block, which has a checksum of its own.
 _BLOCK = 2 * _MIB
 # A cache that would fit a file or two is cut into more, if they hold enough rows: a file is what a worker makes at
 # once, and what a kill costs.
 _FILES = 16
 _ROWS = 1024
 
-# What a cache was made of, and how to call it in an error.
+# What a cache was made of: its words in an error, and True to show the two values there.
 _ORIGINS = {
-    "rows": "the number of samples",
-    "copies": "copies",
-    "seed": "seed",
-    "version": "version",
-    "source": "source (its class, its code or its settings)",
-    "transform": "transform (its code or its settings)",
-    "structure": "how a sample is built",
-    "fields": "the shapes and dtypes of a sample",
-    "probe": "the samples themselves: the first, the middle or the last one",
+    "rows": ("the number of samples", True),
+    "copies": ("copies", True),
+    "seed": ("seed", True),
+    "version": ("version", True),
+    "source": ("source (its class, its code or its settings)", True),
+    "transform": ("transform (its code or its settings)", True),
+    "structure": ("how a sample is built", False),
+    "fields": ("the shapes and dtypes of a sample", False),
+    "probe": ("the samples themselves: the first, the middle or the last one", False),
 }
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a cache holds, and how.
+    """The contents and the layout of a cache.
 
     Attributes:
-        rows: How many samples the source has.
-        copies: How many variants of each are kept. Copy c of sample i is row `c * rows + i` of the cache.
-        seed: What their random numbers come from.
+        rows: The number of the source's samples.
+        copies: The number of variants of each. Copy c of sample i is row `c * rows + i` of the cache.
+        seed: The seed of their random numbers.
         version: The user's own version.
-        source: What the source was, in short.
-        transform: What the transform was, in short.
+        source: The source, in short.
+        transform: The transform, in short.
         probe: A hash of some samples, or None if they can't be made alike twice.
-        structure: How a sample is built, as `flatten` gives it.
+        structure: The structure of a sample, as `flatten` gives it.
         fields: The leaves of a sample.
-        rows_per_file: How many rows a file holds; the last one may hold fewer.
-        rows_per_block: How many rows of a file are checked at once.
+        rows_per_file: The number of rows in a file; the last one may hold fewer.
+        rows_per_block: The number of rows of a file that have one checksum.
     """
 
     rows: int
@@ -70,9 +70,45 @@ class Manifest:
     rows_per_file: int
     rows_per_block: int
 
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """Read `meta.json`.
+
+        Args:
+            folder: The cache.
+
+        Returns:
+            The manifest, or None if there is no cache.
+
+        Raises:
+            CacheDamagedError: The file is not as it was written.
+            CacheError: Another version of tpufit wrote it, in another format.
+        """
+        path = folder / _META
+        try:
+            plain = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise CacheDamagedError(f"{path} is damaged ({error}). {_CURE}") from error
+        if isinstance(plain, dict) and plain.pop("format", _FORMAT) != _FORMAT:
+            raise CacheError(
+                f"{path} has a format that this version of tpufit doesn't know. Make the cache again elsewhere"
+            )
+        if not isinstance(plain, dict) or plain.pop("fingerprint", None) != _hash(plain):
+            raise CacheDamagedError(f"{path} is damaged: its fingerprint doesn't fit. {_CURE}")
+        fields = [Field(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in plain["fields"]]
+        return cls(**plain | {"fields": tuple(fields)})
+
+    def write(self, folder: Path) -> None:
+        """Write `meta.json` into a folder."""
+        text = json.dumps({"format": _FORMAT, "fingerprint": self.fingerprint, **self._plain}, indent=1)
+        with replacing(folder / _META) as draft:
+            draft.write_text(text + "\n")
+
     @property
     def files(self) -> int:
-        """How many files there are."""
+        """The number of files."""
         return -(-self.rows * self.copies // self.rows_per_file)
 
     @property
@@ -83,14 +119,15 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """A hash of all the above."""
-        return _hash(_plain(self))
+        return _hash(self._plain)
+
+    @property
+    def _plain(self) -> dict[str, Any]:
+        fields = [[field.name, dtype_name(field.dtype), list(field.shape)] for field in self.fields]
+        return {**vars(self), "fields": fields}
 
     def name(self, number: int) -> str:
-        """What a file is called.
-
-        Args:
-            number: Which one, from 0.
-        """
+        """The name of a file, by its number from 0."""
         return f"shard-{number:05d}-of-{self.files:05d}.safetensors"
 
     def span(self, number: int) -> range:
@@ -98,14 +135,31 @@ class Manifest:
         first = number * self.rows_per_file
         return range(first, min(first + self.rows_per_file, self.rows * self.copies))
 
+    def missing(self, folder: Path) -> list[int]:
+        """The numbers of the files that are still to be made. One that is there is finished."""
+        return [number for number in range(self.files) if not (folder / self.name(number)).exists()]
+
+    def differences(self, now: Manifest) -> list[str]:
+        """Say what has changed since; a probe that can't be repeated tells nothing.
+
+        Args:
+            now: The manifest of a cache that were made now.
+        """
+        found = []
+        for name, (words, shown) in _ORIGINS.items():
+            then, value = getattr(self, name), getattr(now, name)
+            if then != value and not (name == "probe" and None in (then, value)):
+                found.append(f"{words}: {then!r} then, {value!r} now" if shown else words)
+        return found
+
 
 def cut(rows: int, row_bytes: int, file_mb: float) -> tuple[int, int]:
-    """How many rows a file and a block hold.
+    """Cut a cache into files and blocks.
 
     Args:
-        rows: How many rows there are in all.
-        row_bytes: Their size.
-        file_mb: How large a file may be, in MiB.
+        rows: The number of all rows.
+        row_bytes: The size of a row.
+        file_mb: The largest size of a file, in MiB.
 
     Returns:
         `(rows_per_file, rows_per_block)`.
@@ -122,75 +176,5 @@ def cut(rows: int, row_bytes: int, file_mb: float) -> tuple[int, int]:
     return rows_per_file, min(rows_per_file, max(1, _BLOCK // max(1, row_bytes)))
 
 
-def differences(old: Manifest, new: Manifest) -> list[str]:
-    """What has changed between two origins, in words; a probe that can't be repeated tells nothing.
-
-    Args:
-        old: What a cache was made of.
-        new: What it would be made of now.
-    """
-    found = []
-    for name, words in _ORIGINS.items():
-        before, now = getattr(old, name), getattr(new, name)
-        if before == now or (name == "probe" and None in (before, now)):
-            continue
-        shown = name in ("rows", "copies", "seed", "version", "source", "transform")
-        found.append(f"{words}: {before!r} then, {now!r} now" if shown else words)
-    return found
-
-
-def write(folder: Path, layout: Manifest) -> None:
-    """Write `meta.json`.
-
-    Args:
-        folder: The cache.
-        layout: What it is to hold.
-    """
-    plain = _plain(layout)
-    text = json.dumps({"format": _FORMAT, "fingerprint": _hash(plain), **plain}, indent=1)
-    with replacing(folder / _META) as draft:
-        draft.write_text(text + "\n")
-
-
-def read(folder: Path) -> Manifest | None:
-    """Read `meta.json`.
-
-    Args:
-        folder: The cache.
-
-    Returns:
-        What the cache holds, or None if there is no cache.
-
-    Raises:
-        CacheDamagedError: The file is not as it was written.
-        CacheError: Another version of tpufit wrote it, in another format.
-    """
-    path = folder / _META
-    try:
-        plain = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise CacheDamagedError(f"{path} is damaged ({error}). {_CURE}") from error
-    if isinstance(plain, dict) and plain.pop("format", _FORMAT) != _FORMAT:
-        raise CacheError(f"{path} has a format that this version of tpufit doesn't know. Make the cache anew elsewhere")
-    if not isinstance(plain, dict) or plain.pop("fingerprint", None) != _hash(plain):
-        raise CacheDamagedError(f"{path} is damaged: its fingerprint doesn't fit. {_CURE}")
-    plain["fields"] = tuple(_field(*field) for field in plain["fields"])
-    return Manifest(**plain)
-
-
-_CURE = "Copy the folder again from where it is good, or delete it and make the cache anew"
-
-
-def _plain(layout: Manifest) -> dict[str, Any]:
-    fields = [[field.name, dtype_name(field.dtype), list(field.shape)] for field in layout.fields]
-    return {**vars(layout), "fields": fields}
-
-
-def _field(name: str, dtype: str, shape: list[int]) -> Field:
-    return Field(name, getattr(torch, dtype), tuple(shape))
-
-
-def _hash(plain: Mapping[str, Any]) -> str:
+def _hash(plain: Any) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Samples as a cache keeps them: nests of tuples, lists and dicts whose leaves are tensors of fixed shape and dtype."""
+"""The form of samples in a cache: nests of tuples, lists and dicts, whose leaves have a fixed shape and dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Field:
     """One leaf of every sample.
 
     Attributes:
-        name: How Python would reach it: `sample[0]['image']`.
+        name: The expression that reaches it: `sample[0]['image']`.
         dtype: Its dtype.
         shape: Its shape in one sample.
     """
@@ -57,14 +57,14 @@ def flatten(sample: Any, index: int) -> tuple[Any, dict[str, Tensor]]:
 
     Args:
         sample: A tensor, array or number, or a nest of tuples, lists and dicts of them.
-        index: Which sample it is, for errors.
+        index: The sample's number, for errors.
 
     Returns:
         Its structure and its leaves by name. The structure is the nest with names for leaves, as JSON can hold it: a
         sequence begins with its kind. Numbers become bool, int64 and float32.
 
     Raises:
-        DataError: A leaf that a cache can't keep.
+        DataError: A cache can't keep one of its leaves.
 
     Example:
         >>> structure, leaves = flatten(({"image": np.zeros(3, np.uint8)}, 7), index=0)
@@ -90,8 +90,8 @@ def nest(structure: Any, leaves: Mapping[str, Any]) -> Any:
     """Put a nest together again.
 
     Args:
-        structure: What `flatten` gave.
-        leaves: What to put in the places of the names.
+        structure: The structure that `flatten` gave.
+        leaves: A leaf for each name.
 
     Example:
         >>> nest(["tuple", "sample[0]", {"y": "sample[1]['y']"}], {"sample[0]": 1, "sample[1]['y']": 2})
@@ -107,14 +107,14 @@ def nest(structure: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def check_alike(structure: Any, fields: Sequence[Field], other: Any, leaves: Mapping[str, Tensor], index: int) -> None:
-    """Make sure that a sample is like the first one.
+    """Make sure that a sample has the structure, the shapes and the dtypes of the first one.
 
     Args:
-        structure: The first sample's.
-        fields: The first sample's.
+        structure: The structure of the first sample.
+        fields: The leaves of the first sample.
         other: The structure of the sample.
-        leaves: Its leaves.
-        index: Which sample it is.
+        leaves: The leaves of the sample.
+        index: The sample's number.
 
     Raises:
         DataError: It is not; the message names the sample, the field and both forms.

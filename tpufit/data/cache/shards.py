@@ -22,26 +22,28 @@ Columns = dict[str, NDArray[Any]]  # the bits of some rows by the fields' names,
 _NOTE = "tpufit"
 
 
-def write(folder: Path, layout: Manifest, number: int, columns: Mapping[str, Tensor]) -> None:
-    """Write one file, so that it is whole or not there.
+def write_shard(folder: Path, manifest: Manifest, number: int, columns: Mapping[str, Tensor]) -> None:
+    """Write one file of a cache. It is whole or not there.
 
     Args:
-        folder: The cache.
-        layout: What it holds.
-        number: Which file.
+        folder: The cache's folder.
+        manifest: The cache's manifest.
+        number: The number of the file.
         columns: Its rows by the fields' names, each of shape `(rows, *shape)`.
 
     Raises:
         OSError: The file system refused. With an errno of `files.DISK_FULL` there is no room.
     """
     checksums = {
-        field.name: [zlib.crc32(rows.data) for rows in _blocks(field.bits(columns[field.name]), layout.rows_per_block)]
-        for field in layout.fields
+        field.name: [
+            zlib.crc32(rows.data) for rows in _blocks(field.bits(columns[field.name]), manifest.rows_per_block)
+        ]
+        for field in manifest.fields
     }
-    note = json.dumps({"fingerprint": layout.fingerprint, "number": number, "crc32": checksums})
+    note = json.dumps({"fingerprint": manifest.fingerprint, "number": number, "crc32": checksums})
     # One note only: safetensors writes several in an order that changes, and files are to be the same byte for byte.
     notes = {_NOTE: f"{zlib.crc32(note.encode())} {note}"}
-    with replacing(folder / layout.name(number)) as draft:
+    with replacing(folder / manifest.name(number)) as draft:
         write_tensors(draft, columns, notes)
 
 
@@ -49,9 +51,9 @@ class Shard:
     """A file of a cache, mapped into memory. Its size and header are checked at once, its rows when asked.
 
     Args:
-        folder: The cache.
-        layout: What it holds.
-        number: Which file.
+        folder: The cache's folder.
+        manifest: The cache's manifest.
+        number: The number of the file.
 
     Attributes:
         name: The file's name.
@@ -61,11 +63,11 @@ class Shard:
         CacheDamagedError: The file is cut short, or is another one than it should be.
     """
 
-    def __init__(self, folder: Path, layout: Manifest, number: int) -> None:
-        self.name = layout.name(number)
+    def __init__(self, folder: Path, manifest: Manifest, number: int) -> None:
+        self.name = manifest.name(number)
         self._path = folder / self.name
-        self._layout = layout
-        self._rows = len(layout.span(number))
+        self._manifest = manifest
+        self._rows = len(manifest.span(number))
         try:
             # Not the mapping but the size is what protects: to read past the end of a file is the end of the process.
             with safetensors.safe_open(self._path, framework="pt") as file:
@@ -75,12 +77,12 @@ class Shard:
         checksum, _, text = notes.get(_NOTE, "").partition(" ")
         note = json.loads(text) if checksum == str(zlib.crc32(text.encode())) else {}
         forms = {name: (column.dtype, tuple(column.shape)) for name, column in tensors.items()}
-        if (note.get("fingerprint"), note.get("number")) != (layout.fingerprint, number) or forms != {
-            field.name: (field.dtype, (self._rows, *field.shape)) for field in layout.fields
+        if (note.get("fingerprint"), note.get("number")) != (manifest.fingerprint, number) or forms != {
+            field.name: (field.dtype, (self._rows, *field.shape)) for field in manifest.fields
         }:
             raise self._damaged("its header is not what was written under this name")
         self._checksums: dict[str, list[int]] = note["crc32"]
-        self.columns = {field.name: field.bits(tensors[field.name]) for field in layout.fields}
+        self.columns = {field.name: field.bits(tensors[field.name]) for field in manifest.fields}
 
     def check(self, columns: Columns | None = None) -> None:
         """Compare all rows with their checksums.
@@ -92,15 +94,15 @@ class Shard:
             CacheDamagedError: Some are not what was written.
         """
         for name, column in (self.columns if columns is None else columns).items():
-            for block, rows in enumerate(_blocks(column, self._layout.rows_per_block)):
+            for block, rows in enumerate(_blocks(column, self._manifest.rows_per_block)):
                 if zlib.crc32(rows.data) != self._checksums[name][block]:
-                    first = block * self._layout.rows_per_block
+                    first = block * self._manifest.rows_per_block
                     last = first + len(rows) - 1
                     raise self._damaged(f"{name} of its rows {first} to {last} is not what was written")
 
     def _damaged(self, what: str) -> CacheDamagedError:
         return CacheDamagedError(
-            f"{self._path} is damaged: {what}. warm_up(repair=True) makes such files anew; where there is no source, "
+            f"{self._path} is damaged: {what}. warm_up(repair=True) makes such files again; where there is no source, "
             "copy the file again from where it is good"
         )
 

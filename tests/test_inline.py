@@ -1,6 +1,5 @@
 """Quick data are read without a thread, from the second pass on: the same batches, errors and results."""
 
-import sys
 import threading
 import time
 
@@ -11,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tpufit
-from tpufit.data import stream
-from tpufit.data.inline import Direct
+from tpufit.data import inline, stream
+from tpufit.data.inline import InlineReader, ReadTimes
 
 pytestmark = pytest.mark.cores(1)
 
@@ -44,15 +43,15 @@ def fit(data, epochs=3, **options):
 @pytest.fixture
 def generous(monkeypatch):
     """A machine that is busy with other things may take a millisecond for what is quick."""
-    monkeypatch.setattr(sys.modules["tpufit.data.stream"], "_QUICK", 0.02)
-    monkeypatch.setattr(sys.modules["tpufit.data.stream"], "_WAITS", 0.02)
+    monkeypatch.setattr(inline, "_QUICK", 0.02)
+    monkeypatch.setattr(inline, "_WAITS", 0.02)
 
 
 def test_quick_data_are_read_by_the_loop_itself_from_the_second_pass_on(generous):
     quick, slow = Batches(), Batches(0.03)
     assert fit(quick) == fit(slow) == fit(DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), 16))
-    assert quick.threads == ["tpufit-feed", "MainThread", "MainThread"]
-    assert slow.threads == ["tpufit-feed"] * 3
+    assert quick.threads == ["tpufit-prefetch", "MainThread", "MainThread"]
+    assert slow.threads == ["tpufit-prefetch"] * 3
 
 
 def test_data_that_have_become_slow_get_their_thread_back_for_good(generous):
@@ -63,7 +62,7 @@ def test_data_that_have_become_slow_get_their_thread_back_for_good(generous):
             data.seconds = 0.03 if epoch == 1 else 0
 
     fit(data, 5, callbacks=[Slower()])
-    assert data.threads == ["tpufit-feed", "MainThread", "tpufit-feed", "tpufit-feed", "tpufit-feed"]
+    assert data.threads == ["tpufit-prefetch", "MainThread", "tpufit-prefetch", "tpufit-prefetch", "tpufit-prefetch"]
 
 
 def test_an_error_in_quick_data_is_raised_where_it_happened(generous):
@@ -88,11 +87,11 @@ def test_an_error_in_quick_data_is_raised_where_it_happened(generous):
 )
 def test_some_data_always_have_their_thread(data):
     source = stream(data)
-    source.note_pace(0.0, 0.0, 1000)
-    assert not source.quick
+    source.pace.note(ReadTimes(1000))
+    assert not source.pace.quick
     goes_on = stream(X, Y, steps=3)
-    goes_on.note_pace(0.0, 0.0, 1000)
-    assert not goes_on.quick
+    goes_on.pace.note(ReadTimes(1000))
+    assert not goes_on.pace.quick
 
 
 def test_quick_is_measured_by_enough_batches():
@@ -106,8 +105,8 @@ def test_quick_is_measured_by_enough_batches():
     ]
     for busy, computed, batches, quick in paces:
         source = stream(X, Y)
-        source.note_pace(busy * batches, computed * batches, batches)
-        assert source.quick is quick
+        source.pace.note(ReadTimes(batches, busy=busy * batches, computed=computed * batches))
+        assert source.pace.quick is quick
 
 
 def test_it_closes_a_generator_and_counts():
@@ -119,15 +118,19 @@ def test_it_closes_a_generator_and_counts():
         finally:
             closed.append(1)
 
-    with Direct(batches(), str) as feed:
+    with InlineReader(batches(), str) as feed:
         assert [next(feed), next(feed)] == ["0", "1"]
         with feed.paused():
             assert next(feed) == "2"
-        assert feed.given == 3 and 0 <= feed.seconds_waited <= feed.seconds_busy == feed.seconds_computed
+        times = feed.times
+        assert times.batches == 3 and 0 <= times.waited <= times.busy == times.computed
     assert closed == [1]
     assert list(feed) == []
 
 
 def test_a_stop_in_prepare_is_an_error():
-    with Direct([1], lambda batch: next(iter(()))) as feed, pytest.raises(RuntimeError, match="prepare raised Stop"):
+    with (
+        InlineReader([1], lambda batch: next(iter(()))) as feed,
+        pytest.raises(RuntimeError, match="prepare raised Stop"),
+    ):
         list(feed)

@@ -1,4 +1,4 @@
-"""The feed: batches in order, each once; errors at their place; no thread left behind, however it ends."""
+"""Prefetcher: batches in order, each once; errors at their place; no thread left behind, however it ends."""
 
 import gc
 import signal
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpufit.data import prefetch as feed_module
+from tpufit.data import prefetch
 from tpufit.data.prefetch import Prefetcher
 from tpufit.errors import ArgumentError
 
@@ -39,7 +39,7 @@ def _no_thread_is_left(_no_test_hangs):
 
 
 def feed_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "tpufit-feed"]
+    return [thread for thread in threading.enumerate() if thread.name == "tpufit-prefetch"]
 
 
 def becomes(condition):
@@ -86,7 +86,7 @@ class Gate:
 def test_every_batch_once_and_in_order(length, depth, generator):
     batches = (i for i in range(length)) if generator else range(length)
     feed = Prefetcher(batches, lambda batch: (batch, threading.current_thread().name), depth)
-    assert list(feed) == [(i, "tpufit-feed") for i in range(length)]
+    assert list(feed) == [(i, "tpufit-prefetch") for i in range(length)]
     assert list(feed) == []
     assert not feed_threads()  # the end was waited for
 
@@ -229,11 +229,11 @@ def test_seconds_waited():
 
     with Prefetcher(slow(), same) as feed:
         list(feed)
-        assert 0.1 < feed.seconds_waited < SOON
+        assert 0.1 < feed.times.waited < SOON
     with Prefetcher(range(3), same, depth=3) as feed:
         assert becomes(lambda: feed._lane.ready.qsize() == 3)
         next(feed), next(feed), next(feed)
-        assert feed.seconds_waited == 0
+        assert feed.times.waited == 0
 
 
 # Ending
@@ -255,7 +255,7 @@ def test_close_in_the_middle(taken, depth):
     feed.close()
     assert source.read == read
     # A generator that was not started has nothing to finish.
-    assert source.closed_in == ("tpufit-feed" if read else None)
+    assert source.closed_in == ("tpufit-prefetch" if read else None)
 
 
 def test_only_a_generator_is_closed():
@@ -275,7 +275,7 @@ def test_a_with_block_left_by_an_error_stops_the_thread():
         next(feed)
         1 / 0  # noqa: B018
     assert not feed_threads()
-    assert source.closed_in == "tpufit-feed"
+    assert source.closed_in == "tpufit-prefetch"
 
 
 def test_a_dropped_feed_ends_its_thread():
@@ -286,7 +286,7 @@ def test_a_dropped_feed_ends_its_thread():
     del feed
     assert gone() is None
     assert becomes(lambda: not feed_threads())
-    assert source.closed_in == "tpufit-feed"
+    assert source.closed_in == "tpufit-prefetch"
 
 
 def test_a_feed_dropped_in_a_cycle_ends_its_thread():
@@ -302,7 +302,7 @@ def test_a_feed_dropped_in_a_cycle_ends_its_thread():
 
 
 def test_close_while_the_data_block(monkeypatch):
-    monkeypatch.setattr(feed_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(prefetch, "_PATIENCE", 0.05)
     gate, prepared = Gate(), []
     feed = Prefetcher(gate, prepared.append)
     next(feed)
@@ -350,7 +350,7 @@ def test_what_is_ready_can_be_had_in_a_pause():
         assert becomes(lambda: feed._lane.ready.qsize() == 3)
         with feed.paused():
             assert [next(feed) for _ in range(3)] == [0, 1, 2]
-            with pytest.raises(RuntimeError, match="no batch is ready and the feed is paused"):
+            with pytest.raises(RuntimeError, match="no batch is ready in a pause"):
                 next(feed)
         assert list(feed) == list(range(3, 10))
 
@@ -371,7 +371,7 @@ def test_close_in_a_pause_does_not_wait():
         next(feed)
         assert becomes(lambda: source.read == 2)  # the thread has it, and waits for the end of the pause
         feed.close()
-    assert time.monotonic() - began < feed_module._PATIENCE
+    assert time.monotonic() - began < prefetch._PATIENCE
     assert becomes(lambda: not feed_threads())
     assert prepared == [0]
 
@@ -383,14 +383,14 @@ def test_ctrl_c_ends_a_wait_at_once(run_python):
     result = run_python(
         """
         import os, signal, threading, time
-        from tpufit.data.feed import Feed
+        from tpufit.data.prefetch import Prefetcher
 
         go = threading.Event()
         def data():
             go.wait(60)
             yield "the batch"
 
-        feed = Feed(data(), str)
+        feed = Prefetcher(data(), str)
         def press():
             time.sleep(0.5)
             pressed.append(time.monotonic())
@@ -401,7 +401,7 @@ def test_ctrl_c_ends_a_wait_at_once(run_python):
             next(feed)
         except KeyboardInterrupt:
             took = time.monotonic() - pressed[0]
-        print(took < 1 and feed.seconds_waited > 0.3)
+        print(took < 1 and feed.times.waited > 0.3)
         go.set()
         print(list(feed))  # nothing was lost
         """,
@@ -415,17 +415,17 @@ def test_the_interpreter_exits_while_the_data_block_for_ever(run_python):
     result = run_python(
         """
         import threading
-        from tpufit.data.feed import Feed
+        from tpufit.data.prefetch import Prefetcher
 
         def data():
             yield 1
             threading.Event().wait()
 
-        open, dropped, closed = feeds = [Feed(data(), str) for _ in range(3)]
+        open, dropped, closed = feeds = [Prefetcher(data(), str) for _ in range(3)]
         print(*map(next, feeds))
         closed.close()
         del dropped, feeds
-        print([thread.name for thread in threading.enumerate()].count("tpufit-feed"))
+        print([thread.name for thread in threading.enumerate()].count("tpufit-prefetch"))
         """,
         timeout=60,
     )
@@ -437,10 +437,10 @@ def test_the_interpreter_exits_while_the_thread_is_inside_torch(run_python):
     result = run_python(
         """
         import itertools, torch
-        from tpufit.data.feed import Feed
+        from tpufit.data.prefetch import Prefetcher
 
         square = torch.randn(700, 700)
-        feed = Feed(itertools.count(), lambda batch: (square @ square).sum(), depth=10**6)
+        feed = Prefetcher(itertools.count(), lambda batch: (square @ square).sum(), depth=10**6)
         next(feed)
         """,
         timeout=60,
@@ -452,10 +452,10 @@ def test_a_fork_changes_nothing(run_python):
     result = run_python(
         """
         import os, time, warnings
-        from tpufit.data.feed import Feed
+        from tpufit.data.prefetch import Prefetcher
 
         warnings.simplefilter("ignore", DeprecationWarning)  # since Python 3.12: a fork of a process with threads
-        feed = Feed(range(5), int)
+        feed = Prefetcher(range(5), int)
         got = [next(feed)]
         while feed._lane.ready.qsize() < 2:
             time.sleep(0.001)
@@ -481,7 +481,7 @@ def test_a_loader_whose_workers_are_forked_from_the_thread(run_python):
         """
         import torch, warnings
         from torch.utils.data import DataLoader, Dataset
-        from tpufit.data.feed import Feed
+        from tpufit.data.prefetch import Prefetcher
 
         warnings.simplefilter("ignore", DeprecationWarning)
         class Rows(Dataset):
@@ -492,7 +492,7 @@ def test_a_loader_whose_workers_are_forked_from_the_thread(run_python):
                     raise ValueError("row 6 is bad")
                 return i
 
-        with Feed(DataLoader(Rows(), batch_size=2, num_workers=1), torch.Tensor.tolist) as feed:
+        with Prefetcher(DataLoader(Rows(), batch_size=2, num_workers=1), torch.Tensor.tolist) as feed:
             try:
                 for batch in feed:
                     print(batch)

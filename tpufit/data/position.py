@@ -1,0 +1,116 @@
+"""Positions in the data: noted for each batch that is read, kept in checkpoints, and gone back to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ..utils.random import RNGState
+from .batches import as_tensors
+from .sources import Source
+
+# How far behind the batches read one may ask for a position: more than are ever read ahead.
+_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position between two batches.
+
+    Attributes:
+        batches: The number of batches of the epoch that come before.
+        number: The number of the pass over the data.
+        offset: The offset in that pass, as the source counts.
+        own: The data's own account of their position, if they keep one.
+        begun: The random numbers' state when the pass began, where it is kept.
+        draws: The random numbers' state here, with nothing more read, where it is kept.
+    """
+
+    batches: int = 0
+    number: int = 0
+    offset: int = 0
+    own: dict[str, Any] | None = None
+    begun: RNGState | None = None
+    draws: RNGState | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same as plain values, which JSON can hold."""
+        states = {"begun": self.begun, "draws": self.draws}
+        plain = vars(self) | {name: state and state.state_dict() for name, state in states.items()}
+        return plain | {"place": plain.pop("offset")}  # its name in checkpoints, also in old ones
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Position:
+        """Make a position of the plain values that `state_dict` gave."""
+        known = {name: state[name] for name in ("batches", "number", "own") if name in state}
+        random: dict[str, Any] = {name: RNGState.of(state[name]) for name in ("begun", "draws") if state.get(name)}
+        return cls(**known, offset=state.get("place", 0), **random)
+
+
+class PositionLog:
+    """Notes the position after each batch of an epoch. It never holds a batch: a cache uses its memory again.
+
+    Args:
+        source: The source of the batches.
+
+    Attributes:
+        resumed: The position where the next epoch is to begin, after a resumption.
+        passes: The number of passes that have been read to their end.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.resumed: Position | None = None
+        self.passes = 0
+        self._source = source
+        self._begun: RNGState | None = None  # the random numbers' state when the pass began
+        self._positions: deque[Position] = deque([Position()], maxlen=_KEPT)  # of this epoch
+
+    @property
+    def last(self) -> Position:
+        """The position after the last batch that was read."""
+        return self._positions[-1]
+
+    def at(self, batches: int) -> Position | None:
+        """The position after so many batches of the epoch, or None if they were not read."""
+        positions = tuple(self._positions)  # the prefetcher's thread may be adding to them
+        return next((position for position in positions if position.batches == batches), None)
+
+    def begin_epoch(self, usual: Position) -> Position:
+        """Begin an epoch.
+
+        Args:
+            usual: The position where it begins, if it isn't resumed.
+
+        Returns:
+            The position where it does begin.
+        """
+        begin, self.resumed = self.resumed or usual, None
+        self._positions.clear()
+        self._positions.append(begin)
+        return begin
+
+    def read(self, begin: Position, keeps_draws: bool) -> Iterator[Any]:
+        """Read a pass over the data with the random numbers that it had, and note the position after each batch.
+
+        Args:
+            begin: The position where it begins.
+            keeps_draws: True to keep the random numbers' state with the positions.
+        """
+        source = self._source
+        if begin.begun is not None:
+            begin.begun.restore(source.generators)  # the batches to skip are drawn again, as a loader's order is
+        self._begun = RNGState.now(source.generators) if keeps_draws and source.draws else None
+        if begin is self.last:  # nothing has been read yet, and what is read ahead may never be used
+            self._positions[-1] = replace(begin, begun=self._begun, draws=begin.draws or self._begun)
+        skipped = partial(begin.draws.restore, source.generators) if begin.draws is not None else lambda: None
+        return map(partial(self._note, begin.number), source.batches(begin.number, begin.offset, skipped))
+
+    def _note(self, number: int, located: tuple[int, Any]) -> Any:
+        offset, batch = located
+        draws = None if self._begun is None else RNGState.now(self._source.generators)
+        own = self._source.state_dict()
+        self._positions.append(Position(self.last.batches + 1, number, offset, own, self._begun, draws))
+        return as_tensors(batch)
