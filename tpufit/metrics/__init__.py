@@ -1,5 +1,11 @@
-"""Metrics by name, torchmetrics objects, and their sums over a pass."""
+"""Metrics by name, torchmetrics objects, and their sums over a pass.
 
-from .metric import NAMES, LazyLogs, Metric, MetricsArgument, PassMetrics, build, first_bad
+`build` reads the arguments of `compile`; `named` holds the metrics by name, a row each. A `Metric` takes the batches of
+its output; `PassMetrics` sums a pass over the data, inside the steps' graphs, and `LazyLogs` reads the sums.
+"""
 
-__all__ = ["NAMES", "LazyLogs", "Metric", "MetricsArgument", "PassMetrics", "build", "first_bad"]
+from .build import MetricsArgument, build
+from .lazy_logs import LazyLogs
+from .metric import Metric
+from .named import NAMES
+from .pass_metrics import PassMetrics, first_bad

@@ -1,0 +1,85 @@
+"""`build`: the metrics of a model, from the arguments of `compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torchmetrics
+
+from ..errors import ArgumentError
+from ..losses import Output, check_form, output_name
+from .metric import Metric, MetricArgument
+
+OneOutputs = Sequence[MetricArgument] | Mapping[str, MetricArgument] | MetricArgument | None
+MetricsArgument = OneOutputs | Mapping[str, OneOutputs] | Sequence[OneOutputs]
+
+
+def build(
+    metrics: MetricsArgument,
+    weighted: MetricsArgument = None,
+    outputs: Sequence[Output] | None = None,
+    ignored: Callable[[Output | None], int | None] | None = None,
+) -> list[Metric]:
+    """Build the metrics of a model.
+
+    Args:
+        metrics: Names and torchmetrics objects in a list, or by the name they shall have in a dict; or just one. For
+            several outputs, such metrics for each in a dict or list, one of whose values at least is a list or dict.
+        weighted: Metrics that take weights, in the same forms.
+        outputs: The outputs of the loss, if it has several: then metrics are by output in any case.
+        ignored: Gives the label that an output's loss leaves out, or None: `Loss.ignored`.
+
+    Raises:
+        UnknownNameError, ArgumentError: See `Metric`; or two metrics have one name, or they are not of the loss's form.
+
+    Example:
+        >>> [m.name for m in build(["accuracy", torchmetrics.MeanSquaredError()], ["accuracy"])]
+        ['accuracy', 'mean_squared_error', 'weighted_accuracy']
+        >>> [m.name for m in build({"a": ["accuracy"], "b": "mae"})], [m.name for m in build({"top": "accuracy"})]
+        (['a_accuracy', 'b_mae'], ['top'])
+    """
+    built: list[Metric] = []
+    for argument, given in (("metrics", metrics), ("weighted_metrics", weighted)):
+        taken = {metric.name for metric in built}
+        for output, name, metric in _each(given, outputs, argument):
+            one = Metric(
+                metric, name, output, argument == "weighted_metrics", ignored(output) if ignored is not None else None
+            )
+            if one.name in taken:
+                one.mark_weighted()
+            built.append(one)
+    names = ["loss", *(f"{output_name(output)}_loss" for output in outputs or ()), *(metric.name for metric in built)]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise ArgumentError(
+            f"each metric needs a name of its own, but {doubled} is taken more than once. Pass a dict: "
+            "metrics={'top1': ..., 'top5': ...}"
+        )
+    return built
+
+
+def _each(
+    metrics: Any, outputs: Sequence[Output] | None, argument: str
+) -> Iterator[tuple[Output | None, str | None, Any]]:
+    """Each metric of an argument of `compile`, with its output and the name that a dict gives it."""
+    for output, own in _by_output(metrics, outputs, argument):
+        if isinstance(own, (Mapping, torchmetrics.MetricCollection)):
+            yield from ((output, name, metric) for name, metric in own.items())
+        else:
+            several = own if isinstance(own, (list, tuple)) else [own]
+            yield from ((output, None, metric) for metric in several if metric is not None)
+
+
+def _by_output(metrics: Any, outputs: Sequence[Output] | None, argument: str) -> list[tuple[Output | None, Any]]:
+    """The metrics of each output; the output is None if there is only one."""
+    if metrics is None:
+        return []
+    if outputs:
+        check_form(metrics, outputs, argument, ())
+    pairs: list[tuple[Output | None, Any]] = []
+    if isinstance(metrics, (Mapping, list, tuple)):
+        pairs = list(metrics.items() if isinstance(metrics, Mapping) else enumerate(metrics))
+    if outputs or any(isinstance(own, (Mapping, list, tuple)) for _, own in pairs):
+        return pairs
+    return [(None, metrics)]

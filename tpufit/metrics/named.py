@@ -1,0 +1,161 @@
+"""Metrics by name: one table, a row a name; and `MetricName`, which resolves a name by the shapes of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torchmetrics
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import ArgumentError, UnknownNameError
+from .weighted import WeightedMean, is_correct
+
+
+def _share(classes: int, correct: Tensor) -> Tensor:
+    return correct
+
+
+def _share_of_others(classes: int, correct: Tensor) -> Tensor:
+    """The share of the wrong classes that predictions don't take: a prediction takes none of them, or one."""
+    return 1 - (1 - correct) / (classes - 1)
+
+
+@dataclass(frozen=True)
+class NamedMetric:
+    """A row of the table.
+
+    Attributes:
+        make: The class of torchmetrics.
+        alias: Another name for the same metric.
+        by_task: True if the class takes a task, such as "multiclass", which the shapes of a batch tell.
+        higher_is_better: False if the metric gets better as it falls.
+        value: The value of each element whose weighted mean the metric is; None if it takes no weights.
+        of_labels: `of_labels(classes, correct)`: the metric over all classes together, as torchmetrics' default is, from
+            the number of classes and the share of labels that are predicted. None if it doesn't follow from these.
+    """
+
+    make: Callable[..., torchmetrics.Metric]
+    alias: str = ""
+    by_task: bool = True
+    higher_is_better: bool = True
+    value: Callable[[Tensor, Tensor], Tensor] | None = None
+    of_labels: Callable[[int, Tensor], Tensor] | None = None
+
+
+_error = partial(NamedMetric, by_task=False, higher_is_better=False)
+_l1, _l2 = partial(F.l1_loss, reduction="none"), partial(F.mse_loss, reduction="none")
+TABLE = {
+    "accuracy": NamedMetric(torchmetrics.Accuracy, alias="acc", value=is_correct, of_labels=_share),
+    "auroc": NamedMetric(torchmetrics.AUROC),
+    "f1_score": NamedMetric(torchmetrics.F1Score, alias="f1", of_labels=_share),
+    "mean_absolute_error": _error(torchmetrics.MeanAbsoluteError, alias="mae", value=_l1),
+    "mean_squared_error": _error(torchmetrics.MeanSquaredError, alias="mse", value=_l2),
+    "precision": NamedMetric(torchmetrics.Precision, of_labels=_share),
+    "r2_score": NamedMetric(torchmetrics.R2Score, by_task=False),
+    "recall": NamedMetric(torchmetrics.Recall, of_labels=_share),
+    "specificity": NamedMetric(torchmetrics.Specificity, of_labels=_share_of_others),
+}
+_ROWS = TABLE | {row.alias: row for row in TABLE.values() if row.alias}
+NAMES = sorted(_ROWS)
+
+
+class MetricName:
+    """A metric by name, for the outputs and targets that a training has.
+
+    Args:
+        name: The name.
+        weighted: True if it takes `sample_weight` into account.
+        ignored: The label that the loss leaves out, and so the metric, if there is one.
+
+    Attributes:
+        row: The name's row of the table.
+
+    Raises:
+        UnknownNameError: Nothing goes by that name.
+    """
+
+    def __init__(self, name: str, weighted: bool, ignored: int | None) -> None:
+        if name not in _ROWS:
+            raise UnknownNameError("metric", name, NAMES)
+        self.row = _ROWS[name]
+        self._name, self._weighted, self._ignored = name, weighted, ignored
+        self._masks = False  # True if ignored labels are left out by weights of 0
+        self._classes_at: int | None = None  # the dimension of an output's classes, once a batch has shown it
+
+    def resolve(self, y_pred: Tensor, y: Tensor) -> torchmetrics.Metric:
+        """Make the torchmetrics object that the name means.
+
+        Args:
+            y_pred: The first batch's output, with its classes in dimension 1.
+            y: Its targets.
+
+        Raises:
+            ArgumentError: The shapes tell no task.
+        """
+        row, classes = self.row, _classes(y_pred, y)
+        if classes and row.of_labels is not None and self._ignored is not None:
+            # torchmetrics would pick the labels that count, which the device can't; here the others weigh nothing.
+            self._masks = True
+            dtype = torch.float32 if self._weighted else torch.int64  # whole numbers are exact
+            return WeightedMean(is_correct, dtype, partial(row.of_labels, classes))
+        metric = row.make(**self._task(y_pred, y)) if row.by_task else row.make()
+        return WeightedMean(row.value) if self._weighted and row.value is not None else metric
+
+    def with_classes_first(self, y_pred: Tensor, y: Tensor) -> Tensor:
+        """Move an output's classes to dimension 1, where PyTorch has them, if they are last.
+
+        The first batch settles which of the two they are: a later one may be as long as there are classes.
+        """
+        if not self.row.by_task or y_pred.dim() != y.dim() + 1:
+            return y_pred
+        found = [at for at in (1, y_pred.dim() - 1) if _classes(y_pred.movedim(at, 1), y)]
+        if self._classes_at is None:
+            if not found:
+                return y_pred
+            self._classes_at = found[0]
+        if self._classes_at not in found:
+            raise self._no_task(y_pred, y)
+        return y_pred.movedim(self._classes_at, 1)
+
+    def comparable(self, y_pred: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Make an output and its targets small, and of the shapes that torchmetrics compares."""
+        if not self.row.by_task:
+            return y_pred, y
+        if not _classes(y_pred, y):
+            return y_pred.reshape(y.shape), y.long()
+        # The gathered logits of a language model would be huge; but scores can't be told from the best class.
+        return (y_pred if self.row.of_labels is None else y_pred.argmax(1)), y
+
+    def counted(self, y: Tensor) -> Tensor | None:
+        """The mask of the labels that count, where weights of 0 leave out the others."""
+        return torch.ne(y, self._ignored) if self._masks and self._ignored is not None else None
+
+    def _task(self, y_pred: Tensor, y: Tensor) -> dict[str, object]:
+        """The arguments of the metric's class that the shapes tell."""
+        classes = _classes(y_pred, y)
+        if classes:
+            return {"task": "multiclass", "num_classes": classes, "ignore_index": self._ignored}
+        if y.dim() == 2 and y.is_floating_point() and y_pred.dim() == 2 and y.shape[1] == y_pred.shape[1] > 1:
+            return {"task": "multilabel", "num_labels": y.shape[1]}
+        if y_pred.shape[1:].numel() == y.shape[1:].numel() == 1:
+            return {"task": "binary"}
+        raise self._no_task(y_pred, y)
+
+    def _no_task(self, y_pred: Tensor, y: Tensor) -> ArgumentError:
+        return ArgumentError(
+            f"{self._name!r} can't tell its task from an output of shape {tuple(y_pred.shape)} and a target of shape "
+            f"{tuple(y.shape)} ({y.dtype}). Expected (batch, classes, ...) with integer targets (batch, ...), as "
+            "PyTorch's cross_entropy does; (batch, time, classes) where the first batch can't be taken for that; or "
+            "equal shapes for binary and multilabel. Pass a torchmetrics object instead, e.g. "
+            "torchmetrics.classification.MulticlassAccuracy(num_classes=10)"
+        )
+
+
+def _classes(y_pred: Tensor, y: Tensor) -> int:
+    """The number of classes in dimension 1 of an output; 0 if the targets don't lack just that dimension."""
+    has = y_pred.dim() > 1 and y_pred.shape[1] > 1 and (*y_pred.shape[:1], *y_pred.shape[2:]) == tuple(y.shape)
+    return y_pred.shape[1] if has else 0

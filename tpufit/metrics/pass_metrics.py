@@ -1,0 +1,233 @@
+"""`PassMetrics`: the running values of a pass over the data.
+
+Sums stay on the device, inside the step's graph; they are read once a pass, or when somebody looks at a batch's logs.
+torchmetrics then computes on the host, from sums over exactly the rows that were seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, DataError
+from ..runtime import Layout, Placement, to_device, to_host
+from .lazy_logs import LazyLogs
+from .metric import Metric
+from .sums import Key, SumTable
+
+# The key of a sum that counts the finite steps. The first step that isn't finite makes it negative, and it stays as it
+# is then: one number tells both. A replayed step doesn't know its own number.
+_FINITE: Key = (None, "finite")
+
+Kept = Sequence[tuple[int, Sequence[Tensor]]]
+"""Batches that are kept for metrics, each with the metric's number."""
+
+
+class PassMetrics(SumTable):
+    """The running values of a pass over the data: means of the scalars that its steps return, and metrics.
+
+    Args:
+        metrics: The metrics of the pass.
+        placement: Where its steps run.
+        watches: True to note the first step that returns a scalar which is not finite (default False).
+
+    Attributes:
+        kept: The batches that the step being traced gives metrics to keep.
+        rows: The number of rows of the pass so far.
+        on_finite: Called with `finite` on the host whenever the sums have been fetched.
+    """
+
+    def __init__(self, metrics: Sequence[Metric], placement: Placement, watches: bool = False) -> None:
+        super().__init__(placement)
+        self._metrics, self._watches = list(metrics), watches
+        self.kept: list[tuple[int, Sequence[Tensor]]] = []
+        self.rows = 0
+        self.on_finite: Callable[[Tensor], None] = lambda finite: None
+        self._means: list[str] = []
+        self._batches: list[list[tuple[Tensor, ...]]] = [[] for _ in metrics]
+        self._noted: dict[str, Tensor] = {}
+        self._updated = False
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the logs that there are so far."""
+        return [*self._means, *(m.name for m in self._metrics if self._updated)]
+
+    def reset(self) -> None:
+        """Begin a new pass."""
+        super().reset()
+        self.rows, self._noted = 0, {}
+        self._batches = [[] for _ in self._metrics]
+
+    def begin(self) -> None:
+        """Begin the trace of a step."""
+        super().begin()
+        self.kept, self._noted = [], {}
+
+    def note(self, logs: Mapping[str, Tensor]) -> None:
+        """Log scalars besides those that the step will return, inside that step. A returned one of the same name wins.
+
+        Args:
+            logs: Scalars by name, each the mean over the batch.
+        """
+        self._noted |= {name: value.detach() for name, value in logs.items()}
+
+    def add_means(self, logs: Mapping[str, Any], rows: int) -> None:
+        """Add the scalars that a step returned, each the mean over its batch, inside that step.
+
+        Args:
+            logs: The step's scalars by name.
+            rows: The number of rows of the batch.
+
+        Raises:
+            ArgumentError: One of them is no scalar tensor.
+        """
+        noted, self._noted = self._noted, {}
+        values = {**logs, **{name: noted[name] for name in noted if name not in logs}}
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise ArgumentError(f"a step must return scalar tensors by name, got {name!r}: {what}")
+            if name not in self._means:
+                self._means.append(name)
+            # Kahan's summation, with the part that rounding has taken from the sum so far: a plain float32 sum would be
+            # off in the fifth digit after some ten thousand batches.
+            total, lost = self.get((name, "total"), torch.zeros(())), self.get((name, "lost"), torch.zeros(()))
+            addend = value.detach().float().reshape(()) * rows - lost
+            new = total + addend
+            self.set((name, "total"), new)
+            self.set((name, "lost"), (new - total) - addend)
+        if self._watches and values:
+            steps = self.get(_FINITE, torch.zeros((), dtype=torch.int32))
+            finite = torch.stack([value.detach().float().reshape(()) for value in values.values()]).isfinite().all()
+            self.set(_FINITE, torch.where(steps < 0, steps, torch.where(finite, steps + 1, -1 - steps)))
+
+    @property
+    def finite(self) -> Tensor | None:
+        """The count of finite steps so far, on the device, or None before the first: see `first_bad`."""
+        place = self._index.get(_FINITE)
+        return None if place is None else self.tensors[place]
+
+    def update_metrics(self, y_pred: Any, y: Any, sample_weight: Any = None) -> None:
+        """Add a batch to every metric, inside a step."""
+        for slot, metric in enumerate(self._metrics):
+            batch = metric.update(self, slot, y_pred, y, sample_weight)
+            if batch is not None:
+                # Clones: a graph gives each output once, and two metrics may keep the same tensor, or two views of it.
+                self.kept.append((slot, [tensor.clone() for tensor in batch]))
+        self._updated = bool(self._metrics)
+
+    def count(self, rows: int, kept: Kept) -> None:
+        """Note a group of steps that has been started.
+
+        Args:
+            rows: The number of their rows.
+            kept: The batches that they gave metrics to keep.
+        """
+        self.rows += rows
+        for slot, batch in kept:
+            self._batches[slot].append(tuple(batch))
+
+    def results(self, reason: str) -> dict[str, Any]:
+        """Compute the means and metrics over all rows so far. **This waits** for the device, once.
+
+        Args:
+            reason: The name that the wait is counted under, e.g. `"logs"`.
+        """
+        return self._snapshot()(reason)
+
+    def lazy(self) -> LazyLogs:
+        """The means and metrics over all rows so far, fetched only if one is read."""
+        snapshot = self._snapshot()
+        return LazyLogs(self.names, lambda: snapshot("batch logs"))
+
+    def take(self) -> tuple[dict[str, Tensor], int]:
+        """Take the sums behind the means, by name and on the device, and the number of rows; a new pass begins."""
+        taken = {name: self.tensors[self._index[name, "total"]] for name in self._means}, self.rows
+        self.reset()
+        return taken
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Give the sums so far, to go on with them in another process.
+
+        Returns:
+            Numbers and names, as JSON holds them; and tensors, wherever they are, by names of our own.
+        """
+        tensors = {f"default/{i}": tensor for i, tensor in enumerate(self._defaults)}
+        tensors |= {f"sum/{i}": tensor for i, tensor in enumerate(self.tensors)}
+        for slot, batches in enumerate(self._batches):
+            tensors |= {f"batch/{slot}/{i}/{j}": t for i, batch in enumerate(batches) for j, t in enumerate(batch)}
+        state = {
+            "keys": [list(key) for key in self._index],
+            "means": self._means,
+            "updated": self._updated,
+            "rows": self.rows,
+            "batches": [[len(batch) for batch in batches] for batches in self._batches],
+            "metrics": [metric.state_dict() for metric in self._metrics],
+        }
+        return state, tensors
+
+    def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on with sums, before the first step of a pass.
+
+        Args:
+            state: The numbers and names that `state_dict` gave.
+            tensors: The tensors that it gave, on the host.
+
+        Raises:
+            DataError: There are other metrics now.
+        """
+        now, then = ([metric.name for metric in self._metrics], [own["name"] for own in state["metrics"]])
+        if now != then:
+            raise DataError(f"the metrics are others in the middle of an epoch: {then} then, {now} now")
+        for metric, own in zip(self._metrics, state["metrics"], strict=True):
+            metric.load_state_dict(own)
+        self._index = {(owner, name): i for i, (owner, name) in enumerate(state["keys"])}
+        self._means, self._updated, self.rows = list(state["means"]), state["updated"], state["rows"]
+        self._defaults = [tensors[f"default/{i}"] for i in range(len(self._index))]
+        sums = [tensors[f"sum/{i}"] for i in range(len(self._index))]
+        self.tensors = to_device(sums, self.placement, Layout.WHOLE)
+        self._batches = [
+            [tuple(tensors[f"batch/{slot}/{i}/{j}"] for j in range(size)) for i, size in enumerate(sizes)]
+            for slot, sizes in enumerate(state["batches"])
+        ]
+
+    def _snapshot(self) -> Callable[[str], dict[str, Any]]:
+        """A function that reads this moment's values, whenever it is called: it holds this moment's tensors."""
+        rows, sums, finite = self.rows, self.tensors, self._index.get(_FINITE)
+        tell = self.on_finite  # this pass's, though a later pass may have begun when the values are read
+        lists, sizes = self._batches, [len(batches) for batches in self._batches]
+
+        def read(reason: str) -> dict[str, Any]:
+            kept = [batches[:size] for batches, size in zip(lists, sizes, strict=True)]
+            host = to_host([*sums, *(t for batches in kept for batch in batches for t in batch)], reason)
+            rest = iter(host[len(sums) :])
+            if finite is not None:
+                tell(host[finite])
+            values: dict[str, Any] = {
+                name: float(np.float64(host[self._index[name, "total"]].item()) / rows) for name in self._means
+            }
+            for slot, metric in enumerate(self._metrics if self._updated else ()):
+                fetched = [[next(rest) for _ in batch] for batch in kept[slot]]
+                own = {key[1]: host[i] for key, i in self._index.items() if key[0] == slot}
+                values[metric.name] = metric.compute(own, fetched)
+            return values
+
+        return read
+
+
+def first_bad(finite: Tensor) -> int | None:
+    """The number of the first step of a pass, from 1, that returned a scalar which is not finite; None if none did.
+
+    Args:
+        finite: `PassMetrics.finite`, on the host.
+
+    Example:
+        >>> first_bad(torch.tensor(5)), first_bad(torch.tensor(-6))
+        (None, 6)
+    """
+    return -int(finite) if finite < 0 else None

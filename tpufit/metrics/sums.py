@@ -1,0 +1,55 @@
+"""`SumTable`: the sums that the steps of a pass add to, on the device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..runtime import Layout, Placement, to_device
+
+Key = tuple[str | int | None, str]
+"""The owner of a sum, a mean's name or a metric's slot, and the sum's name."""
+
+
+class SumTable:
+    """Sums on the device: a flat list of tensors, which the graph of a step takes in and replaces, found by key.
+
+    The first trace shows which sums there are.
+
+    Args:
+        placement: Where the steps run.
+
+    Attributes:
+        placement: Where the steps run.
+        tensors: The sums as they stand.
+        begun: The sums that the step being traced began with, those that it made itself among them.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.tensors: list[Tensor] = []
+        self.begun: list[Tensor] = []
+        self._index: dict[Key, int] = {}  # the place of each sum in the lists
+        self._defaults: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Begin the trace of a step."""
+        self.begun = self.tensors
+        self.tensors = list(self.tensors)  # a batch's logs may hold the list, and keep their values
+
+    def get(self, key: Key, default: Tensor) -> Tensor:
+        """Read a sum, inside a step; a new one begins with its default."""
+        if key not in self._index:
+            self._index[key] = len(self._defaults)
+            self._defaults.append(default.detach().clone())
+            (tensor,) = to_device([default.clone()], self.placement, Layout.WHOLE)
+            self.tensors.append(tensor)
+            self.begun = [*self.begun, tensor]
+        return self.tensors[self._index[key]]
+
+    def set(self, key: Key, value: Tensor) -> None:
+        """Replace a sum, inside a step."""
+        self.tensors[self._index[key]] = self.placement.pin(value)
+
+    def reset(self) -> None:
+        """Return every sum to its default."""
+        self.tensors = to_device([default.clone() for default in self._defaults], self.placement, Layout.WHOLE)
