@@ -1,23 +1,9 @@
-"""Losses: one for a model, or one for each output."""
+"""Losses: PyTorch's, by name or as objects, one for a model or one for each output."""
 
+from .build import LossArgument, build, required
+from .by_output import LossByOutput, LossWeightsArgument
 from .class_weight import ClassWeight
-from .loss import NAMES, Loss, LossArgument, LossByOutput, LossWeightsArgument, build, required, spread, weight_of
+from .loss import Loss
+from .named import NAMES
 from .outputs import Output, check_form, described, output_name, part
-
-__all__ = [
-    "NAMES",
-    "ClassWeight",
-    "Loss",
-    "LossArgument",
-    "LossByOutput",
-    "LossWeightsArgument",
-    "Output",
-    "build",
-    "check_form",
-    "described",
-    "output_name",
-    "part",
-    "required",
-    "spread",
-    "weight_of",
-]
+from .weights import spread, weight_of

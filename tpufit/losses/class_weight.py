@@ -12,8 +12,8 @@ from torch import Tensor
 from ..data import unpack
 from ..errors import ArgumentError
 from ..runtime import HOST, Layout, Placement, to_device
-from .loss import spread
 from .outputs import described
+from .weights import spread
 
 
 class ClassWeight:

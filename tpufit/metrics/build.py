@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torchmetrics
@@ -19,7 +19,7 @@ def build(
     metrics: MetricsArgument,
     weighted: MetricsArgument = None,
     outputs: Sequence[Output] | None = None,
-    ignored: Callable[[Output | None], int | None] | None = None,
+    ignored: Mapping[Any, int] | None = None,
 ) -> list[Metric]:
     """Build the metrics of a model.
 
@@ -28,7 +28,7 @@ def build(
             several outputs, such metrics for each in a dict or list, one of whose values at least is a list or dict.
         weighted: Metrics that take weights, in the same forms.
         outputs: The outputs of the loss, if it has several: then metrics are by output in any case.
-        ignored: Gives the label that an output's loss leaves out, or None: `Loss.ignored`.
+        ignored: The label that an output's loss leaves out, by output: `LossByOutput.ignored`.
 
     Raises:
         UnknownNameError, ArgumentError: See `Metric`; or two metrics have one name, or they are not of the loss's form.
@@ -43,9 +43,7 @@ def build(
     for argument, given in (("metrics", metrics), ("weighted_metrics", weighted)):
         taken = {metric.name for metric in built}
         for output, name, metric in _each(given, outputs, argument):
-            one = Metric(
-                metric, name, output, argument == "weighted_metrics", ignored(output) if ignored is not None else None
-            )
+            one = Metric(metric, name, output, argument == "weighted_metrics", (ignored or {}).get(output))
             if one.name in taken:
                 one.mark_weighted()
             built.append(one)

@@ -34,8 +34,8 @@ class NamedMetric:
         by_task: True if the class takes a task, such as "multiclass", which the shapes of a batch tell.
         higher_is_better: False if the metric gets better as it falls.
         value: The value of each element whose weighted mean the metric is; None if it takes no weights.
-        of_labels: `of_labels(classes, correct)`: the metric over all classes together, as torchmetrics' default is, from
-            the number of classes and the share of labels that are predicted. None if it doesn't follow from these.
+        of_labels: `of_labels(classes, correct)`: the metric over all classes together, torchmetrics' default, from the
+            number of classes and the share of labels that are predicted. None if it doesn't follow from these.
     """
 
     make: Callable[..., torchmetrics.Metric]

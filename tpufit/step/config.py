@@ -75,7 +75,7 @@ class CompileConfig:
         clips = {name: given[name] for name in ("accumulate_steps", "clip_norm", "clip_value", "global_clip_norm")}
         loss = losses.build(given["loss"], given["loss_weights"])
         outputs = loss.outputs if isinstance(loss, LossByOutput) else None
-        ignored = loss.ignored if loss is not None else None
+        ignored = loss.ignored if loss is not None else {}
         return cls(
             loss=loss,
             metrics=build_metrics(given["metrics"], given["weighted_metrics"], outputs, ignored),

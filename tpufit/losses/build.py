@@ -1,0 +1,42 @@
+"""`build`: the loss of a model, from the arguments of `compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import ArgumentError, NotCompiledError
+from .by_output import LossByOutput, LossWeightsArgument
+from .loss import Loss, OneLoss
+
+LossArgument = OneLoss | Mapping[str, OneLoss | None] | Sequence[OneLoss | None]
+
+
+def build(loss: LossArgument | None, weights: LossWeightsArgument = None) -> Loss | LossByOutput | None:
+    """The loss of a model.
+
+    Args:
+        loss: A loss, or one for each output in a dict or list.
+        weights: The weights of several losses.
+
+    Raises:
+        UnknownNameError, ArgumentError: See `Loss` and `LossByOutput`.
+
+    Example:
+        >>> build(["mse_loss", "l1_loss"]).outputs
+        [0, 1]
+    """
+    if isinstance(loss, (Mapping, Sequence)) and not isinstance(loss, str):
+        return LossByOutput(loss, weights)
+    if weights is not None:
+        raise ArgumentError(f"loss_weights go with a loss for each output, in a dict or a list, got loss={loss!r}")
+    return None if loss is None else Loss(loss)
+
+
+def required(loss: Loss | LossByOutput | None, method: str) -> Loss | LossByOutput:
+    """The loss, or the error that `compile` gave none."""
+    if loss is None:
+        raise NotCompiledError(
+            f"{method} needs a loss: call model.compile(optimizer=..., loss='cross_entropy'), or override "
+            "compute_loss in a subclass of tpufit.Model"
+        )
+    return loss

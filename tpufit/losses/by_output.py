@@ -1,0 +1,107 @@
+"""`LossByOutput`: a loss for each output of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, DataError
+from .loss import Loss, OneLoss
+from .outputs import Output, check_form, output_name, part
+from .weights import weight_of
+
+LossWeightsArgument = Mapping[str, float] | Sequence[float] | None
+
+
+class LossByOutput:
+    """A loss for each output of a module that returns a dict, or a tuple or list; the step uses their weighted sum.
+
+    Args:
+        losses: One loss for each output, by its name in a dict or by its position in a list; None for an output that
+            has none.
+        weights: The factor of each loss in the sum, in the same form (default: 1).
+
+    Attributes:
+        outputs: The names of the outputs, or their positions.
+        modules: The modules among the losses.
+        users: The parts of the losses that may be the user's own code.
+        ignored: The label that each output's loss leaves out, for those that have classes.
+
+    Raises:
+        UnknownNameError, ArgumentError: As `Loss`; or the weights are of another form.
+
+    Example:
+        >>> loss = LossByOutput({"a": "mse_loss", "b": "l1_loss"}, {"a": 1.0, "b": 10.0})
+        >>> parts = loss.parts({"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.zeros(2), "b": torch.zeros(2)})
+        >>> float(loss.total(parts)), loss.logs(parts)
+        (11.0, {'a_loss': tensor(1.), 'b_loss': tensor(1.)})
+    """
+
+    def __init__(
+        self, losses: Mapping[str, OneLoss | None] | Sequence[OneLoss | None], weights: LossWeightsArgument = None
+    ) -> None:
+        given: dict[Any, OneLoss | None] = dict(losses) if isinstance(losses, Mapping) else dict(enumerate(losses))
+        if isinstance(losses, Mapping) and not all(isinstance(name, str) for name in losses):
+            raise ArgumentError(f"a dict of losses goes by the names of the outputs, got the keys {list(losses)}")
+        self.outputs: list[Output] = list(given)
+        self._losses = {key: Loss(loss, output_name(key)) for key, loss in given.items() if loss is not None}
+        if not self._losses:
+            raise ArgumentError(f"at least one output needs a loss, got loss={losses!r}")
+        if weights is not None:
+            check_form(weights, self.outputs, "loss_weights", self._losses)
+        self._weights = {key: 1.0 if weights is None else part(weights, key) for key in self._losses}
+        for weight in self._weights.values():
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+                raise ArgumentError(f"loss_weights must be numbers, got {weight!r}")
+        self.modules = [module for loss in self._losses.values() for module in loss.modules]
+        self.users: Any = {output_name(key): loss.users for key, loss in self._losses.items()}
+        self.ignored = {key: label for key, loss in self._losses.items() for label in loss.ignored.values()}
+
+    def parts(self, y_pred: Any, y: Any, sample_weight: Any = None) -> dict[Output, Tensor]:
+        """Compute the loss of each output, for a batch.
+
+        Args:
+            y_pred: The module's output.
+            y: The targets, in the same form; an output without a loss needs none in a dict.
+            sample_weight: One tensor for all outputs, as `Loss` takes it, or one for each in the same form; outputs
+                that a dict leaves out weigh 1.
+
+        Raises:
+            ArgumentError: The outputs or the weights are not of the losses' form.
+            DataError: The targets are not.
+        """
+        check_form(y_pred, self.outputs, "what the module returns")
+        check_form(y, self.outputs, "the targets", self._losses, DataError)
+        if sample_weight is not None and not isinstance(sample_weight, Tensor):
+            check_form(sample_weight, self.outputs, "sample_weight", ())
+        return {
+            key: loss(part(y_pred, key), part(y, key), weight_of(sample_weight, key))
+            for key, loss in self._losses.items()
+        }
+
+    def total(self, parts: Mapping[Output, Tensor]) -> Tensor:
+        """Compute the weighted sum of the parts."""
+        values = [value if self._weights[key] == 1 else value * self._weights[key] for key, value in parts.items()]
+        return torch.stack(values).sum() if len(values) > 1 else values[0]
+
+    def logs(self, parts: Mapping[Output, Tensor]) -> dict[str, Tensor]:
+        """Name the parts, before they are weighed, by their logs. As in Keras a single one has no log of its own."""
+        return dict(zip(self.names, parts.values(), strict=True)) if self.names else {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parts' logs; none for a single part."""
+        return [f"{output_name(key)}_loss" for key in self._losses] if len(self._losses) > 1 else []
+
+    def label_range(self, y: Any) -> dict[Output, tuple[int, int]] | None:
+        """Find the range of each output's host labels, where there is something to check, see `Loss.label_range`."""
+        found = {key: loss.label_range(part(y, key)) for key, loss in self._losses.items()}
+        return {key: labels for key, labels in found.items() if labels is not None} or None
+
+    def check_labels(self, found: Mapping[Output, tuple[int, int]] | None, y_pred: Any = None) -> None:
+        """Raise `LabelError` for a label that is no class of its output, see `Loss.check_labels`."""
+        for key, labels in (found or {}).items():
+            self._losses[key].check_labels(labels, part(y_pred, key))

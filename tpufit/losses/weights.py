@@ -1,0 +1,46 @@
+"""Weights of samples: `spread` over the values of elements, and `weight_of` one output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ArgumentError
+from .outputs import Output, described, part
+
+
+def spread(weight: Any, each: Tensor) -> Tensor:
+    """Weights in a shape that multiplies a value for each element.
+
+    Args:
+        weight: One weight a row, shape `(batch,)` or `(batch, 1)`, or one for each element of a sequence, shape
+            `(batch, time)`.
+        each: The values, shape `(batch, ...)` or `(batch, time, ...)`.
+
+    Raises:
+        ArgumentError: The weights are of another shape.
+
+    Example:
+        >>> spread(torch.ones(2), torch.ones(2, 3)).shape
+        torch.Size([2, 1])
+    """
+    if not isinstance(weight, Tensor):
+        raise ArgumentError(
+            f"sample_weight must be one tensor for one output, got {described(weight)}. Weights by output go with a "
+            "loss for each output"
+        )
+    if weight.dim() > 1 and weight.shape[1:].numel() == 1:
+        weight = weight.reshape(-1)
+    if weight.shape != each.shape[: weight.dim()]:
+        raise ArgumentError(
+            f"sample_weight of shape {tuple(weight.shape)} doesn't fit losses of shape {tuple(each.shape)}: one weight "
+            "a row, shape (batch,), or one for each element of a sequence, shape (batch, time)"
+        )
+    shaped: Tensor = weight.to(each.dtype).reshape(*weight.shape, *[1] * (each.dim() - weight.dim()))
+    return shaped
+
+
+def weight_of(sample_weight: Any, output: Output) -> Any:
+    """The weights for an output: one tensor is for all outputs."""
+    return sample_weight if isinstance(sample_weight, Tensor) else part(sample_weight, output)
