@@ -24,7 +24,7 @@ from torchmetrics.utilities.compute import normalize_logits_if_needed
 
 from ..errors import ArgumentError, DataError, UnknownNameError
 from ..losses import Output, check_form, described, output_name, part, spread, weight_of
-from ..runtime import Layout, Placement, move, python_state, to_device, to_host
+from ..runtime import Placement, facts, has_lowering, move, to_device, to_host
 from ..utils.text import dtype_name
 
 MetricArgument = str | torchmetrics.Metric
@@ -257,7 +257,7 @@ class Metric:
         """Whether the device can do its update, and nothing stays in Python: it is tried on tensors without values."""
         assert self._object is not None
         trial = self._object.clone().to("meta")
-        before = python_state.facts({"metric": trial})
+        before = facts({"metric": trial})
         try:
             with _OnlyLowered():  # type: ignore[no-untyped-call]
                 self._add(trial, [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments])
@@ -267,7 +267,7 @@ class Metric:
                 warnings.simplefilter("ignore")
                 self._add(self._object.clone(), [torch.zeros(a.shape, dtype=a.dtype) for a in arguments])
             return False
-        after = python_state.facts({"metric": trial})
+        after = facts({"metric": trial})
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
         return changed <= {"metric._update_count"}
 
@@ -332,18 +332,9 @@ class _OnlyLowered(TorchDispatchMode):
     """Refuses operations that the device would hand back to the host, with a wait in each step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _LOWERED):
+        if not has_lowering(func.name()):
             raise NotImplementedError(f"{func.name()} has no lowering")
         return func(*args, **(kwargs or {}))
-
-
-# An operation has a kernel of the device, or is made of others that have.
-_LOWERED = (
-    "XLA",
-    "CompositeExplicitAutograd",
-    "CompositeExplicitAutogradNonFunctional",
-    "CompositeImplicitAutograd",
-)
 
 
 class WeightedMean(torchmetrics.Metric):
@@ -466,7 +457,7 @@ class PassMetrics:
         self.rows = 0
         self._noted = {}
         self._batches = [[] for _ in self._metrics]
-        self.tensors = to_device([default.clone() for default in self._defaults], self.place, Layout.WHOLE)
+        self.tensors = to_device([default.clone() for default in self._defaults], self.place)
 
     def begin(self) -> None:
         """A step is about to be traced."""
@@ -479,7 +470,7 @@ class PassMetrics:
         if key not in self._places:
             self._places[key] = len(self._defaults)
             self._defaults.append(default.detach().clone())
-            (tensor,) = to_device([default.clone()], self.place, Layout.WHOLE)
+            (tensor,) = to_device([default.clone()], self.place)
             self.tensors.append(tensor)
             self.begun = [*self.begun, tensor]
         return self.tensors[self._places[key]]
@@ -597,7 +588,7 @@ class PassMetrics:
         self._means, self._updated, self.rows = list(state["means"]), state["updated"], state["rows"]
         self._defaults = [tensors[f"default/{i}"] for i in range(len(self._places))]
         sums = [tensors[f"sum/{i}"] for i in range(len(self._places))]
-        self.tensors = to_device(sums, self.place, Layout.WHOLE)
+        self.tensors = to_device(sums, self.place)
         self._batches = [
             [tuple(tensors[f"batch/{slot}/{i}/{j}"] for j in range(size)) for i, size in enumerate(sizes)]
             for slot, sizes in enumerate(state["batches"])
