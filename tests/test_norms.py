@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpufit import runtime
-from tpufit.runtime import Layout, Placement
+from tpufit.runtime import Placement, Sharding
 from tpufit.runtime.ops.norms import sharded_norms
 
 NORMS = {
@@ -176,7 +176,7 @@ def one_step(name, rows, place, context):
     net = make()
     x, weight = torch.randn(rows, *shape) + 1, torch.randn(rows, 1)
     runtime.move([*net.parameters(), *net.buffers()], place)
-    x, weight = runtime.to_device([x, weight], place, Layout.ROWS)
+    x, weight = runtime.to_device([x, weight], place, Sharding.ROWS)
     with context():
         loss = (net(x).flatten(1).square() * weight).mean()
         loss.backward()
@@ -207,8 +207,8 @@ def test_autocast_as_native(cores, inputs, weights):
     torch.manual_seed(0)
     x, w, b = torch.randn(13, 6, 4) * 3 + 2, torch.randn(6), torch.randn(6)
     parameters = [] if weights is None else [w.to(weights), b.to(weights)]
-    (x,) = runtime.to_device([x.to(inputs)], place, Layout.ROWS)
-    parameters = runtime.to_device(parameters, place, Layout.WHOLE)
+    (x,) = runtime.to_device([x.to(inputs)], place, Sharding.ROWS)
+    parameters = runtime.to_device(parameters, place)
 
     def compute():
         affine = dict(zip(["weight", "bias"], parameters, strict=False))

@@ -229,8 +229,8 @@ def test_a_batch_may_hold_what_no_device_can(cores):
 
 @pytest.mark.cores(4, timeout=300)
 def test_a_mesh_that_does_not_fit(cores):
-    from tpufit.runtime import Cores, Layout, Placement, start, to_device
+    from tpufit.runtime import Cores, Placement, Sharding, start, to_device
 
     start(cores, "a test")
     with pytest.raises(CoresError, match="not those that the runtime has now.*\n.*must match the global number"):
-        to_device([torch.ones(8, 2)], Placement(Cores(2, 0, "CPU", "a test")), Layout.ROWS)
+        to_device([torch.ones(8, 2)], Placement(Cores(2, 0, "CPU", "a test")), Sharding.ROWS)

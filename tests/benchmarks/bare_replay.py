@@ -101,10 +101,10 @@ def replay_graph_of(model: Any, loader: Any, rate: float, clock: Clock) -> None:
     """One pass over the data with the graph that a tpufit model replays, and nothing around it but its transfers."""
     program, running = model._engine.programs["train"]
     (graph,) = program._graphs.values()
-    if program._donate:
+    if graph.donates:
         raise ValueError("this graph takes the memory of its state, which the model still needs")
     device = str(model._engine.state.placement.device)
-    state, sums = list(program._state.values), list(running.tensors)
+    state, sums = list(model._engine.state.device.values), list(running.tensors)
     clock.begin_epoch()
     for number, (x, y) in enumerate(loader):
         inputs = _XLAC._xla_tensors_from_aten([x, y, torch.tensor([rate])], [device] * 3, None)

@@ -13,7 +13,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, ModelCheckpoint
 from tpufit.errors import StateLostError
-from tpufit.runtime import program as graph
+from tpufit.runtime import device_state, graph
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
@@ -103,7 +103,7 @@ def test_a_whole_state_is_given_new_values_where_it_is(cores):
         fit(model, cores)
     model.module.greedy = False
     model._engine.state.device.revive()
-    runtime.overwrite(tensors, values, model._engine.state.placement)
+    runtime.copy_into(tensors, values, model._engine.state.placement)
     fit(model, cores)
     assert all(torch.equal(*pair) for pair in zip(runtime.to_host(tensors, "test"), expected, strict=True))
 
@@ -200,7 +200,7 @@ class Looks(Callback):
 
 @pytest.mark.parametrize("at", range(4, 60, 9))
 def test_an_interrupt_while_weights_are_handed_over_loses_nothing(cores, monkeypatch, at):
-    real, countdown = graph.swap_value, iter(range(at))
+    real, countdown = device_state.swap_value, iter(range(at))
 
     def swap_value(*arguments):
         value = real(*arguments)
@@ -219,7 +219,7 @@ def test_an_interrupt_while_weights_are_handed_over_loses_nothing(cores, monkeyp
         def on_train_batch_begin(self, batch, logs=None):
             seen[self.model.steps_taken] = self.model.state_dict()
 
-    monkeypatch.setattr(graph, "exchange", swap_value)
+    monkeypatch.setattr(device_state, "swap_value", swap_value)
     with pytest.raises(KeyboardInterrupt):
         fit(model, cores, callbacks=Looks())
     left, steps = model.state_dict(), model.steps_taken

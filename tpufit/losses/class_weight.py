@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..data import unpack
 from ..errors import ArgumentError
-from ..runtime import HOST, Layout, Placement, to_device
+from ..runtime import HOST, Placement, to_device
 from .outputs import described
 from .weights import spread
 
@@ -76,7 +76,7 @@ class ClassWeight:
             raise ArgumentError(f"with class_weight sample_weight is one tensor, got {described(sample_weight)}")
         labels = _labels(y)
         if self._placed_at != place:
-            (self._placed,) = to_device([self._table], place, Layout.WHOLE)
+            (self._placed,) = to_device([self._table], place)
             self._placed_at = place
         last = len(self._table) - 1
         weight = self._placed[torch.where((labels >= 0) & (labels < last), labels, last)]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ArgumentError
 from ..losses import Output, described, output_name, part, spread, weight_of
-from ..runtime import Placement, move, python_state
+from ..runtime import Placement, facts, has_lowering, move
 from ..utils.text import dtype_name
 from .named import TABLE, MetricName
 from .sums import SumTable
@@ -240,7 +240,7 @@ class DeviceMetric:
     def _can_be_traced(self, arguments: Sequence[Tensor]) -> bool:
         """Try the update on tensors without values: can the device do it, with nothing left in Python?"""
         trial = self._metric.clone().to("meta")
-        before = python_state.facts({"metric": trial})
+        before = facts({"metric": trial})
         try:
             with _OnlyLowered():  # type: ignore[no-untyped-call]
                 self._add(trial, [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments])
@@ -251,7 +251,7 @@ class DeviceMetric:
                 warnings.simplefilter("ignore")
                 self._add(self._metric.clone(), [torch.zeros(a.shape, dtype=a.dtype) for a in arguments])
             return False
-        after = python_state.facts({"metric": trial})
+        after = facts({"metric": trial})
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
         return changed <= {"metric._update_count"}
 
@@ -264,18 +264,9 @@ class _OnlyLowered(TorchDispatchMode):
     """Refuses operations that the device would hand back to the host, with a wait in each step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _LOWERED):
+        if not has_lowering(func.name()):
             raise NotImplementedError(f"{func.name()} has no lowering")
         return func(*args, **(kwargs or {}))
-
-
-# An operation has a kernel of the device, or is made of others that have.
-_LOWERED = (
-    "XLA",
-    "CompositeExplicitAutograd",
-    "CompositeExplicitAutogradNonFunctional",
-    "CompositeImplicitAutograd",
-)
 
 
 def _weight_argument(metric: torchmetrics.Metric) -> str:

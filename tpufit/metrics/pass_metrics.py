@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DataError
-from ..runtime import Layout, Placement, to_device, to_host
+from ..runtime import Placement, to_device, to_host
 from .lazy_logs import LazyLogs
 from .metric import Metric
 from .sums import Key, SumTable
@@ -190,7 +190,7 @@ class PassMetrics(SumTable):
         self._means, self._updated, self.rows = list(state["means"]), state["updated"], state["rows"]
         self._defaults = [tensors[f"default/{i}"] for i in range(len(self._index))]
         sums = [tensors[f"sum/{i}"] for i in range(len(self._index))]
-        self.tensors = to_device(sums, self.placement, Layout.WHOLE)
+        self.tensors = to_device(sums, self.placement)
         self._batches = [
             [tuple(tensors[f"batch/{slot}/{i}/{j}"] for j in range(size)) for i, size in enumerate(sizes)]
             for slot, sizes in enumerate(state["batches"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..runtime import Layout, Placement, to_device
+from ..runtime import Placement, to_device
 
 Key = tuple[str | int | None, str]
 """The owner of a sum, a mean's name or a metric's slot, and the sum's name."""
@@ -41,7 +41,7 @@ class SumTable:
         if key not in self._index:
             self._index[key] = len(self._defaults)
             self._defaults.append(default.detach().clone())
-            (tensor,) = to_device([default.clone()], self.placement, Layout.WHOLE)
+            (tensor,) = to_device([default.clone()], self.placement)
             self.tensors.append(tensor)
             self.begun = [*self.begun, tensor]
         return self.tensors[self._index[key]]
@@ -52,4 +52,4 @@ class SumTable:
 
     def reset(self) -> None:
         """Return every sum to its default."""
-        self.tensors = to_device([default.clone() for default in self._defaults], self.placement, Layout.WHOLE)
+        self.tensors = to_device([default.clone() for default in self._defaults], self.placement)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ArgumentError, UnknownNameError
-from ..runtime import Layout, Placement, to_device
+from ..runtime import Placement, to_device
 
 OptimizerArgument = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -205,7 +205,7 @@ class DeviceRates:
         """
         if steps != self._sent[: len(steps)]:
             self._sent = steps
-            self._vectors = to_device([torch.tensor(rates) for rates in steps], self._placement, Layout.WHOLE)
+            self._vectors = to_device([torch.tensor(rates) for rates in steps], self._placement)
         return self._vectors[: len(steps)]
 
     @contextmanager
@@ -305,7 +305,7 @@ class _TensorScalars(TorchFunctionMode):
 
 
 def _counts_on_device(optimizer: Optimizer) -> bool:
-    """Whether the optimizer can keep its step counter on an XLA device (PyTorch calls that capturable)."""
+    """Whether the optimizer can keep its step counter on the device (PyTorch calls that capturable)."""
     return "capturable" in optimizer.param_groups[0] and not isinstance(optimizer, torch.optim.Adadelta)
 
 

@@ -1,21 +1,29 @@
 """The device: everything that names torch_xla is in this package, so that another backend replaces it and nothing else.
 
+`backend.Backend` lists the names that the rest of tpufit uses.
+
 | file | its idea |
 | --- | --- |
 | `devices` | find and start the cores |
+| `placement` | the host, one core or a mesh, and how tensors lie over it |
+| `transfer` | host to device and back, where the waits are |
+| `lazy` | tensors that wait to be computed, and their memory |
+| `device_state` | the tensors that training changes |
+| `graph` | a compiled step: its inputs and outputs |
+| `capture` | one trace of a step, its proof, and its undoing |
+| `program` | trace a step once, then replay its graph |
+| `trace_watch` | sees what a traced step reads, draws and leaves to the host |
+| `python_state` | the numbers and flags that user code keeps between steps |
+| `counters` | compilations, waits, fallbacks and time |
 | `faults` | errors of the runtime, in a sentence |
-| `mesh` | where rows and parameters live |
-| `graph` | trace a step once, then replay its graph |
-| `transfer` | host to device and back; the one function that waits |
-| `lowered` | operations that torch_xla lacks, made of those that it has |
-| `norms` | normalisation layers that don't gather the batch |
-| `report` | counters of compilations, waits and fallbacks, and time |
-| `profile` | a profile of chosen steps |
+| `profiler` | a profile of chosen steps |
 | `strict` | the policy of `fit(strict=True)` |
-| `watch` | what a traced step reads, draws and leaves to the host |
+| `ops` | operations that torch_xla lacks or does badly |
 """
 
+from .capture import capture_began, tracing
 from .counters import Compiled, Counts, add_seconds, count_capture, counts, metrics_report, timing
+from .device_state import DeviceState
 from .devices import (
     Cores,
     CoresArgument,
@@ -30,58 +38,13 @@ from .devices import (
     versions,
 )
 from .faults import Load, translate
+from .lazy import launch
+from .ops.lowerings import has_lowering
 from .ops.norms import sharded_norms
-from .placement import HOST, Layout, Placement
+from .placement import HOST, Placement, Sharding
 from .profiler import start_profile, stop_profile
-from .program import DeviceState, Program, capture_began, launch, tracing
+from .program import Program
 from .python_state import facts
 from .strict import LENIENT, Strict
 from .trace_watch import cure_of, users_line
 from .transfer import InFlight, copies, copy_into, fetch, move, swap_value, to_device, to_host
-
-__all__ = [
-    "HOST",
-    "LENIENT",
-    "Compiled",
-    "Cores",
-    "CoresArgument",
-    "Counts",
-    "DeviceState",
-    "InFlight",
-    "Layout",
-    "Load",
-    "Placement",
-    "Program",
-    "Strict",
-    "add_seconds",
-    "agree",
-    "available",
-    "capture_began",
-    "copies",
-    "copy_into",
-    "count_capture",
-    "counts",
-    "cure_of",
-    "device_memory",
-    "facts",
-    "fetch",
-    "init",
-    "launch",
-    "metrics_report",
-    "move",
-    "platform",
-    "set_matmul_precision",
-    "settled",
-    "sharded_norms",
-    "start",
-    "start_profile",
-    "stop_profile",
-    "swap_value",
-    "timing",
-    "to_device",
-    "to_host",
-    "tracing",
-    "translate",
-    "users_line",
-    "versions",
-]

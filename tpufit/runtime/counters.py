@@ -1,4 +1,7 @@
-"""What the device and the host did: graphs compiled and why, waits by reason, operations that fell back, and time."""
+"""Counters of the device and the host: graphs compiled and why, waits by reason, operations that fell back, and time.
+
+They are the process's: another model that trains meanwhile counts here too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,9 +24,9 @@ class Compiled:
     """One compilation.
 
     Attributes:
-        role: What it was for, one of `ROLES`.
-        cause: Why the graph was needed, e.g. `"the first step"`; nothing where there is but one reason.
-        seconds: How long it took.
+        role: Its purpose, one of `ROLES`.
+        cause: The reason for the graph, e.g. `"the first step"`; nothing where there is but one.
+        seconds: The time that it took.
     """
 
     role: str
@@ -37,16 +40,17 @@ class Counts:
 
     Attributes:
         graphs: Graphs compiled, by role: `"train"`, `"eval"`, `"predict"`, `"init"`, `"transfer"`, `"metric"`.
-        captures: How often a step was captured anew, by what had changed, e.g. `"momentum in ..."`; new shapes apart.
+        captures: Steps captured again, by the change that made it necessary, e.g. `"momentum in ..."`. New shapes
+            are not among them.
         waits: Waits for the device, by reason, e.g. `"logs"` or `"outputs"`.
         fallbacks: Operations that ran on the host for lack of a lowering, by name, e.g. `"aten::nonzero"`.
         host_reads: Values that a step's own code read, as `.item()` does: each waits for the device.
         compiled: The compilations, in their order.
-        lines: Where a traced step has read a value, under `"read"`, or called an operation that fell back, under its
-            name, in the user's code: `("aten::nonzero", "train.py:12")`.
-        seconds: The host's time by what it did, each without the others inside it: `"compile"`, `"trace"`,
-            `"wait: logs"` and the other waits, `"data"`; if somebody measures, `"steps"` and `"callbacks"`; and
-            beside these, in the feed's thread, `"read"` and `"prepare"`.
+        lines: Lines of user code where a traced step has read a value, under `"read"`, or called an operation that
+            fell back, under its name: `("aten::nonzero", "train.py:12")`.
+        seconds: The host's time by phase, each without the others inside it: `"compile"`, `"trace"`, `"wait: logs"`
+            and the other waits, `"data"`; if somebody measures, `"steps"` and `"callbacks"`; and beside these, in the
+            prefetcher's thread, `"read"` and `"prepare"`.
         executing: The time that torch_xla counts as execution, in seconds. Where the device works on its own it is
             only the time to start it.
     """
@@ -75,155 +79,161 @@ class Counts:
         )
 
 
-_graphs: Counter[str] = Counter()
-_captures: Counter[str] = Counter()
-_waits: Counter[str] = Counter()
-_compilations: list[Compiled] = []
-_lines: Counter[tuple[str, str]] = Counter()
-_seconds: defaultdict[str, float] = defaultdict(float)
-_inside = 0.0  # of the time being measured, what has been counted as something else already
+class _Tally:
+    """The counters of this process, see `Counts`.
+
+    Attributes:
+        inside: Of the time that is being measured, the part that has been counted to another phase already.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: Counter[str] = Counter()
+        self.captures: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.compiled: list[Compiled] = []
+        self.lines: Counter[tuple[str, str]] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.inside = 0.0
+
+
+_tally = _Tally()
+
+
+def _xla_metrics() -> Any:
+    """torch_xla's own counters, or None as long as nothing has imported torch_xla."""
+    if "torch_xla" not in sys.modules:
+        return None
+    import torch_xla.debug.metrics as metrics
+
+    return metrics
 
 
 def counts() -> Counts:
     """The counters as they stand: take one before and one after, and subtract."""
-    fallbacks = fallen()
-    executing = 0.0
-    if "torch_xla" in sys.modules:
-        import torch_xla.debug.metrics as metrics
-
-        executing = (metrics.metric_data("ExecuteTime") or (0, 0.0))[1] / 1e9
-    host_reads = fallbacks.pop("aten::_local_scalar_dense", 0)
+    fallbacks, metrics = fallen(), _xla_metrics()
     return Counts(
-        Counter(_graphs),
-        Counter(_captures),
-        Counter(_waits),
-        fallbacks,
-        host_reads,
-        tuple(_compilations),
-        Counter(_lines),
-        dict(_seconds),
-        executing,
+        Counter(_tally.graphs),
+        Counter(_tally.captures),
+        Counter(_tally.waits),
+        host_reads=fallbacks.pop("aten::_local_scalar_dense", 0),
+        fallbacks=fallbacks,
+        compiled=tuple(_tally.compiled),
+        lines=Counter(_tally.lines),
+        seconds=dict(_tally.seconds),
+        executing=(metrics.metric_data("ExecuteTime") or (0, 0.0))[1] / 1e9 if metrics else 0.0,
     )
 
 
 def fallen() -> Counter[str]:
-    """How often each operation has run on the host, reads of a value among them."""
-    if "torch_xla" not in sys.modules:
-        return Counter()
-    import torch_xla.debug.metrics as metrics
-
-    names = [name for name in metrics.counter_names() if name.startswith("aten::")]
+    """The number of times that each operation has run on the host, reads of a value among them."""
+    metrics = _xla_metrics()
+    names = [name for name in metrics.counter_names() if name.startswith("aten::")] if metrics else []
     return Counter({name: metrics.counter_value(name) for name in names})
 
 
 def metrics_report() -> str:
-    """The report of torch_xla's own counters and timers since the process began, as it writes it."""
-    if "torch_xla" not in sys.modules:
-        return ""
-    import torch_xla.debug.metrics as metrics
-
-    return str(metrics.metrics_report())
+    """The runtime's own report of its counters and timers since the process began."""
+    metrics = _xla_metrics()
+    return str(metrics.metrics_report()) if metrics else ""
 
 
 @contextmanager
 def role(name: str, cause: str = "") -> Iterator[None]:
-    """Count the graphs that are compiled inside to this role.
+    """Count the graphs that are compiled inside to a role.
 
     Args:
         name: One of `ROLES`.
-        cause: Why they are needed.
+        cause: The reason for the graphs.
     """
-    before, began = _compiled(), perf_counter()
+    before, began = _compilations(), perf_counter()
     try:
         yield
     finally:
-        new = _compiled() - before
+        new = _compilations() - before
         if new:
             seconds = perf_counter() - began
-            _graphs[name] += new
-            _compilations.extend([Compiled(name, cause, seconds / new)] * new)
+            _tally.graphs[name] += new
+            _tally.compiled.extend([Compiled(name, cause, seconds / new)] * new)
             add_seconds("compile", seconds)
 
 
 @contextmanager
 def timed(phase: str) -> Iterator[None]:
-    """Count the time inside to a phase, but for what is counted to another one in there."""
-    global _inside
-    began, outside, _inside = perf_counter(), _inside, 0.0
+    """Count the time inside to a phase, without the time that is counted to another one in there."""
+    began, outside, _tally.inside = perf_counter(), _tally.inside, 0.0
     try:
         yield
     finally:
         elapsed = perf_counter() - began
-        _seconds[phase] += elapsed - _inside
-        _inside = outside + elapsed
+        _tally.seconds[phase] += elapsed - _tally.inside
+        _tally.inside = outside + elapsed
 
 
 def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
-    """A function that does the same as another and counts its time to a phase, as `timed` does, in half a microsecond.
+    """Wrap a function to count its time to a phase, as `timed` does, in half a microsecond.
 
     Args:
         phase: The phase.
         function: The function.
     """
+    tally = _tally
 
     def timed_function(*args: P.args, **kwargs: P.kwargs) -> T:
-        global _inside
-        began, outside, _inside = perf_counter(), _inside, 0.0
+        began, outside, tally.inside = perf_counter(), tally.inside, 0.0
         try:
             return function(*args, **kwargs)
         finally:
             elapsed = perf_counter() - began
-            _seconds[phase] += elapsed - _inside
-            _inside = outside + elapsed
+            tally.seconds[phase] += elapsed - tally.inside
+            tally.inside = outside + elapsed
 
     return timed_function
 
 
 def add_seconds(phase: str, seconds: float, beside: bool = False) -> None:
-    """Count time to a phase that has been measured otherwise, inside of what is being measured.
+    """Count time to a phase that was measured otherwise, inside of what is being measured.
 
     Args:
         phase: The phase.
         seconds: The time.
-        beside: Whether it passed in another thread, or has been counted otherwise already.
+        beside: True if it passed in another thread, or has been counted otherwise already (default False).
     """
-    global _inside
-    _seconds[phase] += seconds
-    _inside += 0.0 if beside else seconds
+    _tally.seconds[phase] += seconds
+    _tally.inside += 0.0 if beside else seconds
 
 
 @contextmanager
 def waiting(reason: str) -> Iterator[None]:
-    """Count one wait for the device, which is inside, and its time."""
-    _waits[reason] += 1
+    """Count one wait for the device, which happens inside, and its time."""
+    _tally.waits[reason] += 1
     with timed(f"wait: {reason}"):
         yield
 
 
 def note_line(what: str, line: str) -> None:
-    """Note a line of the user's, in a step being traced, that reads a value or calls what runs on the host.
+    """Note a line of user code in a traced step that reads a value or calls an operation that runs on the host.
 
     Args:
         what: `"read"`, or the operation's name.
         line: The line, e.g. `train.py:12`.
     """
-    _lines[what, line] += 1
+    _tally.lines[what, line] += 1
 
 
 def count_capture(change: str) -> None:
-    """Count that a step has to be captured anew, because of a change."""
-    _captures[change] += 1
+    """Count that a step has to be captured again, because of a change."""
+    _tally.captures[change] += 1
 
 
 def looked_at() -> int:
-    """How often anything has been executed or read back: a trace during which it rises was cut in two."""
+    """The number of times that anything was executed or read back: a trace during which it rises was cut in two."""
     import torch_xla.debug.metrics as metrics
 
     names = ("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")
     return sum(metrics.counter_value(name) or 0 for name in names)
 
 
-def _compiled() -> int:
+def _compilations() -> int:
     import torch_xla.debug.metrics as metrics
 
     return metrics.counter_value("UncachedCompile") or 0

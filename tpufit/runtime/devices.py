@@ -1,7 +1,7 @@
-"""Find and start the cores. How many a process computes on is settled once, by whoever asks first.
+"""Find and start the cores. The first call that needs a device settles their number, once for the process.
 
-Nothing is imported or started before a device is needed, because the number of virtual cores on a CPU is read from the
-environment when the runtime starts, and is then fixed for the process, as is the choice between one core and many.
+Nothing is imported or started before that: the runtime reads the number of virtual cores of a CPU from the environment
+when it starts, and can't change it later, nor go from one core to many.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Cores:
     """The cores that this process computes on.
 
     Attributes:
-        count: How many, at least 1.
-        index: Which one, from 0, if it is one; with several, all of the host's are used.
-        platform: What they are, e.g. `"CPU"` or `"TPU"`.
-        settled_by: Who settled it: the call and its place, for messages.
+        count: Their number, at least 1.
+        index: The core's number, from 0, if there is one; several are all that the host has.
+        platform: Their kind, e.g. `"CPU"` or `"TPU"`.
+        settled_by: The call that settled them, and its line, for messages.
     """
 
     count: int
@@ -42,7 +42,7 @@ class Cores:
 
     @property
     def spmd(self) -> bool:
-        """Whether one program runs on several cores; one core is driven without SPMD."""
+        """True if one program runs on several cores; one core is driven without SPMD."""
         return self.count > 1
 
     def __str__(self) -> str:
@@ -66,16 +66,16 @@ def settled() -> Cores | None:
 
 
 def init(cores: CoresArgument = "auto") -> None:
-    """Settle which cores this process computes on, before any `fit`, `evaluate` or `predict` does.
+    """Settle the cores that this process computes on, before `fit`, `evaluate` or `predict` does.
 
     Args:
-        cores: `"auto"` (default): every core of the TPU, or one of the CPU. A count, as `8` or `"8"`: on a TPU 1 or
-            all, on a CPU as many virtual cores as you like. `[i]`: the one core with that number, from 0.
+        cores: `"auto"` (default): every core of the TPU, or one of the CPU. A count such as `8` or `"8"`: on a TPU 1
+            or all, on a CPU any number of virtual cores. `[i]`: the one core with that number, from 0.
 
     Raises:
         ArgumentError: `cores` is none of these.
-        CoresError: This host doesn't have such cores, or the process already computes on others.
-        StartError: The runtime can't be started.
+        CoresError: This host has no such cores, or the process already computes on others.
+        StartError: The runtime doesn't start.
         VersionError: The versions of torch and torch_xla don't belong together.
 
     Example:
@@ -89,8 +89,8 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     """Start the runtime on these cores, or make sure that it already runs on them.
 
     Args:
-        cores: As in `init`; `None` is `"auto"`. Once settled, `"auto"` and `None` mean what was settled.
-        asked_by: Who asks, e.g. `"fit(cores=8)"`, for the message to whoever asks for something else later.
+        cores: As in `init`. `"auto"` and `None` mean the cores that are settled, if any are.
+        asked_by: The call that asks, e.g. `"fit(cores=8)"`, for the message to a later call that asks for others.
 
     Returns:
         The cores of this process.
@@ -133,7 +133,7 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
 
 
 def platform() -> str:
-    """What `"auto"` would compute on, e.g. `"TPU"` or `"CPU"`, without starting the runtime."""
+    """The kind of device that `"auto"` would compute on, e.g. `"TPU"` or `"CPU"`, without starting the runtime."""
     if _settled is not None:
         return _settled.platform
     hardware.check_versions(hardware.version("torch"), hardware.version("torch_xla"))
@@ -141,7 +141,7 @@ def platform() -> str:
 
 
 def device_memory() -> int | None:
-    """How many bytes of memory a core has, or None where the runtime doesn't tell, as on a CPU."""
+    """A core's memory in bytes, or None where the runtime doesn't tell, as on a CPU."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
@@ -152,10 +152,10 @@ def device_memory() -> int | None:
 
 
 def available(used: int) -> int:
-    """How many cores this host's TPU has; where there is none, as many as are used.
+    """The number of cores of this host's TPU; without a TPU, the number that is used.
 
     Args:
-        used: How many are used.
+        used: The number of cores that are used.
     """
     if _settled is None or _settled.platform != "TPU":
         return used
@@ -163,7 +163,7 @@ def available(used: int) -> int:
 
 
 def set_matmul_precision(name: str) -> None:
-    """Say how exactly float32 matrices are multiplied, in what is traced from now on. Only a TPU makes a difference.
+    """Set the precision of float32 matrix products in steps traced from now on. Only on a TPU does it matter.
 
     Args:
         name: `"default"`, `"high"` or `"highest"`.
@@ -175,7 +175,7 @@ def set_matmul_precision(name: str) -> None:
 
 
 def agree(value: Any) -> Any:
-    """The value that all hosts go by, wherever one decides which program runs next. With one host: that value."""
+    """The value that all hosts go by, where a value decides which program runs next. With one host it is its own."""
     return value
 
 
@@ -185,7 +185,7 @@ def versions() -> dict[str, str]:
 
 
 def _import_runtime() -> Any:
-    """Import torch_xla, quietly: it logs the platform it found, which `fit` prints better."""
+    """Import torch_xla without its log line about the platform: `fit` prints a better one."""
     if "torch_xla" not in sys.modules:
         hardware.drop_stale_variables()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
@@ -233,7 +233,7 @@ def _agree(request: _Request, now: Cores, cores: CoresArgument) -> None:
 def _choose(
     request: _Request, available: int, platform: str, started: bool, spmd: bool, cores: CoresArgument
 ) -> tuple[int, int]:
-    """The core's number and the count, out of `available`; an error names what this host has."""
+    """The core's number and the count, out of `available`; an error names the cores of this host."""
     who = "this process was started with" if started else "this host has"
     have = f"{who} {available} {platform} core{'s' * (available != 1)}"
     if request.index is not None and request.index >= available:
@@ -256,7 +256,7 @@ def _choose(
 
 
 def _caller() -> str:
-    """Where in the user's code we were called from, e.g. `at train.py:12`."""
+    """The line of user code that called tpufit, e.g. `at train.py:12`."""
     package = __name__.split(".")[0]
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == package:

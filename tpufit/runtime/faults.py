@@ -1,4 +1,4 @@
-"""What torch_xla, XLA and libtpu say when something fails, put into a sentence that says what to do."""
+"""Errors of torch_xla, XLA and libtpu, put into a sentence that names the cure."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..utils.text import size
 
 @dataclass(frozen=True)
 class Load:
-    """What a step had on the device, in bytes on each core where it is a size.
+    """The load of a step on the device. Sizes are in bytes on each core.
 
     Attributes:
         role: `"train"`, `"eval"` or `"predict"`.
-        rows: Rows of its batches, of all cores.
-        cores: How many cores shared them.
-        weights: Parameters and buffers.
-        learns: Those parameters that get a gradient.
-        optimizer: The optimizer's state, accumulated gradients and averages.
-        batch: The batches.
-        precision: That of `compile`.
+        rows: The number of its rows, over all cores.
+        cores: The number of cores that shared them.
+        weights: The size of parameters and buffers.
+        learns: The size of the parameters that get a gradient.
+        optimizer: The size of the optimizer's state, accumulated gradients and averages.
+        batch: The size of the batches.
+        precision: The `precision` of `compile`.
     """
 
     role: str
@@ -62,16 +62,32 @@ _LOST = re.compile(
 _MESH = re.compile(r"device IDs|match mesh (?:size|dimensions)|mesh_shape", re.IGNORECASE)
 _PARTITION = re.compile(r"spmd_partitioner|SPMD partition|GSPMD|hlo_sharding|[Ss]harding.propagation|tile_assignment")
 
+_OTHERS: tuple[tuple[re.Pattern[str], type[TpufitError], str], ...] = (
+    (
+        _LOST,
+        DeviceLostError,
+        "the device was lost while it computed. Restart the process (in a notebook: the kernel) and go on from the "
+        "last checkpoint; if it happens again, restart the TPU, or get another: python -m tpufit doctor tries it",
+    ),
+    (
+        _PARTITION,
+        PartitionError,
+        "XLA could not divide this step among the cores. Find the operation with cores=1, where nothing is divided, "
+        "and fewer layers; unset XLA_AUTO_SPMD and XLA_AUTO_SPMD_MESH if they are set; a metric that causes it can be "
+        "computed from model.predict(...) instead",
+    ),
+)
+
 
 def translate(error: BaseException, load: Load | None = None) -> TpufitError | None:
-    """The error of tpufit for one of the runtime, its own text below the sentence; raise it `from error`.
+    """Translate an error of the runtime to one of tpufit, with the runtime's text below. Raise it `from error`.
 
     Args:
-        error: What torch_xla raised while a step was compiled or run.
-        load: What the step had on the device, as far as known.
+        error: The error that torch_xla raised while a step was compiled or run.
+        load: The step's load on the device, as far as known.
 
     Returns:
-        The error to raise, or None for what isn't known: that is best left as it is.
+        The error to raise, or None for an unknown one, which is best left as it is.
 
     Example:
         >>> print(translate(RuntimeError("INTERNAL: Core halted unexpectedly")))
@@ -82,52 +98,30 @@ def translate(error: BaseException, load: Load | None = None) -> TpufitError | N
     if isinstance(error, TpufitError) or not isinstance(error, (RuntimeError, AssertionError)):
         return None
     text = str(error)
-    if _SCRATCH.search(text):
-        return OutOfMemoryError(
-            _with(
-                "an operation needs more of a core's scratch memory than there is, a fault of the compiler, not of the "
-                "batch size. Try another size of the layer that the text below names, or set "
-                "LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=65536 before the start",
-                text,
-            )
+    if _SCRATCH.search(text):  # before `_FULL`, whose words are in it too
+        sentence = (
+            "an operation needs more of a core's scratch memory than there is, a fault of the compiler, not of the "
+            "batch size. Try another size of the layer that the text below names, or set "
+            "LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=65536 before the start"
         )
+        return OutOfMemoryError(_with(sentence, text))
     if _FULL.search(text):
         return OutOfMemoryError(_with(_full(text, load), text))
     if _MESH.search(text) and isinstance(error, AssertionError):
-        return CoresError(
-            _with(
-                "the cores that tpufit has settled are not those that the runtime has now. Something else has changed "
-                "them in this process: restart it (in a notebook: the kernel), and leave them to tpufit.init()",
-                text,
-            )
+        sentence = (
+            "the cores that tpufit has settled are not those that the runtime has now. Something else has changed "
+            "them in this process: restart it (in a notebook: the kernel), and leave them to tpufit.init()"
         )
-    if _LOST.search(text):
-        return DeviceLostError(
-            _with(
-                "the device was lost while it computed. Restart the process (in a notebook: the kernel) and go on from "
-                "the last checkpoint; if it happens again, restart the TPU, or get another: python -m tpufit doctor "
-                "tries it",
-                text,
-            )
-        )
-    if _PARTITION.search(text):
-        return PartitionError(
-            _with(
-                "XLA could not divide this step among the cores. Find the operation with cores=1, where nothing is "
-                "divided, and fewer layers; unset XLA_AUTO_SPMD and XLA_AUTO_SPMD_MESH if they are set; a metric that "
-                "causes it can be computed from model.predict(...) instead",
-                text,
-            )
-        )
-    return None
+        return CoresError(_with(sentence, text))
+    return next((kind(_with(sentence, text)) for known, kind, sentence in _OTHERS if known.search(text)), None)
 
 
 def translate_start(error: BaseException, platform: str | None, wish: str | None) -> StartError:
-    """The error of tpufit for a runtime that doesn't start.
+    """Translate the error of a runtime that doesn't start.
 
     Args:
-        error: What torch_xla raised.
-        platform: What was to start, e.g. `"TPU"`.
+        error: The error that torch_xla raised.
+        platform: The kind of device that was to start, e.g. `"TPU"`.
         wish: The value of `PJRT_DEVICE` in the user's environment, or None.
 
     Example:
@@ -150,14 +144,11 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
     elif _BUSY.search(text) or _CLOSED.search(text):
         hidden = "another process, of another user or in another container"
         who = f"process {hardware.describe(held)}" if held else hidden
-        return DeviceBusyError(
-            _with(
-                f"the TPU is held by {who}. End it yourself, e.g. an old notebook kernel or run; tpufit kills nothing. "
-                "If nobody holds it, remove /tmp/libtpu_lockfile, or run as a user that may open /dev/accel* and "
-                "/dev/vfio/*",
-                text,
-            )
+        said = (
+            f"the TPU is held by {who}. End it yourself, e.g. an old notebook kernel or run; tpufit kills nothing. If "
+            "nobody holds it, remove /tmp/libtpu_lockfile, or run as a user that may open /dev/accel* and /dev/vfio/*"
         )
+        return DeviceBusyError(_with(said, text))
     elif platform == "TPU" and not hardware.chips():
         said = f"{asks} this host has no TPU chip on its PCI bus. Choose a TPU machine, or unset PJRT_DEVICE"
     else:
@@ -187,7 +178,7 @@ def _full(text: str, load: Load | None) -> str:
     if load.role == "train":
         have = (
             f"weights {size(load.weights)}, optimizer {size(load.optimizer)}, gradients "
-            f"{size(load.learns)}, batch {size(load.batch)}; what is left are activations"
+            f"{size(load.learns)}, batch {size(load.batch)}; the rest are activations"
         )
         cures = [f"a smaller batch_size ({max(1, each // 2)}) with compile(accumulate_steps=2)"] if each > 1 else []
         cures += ["compile(precision='bf16')"] if load.precision == "fp32" else []
@@ -195,7 +186,7 @@ def _full(text: str, load: Load | None) -> str:
         cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
     else:
         parts = f"weights {size(load.weights)}, batch {size(load.batch)}"
-        have = f"{parts}; what is left are activations and outputs"
+        have = f"{parts}; the rest are activations and outputs"
         cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
     return (
         f"the device has no room for a {load.role} step of {each} rows a core{need}. On each core are {have}. Try "

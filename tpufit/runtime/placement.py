@@ -1,15 +1,14 @@
-"""Where rows and parameters live: on the host, on one core, or over a mesh of cores.
+"""`Placement`: the host, one core, or a mesh of cores, and `Sharding`: how a tensor lies over them.
 
-Over a mesh, a batch is split by its rows and everything else is whole on every core. Rows need not be divisible by the
-cores: the partitioner pads and masks them itself, exactly.
+Over a mesh a batch is split by its rows, and everything else is whole on every core. The rows need not be divisible by
+the cores: the partitioner pads and masks them itself, exactly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,11 +18,30 @@ from .devices import Cores
 from .faults import translate
 
 
-class Layout(Enum):
-    """How a tensor lies over the cores."""
+@dataclass(frozen=True)
+class Sharding:
+    """How a tensor lies over the cores.
 
-    ROWS = "split by its first dimension"
-    WHOLE = "whole on every core"
+    Attributes:
+        axis: The dimension that is split over the cores; None (default): the tensor is whole on every core.
+        ROWS: The sharding of a batch, split by its first dimension.
+        WHOLE: The sharding of everything else.
+
+    Example:
+        >>> Sharding.ROWS
+        Sharding(axis=0)
+    """
+
+    axis: int | None = None
+    ROWS: ClassVar[Sharding]
+    WHOLE: ClassVar[Sharding]
+
+    def axes(self, ndim: int) -> tuple[str | None, ...]:
+        """The axis of the mesh for each of `ndim` dimensions. A tensor without dimensions is always whole."""
+        return tuple("data" if i == self.axis else None for i in range(ndim))
+
+
+Sharding.ROWS, Sharding.WHOLE = Sharding(0), Sharding()
 
 
 @dataclass(frozen=True)
@@ -35,25 +53,30 @@ class Placement:
     """
 
     cores: Cores | None
-    _specs: dict[tuple[Layout, int], Any] = field(default_factory=dict, compare=False, repr=False)
+    _specs: dict[tuple[int | None, int], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def on_host(self) -> bool:
-        """Whether this is plain PyTorch, without the device runtime."""
+        """True for plain PyTorch, without the device runtime."""
         return self.cores is None
 
     @property
+    def has_mesh(self) -> bool:
+        """True if one program runs on several cores."""
+        return self.cores is not None and self.cores.spmd
+
+    @property
     def count(self) -> int:
-        """How many cores share a batch, at least 1."""
+        """The number of cores that share a batch, at least 1."""
         return 1 if self.cores is None else self.cores.count
 
     @cached_property
     def local_shards(self) -> tuple[int, ...] | None:
-        """Where the devices of this process stand along the mesh: the parts of a batch that it has to send.
+        """The positions of this process's devices along the mesh: the parts of a batch that it has to send.
 
         None without a mesh; with one process all of them. On a pod a host's devices need not be neighbours.
         """
-        if self.cores is None or not self.cores.spmd:
+        if not self.has_mesh:
             return None
         import torch_xla
 
@@ -80,31 +103,30 @@ class Placement:
         except AssertionError as error:
             raise translate(error) or error from error
 
-    def sharding(self, layout: Layout, ndim: int) -> Any:
-        """torch_xla's sharding of a tensor of `ndim` dimensions, or None without a mesh."""
-        if self.cores is None or not self.cores.spmd:
-            return None
-        spec = self._specs.get((layout, ndim))
-        if spec is None:
+    def spec(self, sharding: Sharding, tensor: Tensor) -> Any:
+        """torch_xla's own description of a sharding, for a host tensor that is about to be sent over the mesh."""
+        key = sharding.axis, tensor.dim()
+        if key not in self._specs:
             import torch_xla.distributed.spmd as spmd
 
-            axes = ("data" if layout is Layout.ROWS else None, *(None,) * (ndim - 1)) if ndim else ()
-            spec = self._specs[layout, ndim] = spmd.ShardingSpec(self._mesh, axes)
-        return spec
+            self._specs[key] = spmd.ShardingSpec(self._mesh, sharding.axes(tensor.dim()))
+        return self._specs[key].xla_spec(tensor)
 
-    def pin(self, tensor: Tensor) -> Tensor:
-        """Say, in the graph being traced, that `tensor` is whole on every core; else the partitioner may split it.
+    def pin(self, tensor: Tensor, sharding: Sharding = Sharding.WHOLE) -> Tensor:
+        """Fix the sharding of a tensor in the graph being traced; else the partitioner may choose another.
 
         Args:
             tensor: A result of the step that is kept for the next one: a parameter, a sum.
+            sharding: Its sharding (default: whole on every core).
 
         Returns:
             The same tensor.
         """
-        if self.cores is not None and self.cores.spmd:
+        if self.has_mesh:
             import torch_xla
 
-            torch_xla._XLAC._xla_mark_sharding(tensor, self._whole(tensor))
+            axes = sharding.axes(tensor.dim())
+            torch_xla._XLAC._xla_mark_sharding(tensor, self._mesh.get_op_sharding(axes))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -113,16 +135,14 @@ class Placement:
         Args:
             tensor: Any tensor of a traced step, such as rows that are split over the cores.
         """
-        if self.cores is None or not self.cores.spmd:
+        if not self.has_mesh:
             return tensor
         import torch_xla
 
         gathered = tensor.clone()  # `tensor` stays split
-        torch_xla._XLAC._xla_annotate_custom_sharding(gathered, self._whole(tensor))
+        whole = self._mesh.get_op_sharding(Sharding.WHOLE.axes(tensor.dim()))
+        torch_xla._XLAC._xla_annotate_custom_sharding(gathered, whole)
         return gathered
-
-    def _whole(self, tensor: Tensor) -> Any:
-        return self._mesh.get_op_sharding((None,) * tensor.dim())
 
 
 HOST = Placement(None)

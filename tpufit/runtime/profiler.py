@@ -1,4 +1,4 @@
-"""A profile of what the host and the device do, by the runtime's own profiler."""
+"""A profile of the host's and the device's work, by the runtime's own profiler."""
 
 from __future__ import annotations
 

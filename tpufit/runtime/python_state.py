@@ -1,7 +1,7 @@
-"""What the user's Python keeps between two steps: the numbers, words and flags that a step may look at or change.
+"""`facts`: the numbers, words and flags that the user's Python keeps between two steps.
 
-A graph that is replayed runs no Python. So a step that changes any of this can't be replayed, and where it has been
-changed between two steps another graph is needed.
+A graph that is replayed runs no Python. So a step that changes any of these can't be replayed, and a change between two
+steps needs another graph.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# So deep in lists, dicts and objects is looked, and at so many items of each: of more only the number counts. Nor is a
-# nest of lists looked through that holds a whole data set.
+# The limits of the walk: its depth, the items of one container (of a larger one only the number counts), and all facts
+# together, for a nest of lists may hold a whole data set.
 _DEPTH = 4
 _ITEMS = 100
 _FACTS = 10_000
@@ -30,7 +30,7 @@ _FACTS = 10_000
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _OTHER = object()
 
-# What every module has; of it only the mode is a matter of the user's.
+# The attributes of every module. Only the mode among them is a matter of the user's.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _LIBRARIES = ("torch", "tpufit", "numpy", "builtins")  # torchmetrics and its like too
 
@@ -38,14 +38,14 @@ _Facts = Iterator[tuple[str, Any]]
 
 
 def facts(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """What some objects keep, by name, in values that can be compared and hashed.
+    """List the values that some objects keep, by name, in a form that can be compared and hashed.
 
-    Seen are their attributes, those of a module's parts, and what is in lists, dicts and objects of the user's there;
-    small host tensors and arrays; how far iterators and generators of random numbers are; and of functions and methods
-    the plain values among their closure's variables and the globals that they name. Tensors on a device are not.
+    It lists their attributes and those of a module's parts, through lists, dicts and objects of the user's; small host
+    tensors and arrays; the positions of iterators and random number generators; and of functions and methods the plain
+    values among their closure's variables and the globals that they name. It leaves out tensors on a device.
 
     Args:
-        objects: Modules, functions, classes and whatever else, by name.
+        objects: Modules, functions, classes and any other objects, by name.
 
     Example:
         >>> class Net(nn.Module):
@@ -126,7 +126,7 @@ def _of_class(kind: type) -> _Facts:
 
 @functools.lru_cache(maxsize=1024)
 def _globals_of_class(kind: type) -> list[tuple[str, dict[str, Any], str]]:
-    """The globals that the methods of a class name and that are plain now: a function doesn't become a number later."""
+    """The plain globals that the methods of a class name. Later none is added: a function doesn't become a number."""
     functions = [
         value
         for base in kind.__mro__
@@ -160,7 +160,7 @@ def _of_function(function: types.FunctionType) -> _Facts:
 
 
 def _plain(value: Any) -> Any:
-    """A value that can be compared, for one that is or amounts to one; else a mark."""
+    """A value in a form that can be compared, if it has one; else a mark."""
     if isinstance(value, float) and value != value:
         return "nan"  # which is not equal to itself
     if isinstance(value, _PLAIN):
@@ -168,7 +168,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, Tensor) and (value.device.type != "cpu" or isinstance(value, nn.Parameter)):
             return _OTHER
-        # Of a large one it is only told which it is, and how often PyTorch has changed it.
+        # For a large one its identity, and the number of changes that PyTorch has made to it.
         small = (value.numel() if isinstance(value, Tensor) else value.size) <= _ITEMS
         return repr(value.tolist()) if small else (id(value), getattr(value, "_version", 0))
     if isinstance(value, np.generic):

@@ -1,4 +1,4 @@
-"""`Strict`: the one policy that makes an error of what slows steps down."""
+"""`Strict`: the one policy that makes errors of things that slow steps down."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..errors import StrictError
 
 @dataclass(frozen=True)
 class Strict:
-    """The policy of `fit(strict=True)`. Whoever meets a slow thing reports it here, and goes on if this lets it pass.
+    """The policy of `fit(strict=True)`. Code that meets a slow thing reports it here, and goes on if this returns.
 
     Args:
-        line: The line of the user's that called `fit`, e.g. `"train.py:12"`; empty (default) lets everything pass.
+        line: The user's line that called `fit`, e.g. `"train.py:12"`; empty (default) lets everything pass.
 
     Example:
         >>> Strict().refuse("the train step can't be replayed")
@@ -30,7 +30,7 @@ class Strict:
         """Raise for an event that makes steps slow, if the policy is strict.
 
         Args:
-            event: A sentence that says what happened, where, and what to do.
+            event: A sentence with the event, its place and its cure.
 
         Raises:
             StrictError: The policy is strict.

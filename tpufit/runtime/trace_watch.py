@@ -1,4 +1,4 @@
-"""`Watch`: sees, while a step is traced, what a replay of its graph would leave out."""
+"""`Watch`: sees, while a step is traced, the things that a replay of its graph would leave out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from . import counters as report
+from . import counters
 from .strict import LENIENT, Strict
 
 _LOOKS = frozenset(
@@ -46,20 +46,20 @@ _NUMPY_DRAWS = {
 
 
 class Watch(TorchFunctionMode):
-    """Notes where the code being traced looks at a value on the device, calls what runs on the host, or draws a number.
+    """Sees where the code being traced reads a value from the device, falls back to the host, or draws a number there.
 
-    Only this thread's doings count: another may draw for the data at the same time. Not seen are functions of NumPy's
-    that were imported by name (`from numpy.random import rand`), and Python's `random` while a profiler runs.
+    Only this thread counts: another may draw for the data at the same time. It does not see functions of NumPy that
+    were imported by name (`from numpy.random import rand`), nor Python's `random` while a profiler runs.
 
     Args:
-        strict: The policy on reads and falls to the host.
+        strict: The policy on reads and fallbacks.
         step: The name of the code in errors, e.g. `"the train step"`.
-        draws: True if a random number of the host is refused too: in the first traces it is no fault (default False).
+        draws: True to refuse random numbers of the host too: in the first traces they are no fault (default False).
 
     Attributes:
-        where: The line that first looked, e.g. `train.py:12`, or nothing.
+        where: The line that first read a value, e.g. `train.py:12`, or nothing.
         fell: The operations that ran on the host, each with the line that first called it.
-        drew: The line that first drew, or nothing.
+        drew: The line that first drew a random number, or nothing.
         products: The formats in which matrix products were computed.
     """
 
@@ -70,7 +70,8 @@ class Watch(TorchFunctionMode):
         self.where = self.drew = ""
         self.fell: dict[str, str] = {}
         self.products: set[torch.dtype] = set()
-        self._fallen = report.fallen()
+        self._begun = counters.fallen(), counters.looked_at()
+        self._fallen = self._begun[0]
         self._thread = get_ident()
         self._profiles = False
 
@@ -79,7 +80,7 @@ class Watch(TorchFunctionMode):
         self._profiles = sys.getprofile() is None  # else somebody measures
         if self._profiles:
             sys.setprofile(self._profile)
-        for name, function in _NUMPY_DRAWS.items():  # written in C in a way that no profiler sees
+        for name, function in _NUMPY_DRAWS.items():  # no profiler sees them: Cython calls no hook
             setattr(np.random, name, self._noting(function))
         return self
 
@@ -89,6 +90,18 @@ class Watch(TorchFunctionMode):
         if self._profiles:
             sys.setprofile(None)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def reads(self) -> str:
+        """Say that the code has read a value, and where; nothing if it hasn't."""
+        fallen, looked = self._begun
+        if not self.where and counters.looked_at() == looked:
+            return ""
+        operations = sorted(counters.fallen() - fallen)
+        if operations and not self.where:
+            lines = " and ".join(sorted(set(self.fell.values())))
+            called = f", called at {lines}" if lines else ""
+            return f"it reads a value from the device: torch_xla runs {' and '.join(operations)} on the host{called}"
+        return f"it reads a value from the device{self.where and f' at {self.where}'}"
 
     def _profile(self, frame: Any, event: str, called: Any) -> None:
         if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
@@ -112,7 +125,7 @@ class Watch(TorchFunctionMode):
 
     def _note_look(self) -> None:
         line = users_line()
-        report.note_line("read", line)
+        counters.note_line("read", line)
         self.where = self.where or line
         self._strict.refuse(
             f"{self._step} reads a value from the device at {line}, for which every step would wait. "
@@ -120,17 +133,17 @@ class Watch(TorchFunctionMode):
         )
 
     def _note_falls(self, before: Counter[str]) -> None:
-        """Note which operations have run on the host since."""
-        operations = sorted(report.fallen() - before)
+        """Note the operations that have run on the host since."""
+        operations = sorted(counters.fallen() - before)
         for operation in operations:
             if operation not in (_READ, *self.fell):
                 line = self.fell[operation] = users_line()
-                report.note_line(operation, line)
+                counters.note_line(operation, line)
                 self._strict.refuse(
                     f"torch_xla has no {operation} for the device, which {self._step} calls at "
                     f"{line}: it would run on the host at every step. {cure_of(operation)}"
                 )
-        if operations in ([], [_READ]):  # by itself it has only been looked at, as to print it
+        if operations in ([], [_READ]):  # alone it is a read, as for printing
             self._note_look()
 
     def __torch_function__(
@@ -139,10 +152,10 @@ class Watch(TorchFunctionMode):
         looks = func in _LOOKS and args[0].device.type == "xla"
         if looks:
             self._note_look()
-        fallen, looked = self._fallen, report.looked_at()
+        fallen, looked = self._fallen, counters.looked_at()
         result = func(*args, **(kwargs or {}))
-        if report.looked_at() != looked:
-            self._fallen = report.fallen()
+        if counters.looked_at() != looked:
+            self._fallen = counters.fallen()
             if not looks:
                 self._note_falls(fallen)
         if func in _PRODUCTS:
@@ -153,10 +166,10 @@ class Watch(TorchFunctionMode):
 
 
 def cure_of(operation: str) -> str:
-    """What to do about an operation that runs on the host, in a sentence.
+    """The cure for an operation that runs on the host, in a sentence.
 
     Args:
-        operation: Its name, e.g. `"aten::nonzero"`.
+        operation: The operation's name, e.g. `"aten::nonzero"`.
 
     Example:
         >>> cure_of("aten::nonzero")
@@ -166,7 +179,7 @@ def cure_of(operation: str) -> str:
 
 
 def users_line() -> str:
-    """The innermost line of the stack that is neither ours nor a library's, e.g. `train.py:12`."""
+    """The innermost line of the stack that is neither tpufit's nor a library's, e.g. `train.py:12`."""
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     pythons = os.path.dirname(os.__file__) + os.sep
     frame: FrameType | None = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""Host to device and back. `to_host` is the one function of tpufit that waits for the device.
+"""Host to device and back. Values reach the host by `to_host` only, which waits, and counts the wait under its reason.
 
 Everything is moved by torch_xla's transfer calls and never by `Tensor.to`: a 0-d host tensor moved by `.to` is traced
 as a constant, frozen at its first value, where a transferred one is an input of the graph.
@@ -6,7 +6,7 @@ as a constant, frozen at its first value, where a transferred one is an input of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -15,17 +15,25 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import PlacementError
-from . import counters as report
-from .placement import Layout, Placement
+from . import counters
+from .placement import Placement, Sharding
+
+Shardings = Mapping[int, Sharding]
+"""The shardings of tensors, by their `id`. One that is missing is whole on every core."""
+
+_ALL_WHOLE: Shardings = {}
 
 
-def to_device(tensors: Sequence[Tensor], placement: Placement, layout: Layout) -> list[Tensor]:
+def to_device(
+    tensors: Sequence[Tensor], placement: Placement, sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE
+) -> list[Tensor]:
     """Copy host tensors to the device, without waiting.
 
     Args:
         tensors: Host tensors; one that is on the device already is passed through.
-        placement: Where to; the host itself returns them as they are.
-        layout: `ROWS` for a batch, `WHOLE` for parameters, sums and rates. A 0-d tensor is always whole.
+        placement: The cores to copy to; the host itself returns the tensors as they are.
+        sharding: How they lie over the cores, all of them or one by one (default: whole on every core). A tensor
+            without dimensions is always whole.
 
     Returns:
         The device tensors, in the same order.
@@ -38,8 +46,9 @@ def to_device(tensors: Sequence[Tensor], placement: Placement, layout: Layout) -
     host = [i for i, t in enumerate(moved) if t.device.type != "xla"]
     values = [moved[i].detach().contiguous() for i in host]
     specs = None
-    if placement.cores is not None and placement.cores.spmd:
-        specs = [placement.sharding(layout, t.dim()).xla_spec(t) for t in values]
+    if placement.has_mesh:
+        wanted = [sharding if isinstance(sharding, Sharding) else sharding[i] for i in host]
+        specs = [placement.spec(one, t) for one, t in zip(wanted, values, strict=True)]
     sent = torch_xla._XLAC._xla_tensors_from_aten(values, [str(placement.device)] * len(values), specs)
     for i, tensor in zip(host, sent, strict=True):
         moved[i] = tensor
@@ -51,7 +60,7 @@ def to_host(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
 
     Args:
         tensors: Device tensors; a host tensor is returned as it is, and if all are, nothing is waited for.
-        reason: What the wait is counted under, e.g. `"logs"`.
+        reason: The reason that the wait is counted under, e.g. `"logs"`.
 
     Returns:
         Host tensors that share no memory with the device, in the same order.
@@ -62,7 +71,7 @@ def to_host(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
         return here
     import torch_xla
 
-    with report.waiting(reason), report.role("transfer"):
+    with counters.waiting(reason), counters.role("transfer"):
         torch_xla._XLAC._xla_sync_multi([here[i] for i in remote], devices=[], wait=True, sync_xla_data=False)
         # A tensor split over the cores is put together from its shards: torch_xla's own way would compile a gather
         # for it, and again at every call.
@@ -101,13 +110,19 @@ def copies(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
     ]
 
 
-def move(tensors: Iterable[Tensor], placement: Placement, names: dict[int, str] | None = None) -> None:
+def move(
+    tensors: Iterable[Tensor],
+    placement: Placement,
+    names: Mapping[int, str] | None = None,
+    shardings: Shardings = _ALL_WHOLE,
+) -> None:
     """Move tensors to a placement in place: each stays the same Python object, so ties and references hold.
 
     Args:
         tensors: Parameters, buffers and optimizer state; each at most once. Those already there stay.
-        placement: Where to. Moving to the host waits for the device, once.
-        names: What to call a tensor in an error, by its `id`.
+        placement: The cores to move to, or the host, for which this waits, once.
+        names: The names of tensors for errors, by their `id`.
+        shardings: How the tensors lie over the cores.
 
     Raises:
         PlacementError: A tensor can't be exchanged, because something else holds on to its memory; or two parameters
@@ -119,7 +134,8 @@ def move(tensors: Iterable[Tensor], placement: Placement, names: dict[int, str] 
         return
     names = names or {}
     _refuse_shared_memory(moving, names)
-    values = to_host(moving, "state") if placement.on_host else to_device(moving, placement, Layout.WHOLE)
+    wanted = [shardings.get(id(tensor), Sharding.WHOLE) for tensor in moving]
+    values = to_host(moving, "state") if placement.on_host else to_device(moving, placement, wanted)
     for tensor, value in zip(moving, values, strict=True):
         tensor.grad = None  # of the other device; a step computes its own
         try:
@@ -130,12 +146,12 @@ def move(tensors: Iterable[Tensor], placement: Placement, names: dict[int, str] 
 
 
 def swap_value(tensor: Tensor, value: Tensor, requires_grad: bool | None = None) -> Tensor:
-    """Give a tensor object another value, on any device; what refers to the object sees the new value.
+    """Give a tensor object another value, on any device. Whoever refers to the object sees the new value.
 
     Args:
         tensor: The object. Its class, attributes and gradient hooks stay.
         value: The value, of the same shape. It must not be used afterwards.
-        requires_grad: Whether it then requires a gradient (default: as before).
+        requires_grad: True if it then requires a gradient (default: as before).
 
     Returns:
         A tensor with the old value.
@@ -151,13 +167,16 @@ def swap_value(tensor: Tensor, value: Tensor, requires_grad: bool | None = None)
     return twin
 
 
-def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement) -> None:
+def copy_into(
+    targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement, shardings: Shardings = _ALL_WHOLE
+) -> None:
     """Give tensors new values of the same shape and dtype, in place and without waiting.
 
     Args:
         targets: Tensors that live at `placement`, or on the host, where some optimizers count.
         values: Host tensors, one for each.
-        placement: Where those live that are not on the host.
+        placement: The place of those that are not on the host.
+        shardings: How these lie over the cores.
     """
     pairs = list(zip(targets, values, strict=True))
     with torch.no_grad():
@@ -165,7 +184,8 @@ def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Pl
             if target.device.type == "cpu":
                 target.copy_(value)
     remote = [pair for pair in pairs if pair[0].device.type != "cpu"]
-    sent = to_device([value for _, value in remote], placement, Layout.WHOLE) if remote else []
+    wanted = [shardings.get(id(target), Sharding.WHOLE) for target, _ in remote]
+    sent = to_device([value for _, value in remote], placement, wanted) if remote else []
     for (target, _), value in zip(remote, sent, strict=True):
         if target.is_meta:  # a step that failed has left nothing of it
             swap_value(target, value)
@@ -173,7 +193,7 @@ def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Pl
             target.data = value
 
 
-def _refuse_shared_memory(tensors: Sequence[Tensor], names: dict[int, str]) -> None:
+def _refuse_shared_memory(tensors: Sequence[Tensor], names: Mapping[int, str]) -> None:
     owners: dict[int, Tensor] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel():
@@ -205,23 +225,23 @@ def _join_shards(tensor: Tensor) -> Tensor:
     return whole
 
 
-# So many steps between two waits tell how long one takes; fewer may be those that compile.
+# The number of steps between two waits that tells how long one takes; fewer may be those that compile.
 _LONG_RUN = 16
 
 
 class InFlight:
     """Back-pressure: lets steps run ahead of the device, and waits for an older one when they are too many.
 
-    Many short steps may be under way, because a wait costs as much as the call of one; of long steps only two, because
-    a signal waits for all of them, and each keeps its batch in memory.
+    Many short steps may be under way, because a wait costs as much as the call of one. Of long steps only two may be,
+    because a signal waits for all of them, and each keeps its batch in memory.
 
     Args:
-        seconds: How long all that is under way may take.
-        nbytes: How much memory its batches may take.
-        most: How many steps it may be. (A TPU's own limit is 32.)
+        seconds: The time that all steps under way may take.
+        nbytes: The memory that their batches may take.
+        most: The number of steps that may be under way. (A TPU's own limit is 32.)
 
     Attributes:
-        pace: How many seconds a step takes by now, or None as long as no long run of steps has been measured.
+        pace: The seconds that a step takes by now, or None as long as no long run of steps has been measured.
     """
 
     def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, most: int = 64) -> None:
@@ -233,10 +253,10 @@ class InFlight:
         self._last_wait = perf_counter()
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
-        """Note the step just started. **This may wait** for one of half the limit's steps ago.
+        """Note a step that was just started. **This may wait** for a step as old as half the limit.
 
         Args:
-            result: Something small that it computes.
+            result: A small result of the step.
             nbytes: The size of its batches.
 
         Returns:
@@ -249,7 +269,7 @@ class InFlight:
         import torch_xla
 
         half = self._limit // 2
-        with report.waiting("throttle"):
+        with counters.waiting("throttle"):
             reached: Tensor = torch_xla._XLAC._xla_get_cpu_tensors([self._started[half - 1]])[0]
         del self._started[:half]
         now = perf_counter()

@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..data.batches import count_rows, fields, is_plain, listed
 from ..errors import BatchError
-from ..runtime import Layout, Placement, Strict, to_device
+from ..runtime import Placement, Sharding, Strict, to_device
 from .graph_key import GraphKeys
 
 
@@ -87,7 +87,7 @@ class BatchSender:
                 "Leave empty batches out"
             )
         return DeviceBatch(
-            to_device(tensors, self._placement, Layout.ROWS),
+            to_device(tensors, self._placement, Sharding.ROWS),
             [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             spec,
             rows,

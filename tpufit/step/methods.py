@@ -17,7 +17,7 @@ from .. import losses
 from ..data import unpack
 from ..data.batches import as_tensors
 from ..errors import ArgumentError, BatchError, DataError, NotCompiledError
-from ..runtime import Layout, fetch, to_device, tracing
+from ..runtime import Sharding, fetch, to_device, tracing
 from . import precision
 from .engine import Engine
 from .failures import layer_failure, misfit
@@ -83,7 +83,7 @@ class StepMethods:
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         from_host = any(leaves[i].device.type == "cpu" for i in at) and not placement.on_host
         if from_host:
-            for i, tensor in zip(at, to_device([leaves[i] for i in at], placement, Layout.ROWS), strict=True):
+            for i, tensor in zip(at, to_device([leaves[i] for i in at], placement, Sharding.ROWS), strict=True):
                 leaves[i] = tensor
         x = precision.inputs(name, tree_unflatten(leaves, spec))
         args: Sequence[Any] = (x,)
@@ -185,8 +185,7 @@ class StepMethods:
         own.step(engine.context)
         if not engine.state.placement.on_host:
             optimizer.zero_grad()  # gradients are not kept: they would be outputs of the graph, as large as the weights
-        for tensor in own.tensors:
-            engine.state.placement.pin(tensor)
+        engine.state.device.pin(own.tensors, engine.state.placement)
 
     def update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Add a batch to the metrics of `compile`.

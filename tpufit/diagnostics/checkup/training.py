@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...model import Model
-from ...runtime import Layout, Placement, device_memory, platform, start, to_device, to_host
+from ...runtime import Placement, device_memory, platform, start, to_device, to_host
 from .trial import ALL, Trial
 
 _VIRTUAL = 8
@@ -49,7 +49,7 @@ def _bandwidth(place: Placement) -> float:
     """Bytes a second there and back, of a tensor that is whole on every core."""
     tensor = torch.zeros(_SENT // 4)
     began = perf_counter()
-    to_host(to_device([tensor], place, Layout.WHOLE), "bandwidth")
+    to_host(to_device([tensor], place), "bandwidth")
     return 2 * _SENT / (perf_counter() - began)
 
 

@@ -1,1 +1,1 @@
-"""Operations that the device lacks or does badly, written otherwise."""
+"""Operations that the device lacks or does badly, written in other ones."""

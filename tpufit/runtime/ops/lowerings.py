@@ -1,4 +1,4 @@
-"""Operations that torch_xla has no lowering for, made of those that it has: it would compute them on the host."""
+"""Operations and their lowerings: torch_xla computes an operation that has none on the host."""
 
 from __future__ import annotations
 
@@ -7,15 +7,27 @@ from torch import Tensor
 
 _libraries: dict[str, torch.library.Library] = {}
 
+# An operation has a kernel of the device, or is made of others that have.
+_KEYS = ("XLA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
+
+
+def has_lowering(operation: str) -> bool:
+    """True if the device computes an operation itself; else the host does, with a wait in each step.
+
+    Args:
+        operation: Its full name, e.g. `"aten::add.Tensor"`.
+    """
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key) for key in _KEYS)
+
 
 def lower_missing(backend: str = "XLA") -> None:
     """Teach the device Huber's loss, for the name, `nn.HuberLoss` and `torch.nn.functional` alike.
 
-    Of the losses that `compile` takes by name it is the only one that torch_xla 2.9 hands back to the host, with a wait
-    in each step. Values and gradients are PyTorch's, but for rounding where `delta` is not 1.
+    Of the losses that `compile` takes by name it is the only one without a lowering in torch_xla 2.9. Values and
+    gradients are PyTorch's, but for rounding where `delta` is not 1.
 
     Args:
-        backend: Whose tensors (default: `"XLA"`); tests take `"CPU"`.
+        backend: The dispatch key of the tensors (default: `"XLA"`); tests take `"CPU"`.
     """
     if backend not in _libraries:  # for good: taking a kernel back while another thread is in it would be a crash
         library = _libraries[backend] = torch.library.Library("aten", "IMPL")

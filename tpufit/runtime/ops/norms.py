@@ -1,7 +1,7 @@
 """Batch, instance, group and layer norm as means and variances, which stay split over the cores.
 
-XLA has one operation for all four, and on several cores each of them first gathers all rows for it. Sums over rows are
-computed where the rows are: of batch norm a few numbers per channel travel, of the others nothing.
+XLA has one operation for all four, for which every core first gathers all rows. Sums over rows are computed where the
+rows are: for batch norm a few numbers per channel travel between cores, for the others nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ _libraries: dict[str, torch.library.Library] = {}
 
 @contextmanager
 def sharded_norms(backend: str = "XLA") -> Iterator[None]:
-    """Within this context, the norms of the device's tensors are computed where their rows are.
+    """A context in which the norms of the device's tensors are computed where their rows are.
 
-    It is the dispatcher that is told, so it holds for modules, functions, scripted code and what autograd computes
-    again in its own threads, which a `TorchFunctionMode` or a patched `torch.nn.functional` would miss. Results,
-    gradients, running statistics, dtypes and errors are the native ones'; statistics are of the whole batch, and
-    computed in float32 at least.
+    The kernels are the dispatcher's, so they hold for modules, functions, scripted code and the parts that autograd
+    computes again in its own threads, which a `TorchFunctionMode` or a patched `torch.nn.functional` would miss.
+    Results, gradients, running statistics, dtypes and errors are the native ones'. Statistics are of the whole batch,
+    and computed in float32 at least.
 
     Args:
-        backend: Whose tensors (default: `"XLA"`); tests take `"CPU"`.
+        backend: The dispatch key of the tensors (default: `"XLA"`); tests take `"CPU"`.
 
     Example:
         >>> import torch
@@ -61,42 +61,12 @@ def _kernel(native: Any, arithmetic: Callable[..., Tensor | None]) -> Callable[.
     return kernel
 
 
-# Each takes what its native operation takes. It returns None for what that would refuse, so that it says so itself.
-
-
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor | None:
-    dims = (0, *range(2, input.dim()))
-    return _channel_norm(input, dims, weight, bias, running_mean, running_var, training, momentum, eps)
-
-
-def _instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor | None:
-    dims = tuple(range(2, input.dim()))
-    return _channel_norm(input, dims, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
+# Each takes the arguments of its native operation. It returns None for those that the native one refuses, which then
+# raises its own error.
 
 
 def _channel_norm(
     input: Tensor,
-    dims: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
     running_mean: Tensor | None,
@@ -104,11 +74,15 @@ def _channel_norm(
     training: bool,
     momentum: float,
     eps: float,
+    cudnn_enabled: bool,
+    over_rows: bool,
 ) -> Tensor | None:
+    """Batch norm, or instance norm, whose statistics are not over the rows."""
     if input.dim() < 2 or not _fit(input, (input.shape[1],), running_mean, running_var, weight, bias):
         return None
     if (running_mean is None) != (running_var is None):
         return None
+    dims = (*([0] if over_rows else []), *range(2, input.dim()))
     count = math.prod(input.shape[i] for i in dims)
     x = _widened(input)
     over_channels = (-1, *(1,) * (input.dim() - 2))
@@ -166,13 +140,13 @@ def _layer_norm(
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor | None:
-    """Of a weight, not of a batch; torch_xla has no lowering for the native operation, and runs it on the host."""
+    """The norm of a weight. torch_xla has no lowering for the native operation, and runs it on the host."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 _ARITHMETIC: dict[str, Callable[..., Tensor | None]] = {
-    "batch_norm": _batch_norm,
-    "instance_norm": _instance_norm,
+    "batch_norm": partial(_channel_norm, over_rows=True),
+    "instance_norm": partial(_channel_norm, over_rows=False),
     "group_norm": _group_norm,
     "layer_norm": _layer_norm,
     "_weight_norm": _weight_norm,
@@ -180,7 +154,7 @@ _ARITHMETIC: dict[str, Callable[..., Tensor | None]] = {
 
 
 def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, deviations from it, and their mean square: in two passes, because E[x^2] - E[x]^2 cancels."""
+    """Mean, deviations and variance, in two passes: E[x^2] - E[x]^2 would cancel."""
     mean = x.mean(dims, keepdim=True)
     deviation = x - mean
     return mean, deviation, deviation.square().mean(dims, keepdim=True)

@@ -1,0 +1,169 @@
+"""`Backend`: all that the rest of tpufit asks of this package. Another device needs a package with these names.
+
+Nothing else of the package is used outside, and nothing outside names torch_xla, its devices or its dispatch keys.
+`tests/test_backend.py` holds the package to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from .counters import Counts
+from .devices import Cores, CoresArgument
+from .faults import Load
+from .placement import Placement, Sharding
+from .transfer import Shardings
+
+T = TypeVar("T")
+
+
+class Backend(Protocol):
+    """A device and its runtime. Each verb's own docstring has its arguments.
+
+    Attributes:
+        Cores: The cores that the process computes on.
+        CoresArgument: The type of `cores=`.
+        Placement: A place to compute at: cores, or the host. It makes, pins and gathers the shardings of tensors.
+        Sharding: How a tensor lies over the cores.
+        HOST: The placement of plain PyTorch.
+        Program: A step, which is traced and compiled, and then replayed.
+        DeviceState: The tensors that programs change, and their values meanwhile.
+        InFlight: Lets steps run ahead of the device, but not too far.
+        Counts: A snapshot of the counters.
+        Compiled: One compilation.
+        Load: The load of a step on the device, for errors.
+        Strict: The policy of `fit(strict=True)`.
+        LENIENT: The policy that lets everything pass.
+    """
+
+    Cores: Any
+    CoresArgument: Any
+    Placement: Any
+    Sharding: Any
+    HOST: Any
+    Program: Any
+    DeviceState: Any
+    InFlight: Any
+    Counts: Any
+    Compiled: Any
+    Load: Any
+    Strict: Any
+    LENIENT: Any
+
+    # Cores
+
+    def init(self, cores: CoresArgument = ...) -> None:
+        """Settle the cores of the process, before any step."""
+
+    def start(self, cores: CoresArgument, asked_by: str) -> Cores:
+        """Start the runtime, or make sure that it runs on these cores."""
+
+    def settled(self) -> Cores | None:
+        """The cores of the process, if they are settled."""
+
+    def platform(self) -> str:
+        """The kind of device that `"auto"` means."""
+
+    def available(self, used: int) -> int:
+        """The number of cores that this host's device has."""
+
+    def device_memory(self) -> int | None:
+        """A core's memory in bytes, if it is known."""
+
+    def set_matmul_precision(self, name: str) -> None:
+        """Set the precision of float32 matrix products."""
+
+    def agree(self, value: Any) -> Any:
+        """The value that all hosts go by."""
+
+    def versions(self) -> dict[str, str]:
+        """The versions that the last digits of a training depend on."""
+
+    # Tensors
+
+    def to_device(
+        self, tensors: Sequence[Tensor], placement: Placement, sharding: Sharding | Sequence[Sharding] = ...
+    ) -> list[Tensor]:
+        """Copy host tensors to the device, without waiting."""
+
+    def to_host(self, tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
+        """Copy tensors to the host, which waits."""
+
+    def fetch(self, nest: Any, reason: str) -> Any:
+        """Copy the tensors of a nest to the host, which waits once."""
+
+    def copies(self, tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
+        """Copy tensors to host memory of their own, which waits once."""
+
+    def move(
+        self,
+        tensors: Iterable[Tensor],
+        placement: Placement,
+        names: Mapping[int, str] | None = ...,
+        shardings: Shardings = ...,
+    ) -> None:
+        """Move tensors in place."""
+
+    def swap_value(self, tensor: Tensor, value: Tensor, requires_grad: bool | None = ...) -> Tensor:
+        """Give a tensor object another value."""
+
+    def copy_into(
+        self, targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement, shardings: Shardings = ...
+    ) -> None:
+        """Give tensors new values in place, without waiting."""
+
+    # Steps
+
+    def launch(self, placement: Placement, role: str, cause: str = ...) -> None:
+        """Start everything that is pending."""
+
+    def tracing(self) -> bool:
+        """True while a step is being traced."""
+
+    def capture_began(self) -> float | None:
+        """The time when the capture under way began."""
+
+    def sharded_norms(self, backend: str = ...) -> Any:
+        """A context in which norms are computed where their rows are."""
+
+    def has_lowering(self, operation: str) -> bool:
+        """True if the device computes an operation itself."""
+
+    def facts(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that the user's Python keeps."""
+
+    def translate(self, error: BaseException, load: Load | None = ...) -> Exception | None:
+        """The error of tpufit for one of the runtime."""
+
+    # Counters
+
+    def counts(self) -> Counts:
+        """The counters as they stand."""
+
+    def metrics_report(self) -> str:
+        """The runtime's own report."""
+
+    def count_capture(self, change: str) -> None:
+        """Count that a step has to be captured again."""
+
+    def add_seconds(self, phase: str, seconds: float, beside: bool = ...) -> None:
+        """Count time to a phase."""
+
+    def timing(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
+        """Wrap a function to count its time."""
+
+    def cure_of(self, operation: str) -> str:
+        """The cure for an operation that runs on the host."""
+
+    def users_line(self) -> str:
+        """The user's line that is running."""
+
+    def start_profile(self, folder: str | os.PathLike[str]) -> None:
+        """Begin to record a profile."""
+
+    def stop_profile(self) -> None:
+        """End the recording."""

@@ -1,0 +1,286 @@
+"""`Capture`: one trace of a step, and the graph that it gives. `undoing` takes a trace back.
+
+The body of a step runs here over lazy tensors: each operation is only noted. Some orders matter, and each has its
+reason beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from . import counters
+from .device_state import DeviceState
+from .graph import Graph, Sums, recognise, template_of
+from .lazy import by_memory, drop, launch, pending_elsewhere, pending_indices, same_memory
+from .placement import Placement
+from .trace_watch import Watch
+from .transfer import swap_value
+
+Body = Callable[[list[Tensor], Callable[[int], None]], Any]
+"""`body(inputs, seed)`: the Python of one step or several. `seed(i)` begins the random numbers of the i-th. It changes
+the state's tensors in place, replaces the sums, and returns a nest of tensors."""
+
+
+class _Now:
+    """The trace that this process is busy with; there is never more than one.
+
+    Attributes:
+        tracing: True while a step's Python runs.
+        began: The time, by `perf_counter`, when the capture under way began, or None.
+    """
+
+    tracing = False
+    began: float | None = None
+
+
+_now = _Now()
+
+
+def tracing() -> bool:
+    """True while a step is being traced: then a value on the device can't be read without breaking its graph."""
+    return _now.tracing
+
+
+def capture_began() -> float | None:
+    """The time, by `time.perf_counter`, when the capture under way began; None if there is none."""
+    return _now.began
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """A context in which `capture_began` tells the time of its beginning."""
+    _now.began = perf_counter()
+    try:
+        yield
+    finally:
+        _now.began = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device, state and sums that a program's graphs work on.
+
+    Attributes:
+        placement: The cores.
+        role: The role that its graphs are counted under.
+        state: The tensors that a step reads and changes.
+        sums: The running sums.
+        donates: True if graphs write the new state over the old.
+        inside: Gives the context in which the body is traced.
+    """
+
+    placement: Placement
+    role: str
+    state: DeviceState
+    sums: Sums
+    donates: bool
+    inside: Callable[[], AbstractContextManager[object]]
+
+    def trace(self, body: Body, inputs: list[Tensor], seeds: list[int], watch: AbstractContextManager[object]) -> Any:
+        """Run the body over lazy tensors.
+
+        Args:
+            body: The Python of the steps.
+            inputs: Batches and rates.
+            seeds: One for each step.
+            watch: Sees what the body does.
+        """
+        import torch_xla
+
+        device = str(self.placement.device)
+        self.sums.begin()
+        _now.tracing = True
+        try:
+            # In this thread: if a backward pass ran on the CPU before torch_xla was imported, autograd has no thread
+            # for its device, and ends in an internal error.
+            with self.inside(), watch, torch.autograd.set_multithreading_enabled(False):
+                return body(inputs, lambda i: torch_xla._XLAC._xla_set_rng_seed(seeds[i], device))
+        finally:
+            _now.tracing = False
+
+    def launch(self, outputs: Any, because: str) -> Any:
+        """Run a trace as it is, without a graph to keep. If it fails, what it changed is lost.
+
+        Args:
+            outputs: The body's result.
+            because: The reason why it can't be replayed.
+        """
+        try:
+            launch(self.placement, self.role, f"it is traced anew on every call, because {because}")
+        except BaseException:
+            tensors = self.state.tensors
+            # Before the pending work is dropped: afterwards lost tensors can't be told from others.
+            self.state.lose(pending_indices(tensors))
+            returned = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            drop([*returned, *self.sums.tensors, *(tensors if self.state.lost else ())])
+            raise
+        return outputs
+
+
+@contextmanager
+def undoing(state: DeviceState) -> Iterator[None]:
+    """A context that takes a step back if it can't be traced, compiled or run: the state is what it was before.
+
+    Args:
+        state: The state, all of it computed.
+    """
+    import torch_xla
+
+    before = same_memory(state.tensors)
+    try:
+        yield
+    except BaseException:
+        # First out of the user's tensors: with `drop` they would lose their place.
+        if not state.held:
+            state.hold()
+        # The error's traceback may hold pending tensors for long. Whatever is started next would try them again.
+        drop(pending_elsewhere(()))
+        if not state.lost:
+            for value in before:  # no graph has consumed it, and none of another step may
+                torch_xla._XLAC._set_buffer_donation(value, False)
+            state.values = before.copy()
+            before.clear()  # the traceback would go on sharing the state's memory
+            state.write_back()
+        raise
+
+
+class Capture:
+    """One trace of a step. Everything before it must have been computed.
+
+    Args:
+        target: The device, state and sums.
+        inputs: Batches and rates.
+        seeds: One for each step.
+        watch: Sees what the body reads and draws.
+        python_state: Gives the names and values that the body might change in Python.
+
+    Attributes:
+        outputs: The body's result.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        inputs: list[Tensor],
+        seeds: list[int],
+        watch: Watch,
+        python_state: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._target, self._inputs, self._seeds = target, inputs, seeds
+        self._watch, self._python_state = watch, python_state
+        # Before the trace, which replaces the sums and gives the state's tensors other memory.
+        lists = {"state": target.state.tensors, "sum": target.sums.tensors, "input": inputs}
+        self._memory = by_memory(lists)
+        self._before = python_state()
+        self.outputs: Any = None
+        self._roots: list[Tensor] = []  # the outputs of its graph
+        self._values: list[Tensor] = []  # the inputs of its graph
+        self._taken: list[Tensor] = []  # the traced state
+        self._results: list[Tensor] = []
+
+    def trace(self, body: Body) -> str:
+        """Run the body.
+
+        Returns:
+            The reason why no trace of it can be replayed, or nothing.
+        """
+        sums = self._target.sums
+        self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch)
+        if reads := self._watch.reads():
+            return reads
+        if [(t.shape, t.dtype) for t in sums.begun] != [(t.shape, t.dtype) for t in sums.tensors]:
+            return "its running sums change their shape or dtype"
+        return ""
+
+    def variation(self) -> str:
+        """The reason why the step may be another the next time, even if its graph is the same; or nothing.
+
+        The first time it may be harmless: a cache is built, a layer begins with the statistics of its first batch.
+        """
+        before, after = self._before, self._python_state()
+        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        if changed:
+            return f"its Python changes {changed[0]} (from {before.get(changed[0])!r} to {after.get(changed[0])!r})"
+        drew = self._watch.drew
+        return drew and f"its Python draws random numbers at {drew}"
+
+    def graph(self) -> Graph | None:
+        """Find out what was traced, without compiling it. None if there is nothing to run."""
+        import torch_xla
+        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+        xla, target = torch_xla._XLAC, self._target
+        state, sums = target.state.tensors, target.sums
+        # Sums that the step made itself are known only now. They come first: what was known before has the last word.
+        memory = by_memory({"sum": sums.begun}) | self._memory
+        leaves, spec = tree_flatten(self.outputs)
+        template, computed = template_of(leaves, memory)
+        changed, summed = pending_indices(state), pending_indices(sums.tensors)
+        roots = [*(state[i] for i in changed), *(sums.tensors[i] for i in summed), *computed]
+        # A tensor that the body left elsewhere becomes an output too. Left pending it would be computed later, from
+        # memory that the graph has written over.
+        escaped = pending_elsewhere(roots)
+        self._roots = roots = [*roots, *escaped]
+        if not roots:
+            return None
+        _, self._values = xla._get_tensors_xla_device_data_node(roots)
+        sources, constants = recognise(self._values, memory, self._seeds)
+        with alias_with_buffer_donor_config():
+            # Before the hash, of which donation is a part. Only memory that is replaced: a donated tensor is gone.
+            for value, (name, i) in zip(self._values, sources, strict=True) if target.donates else ():
+                if name == "state" and i in changed:
+                    xla._set_buffer_donation(value, True)
+            found = xla._get_graph_hash(roots)
+        graph = Graph(found, sources, constants, changed, summed, template, spec, len(escaped), target.donates)
+        sizes = {"state": len(state), "sum": len(sums.begun), "input": len(self._inputs), "seed": len(self._seeds)}
+        graph.arrange(sizes | {"constant": len(constants)})
+        return graph
+
+    def compile(self, cause: str) -> None:
+        """Compile the graph of this trace.
+
+        Args:
+            cause: The reason why it is needed, for the report.
+        """
+        import torch_xla
+        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+        with counters.role(self._target.role, cause), alias_with_buffer_donor_config():
+            torch_xla._XLAC._xla_warm_up_cache(self._roots, [])
+
+    def run(self, graph: Graph, first: bool) -> None:
+        """Run a graph with the inputs of this trace.
+
+        Args:
+            graph: The graph of this trace, or an equal one.
+            first: True if it has never run.
+        """
+        state = self._target.state
+        taken = state.hold()
+        self._taken = [taken[i] for i in graph.changed]
+        self._results = graph.run(state, self._target.sums, self._values, first)
+
+    def settle(self, graph: Graph) -> Any:
+        """Give the traced tensors the values that `run` has computed, so that nothing of the trace stays pending.
+
+        It would be computed from memory that is no longer there.
+
+        Returns:
+            The body's result.
+        """
+        # The history of other tensors may keep the traced state alive, so its objects stay as they are. The others lose
+        # their history, which keeps more of the trace alive.
+        for tensor, i in zip(self._taken, graph.changed, strict=True):
+            tensor.data = self._target.state.values[i]
+        left = self._roots[len(self._roots) - len(self._results) :]
+        for tensor, value in zip(left, self._results, strict=True):
+            swap_value(tensor, value, requires_grad=False)
+        return self.outputs

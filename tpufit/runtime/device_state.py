@@ -1,0 +1,185 @@
+"""`DeviceState`: the tensors that training changes, and their values while graphs are replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import StateLostError
+from .lazy import handles, is_pending, launch, pending_indices, wait
+from .placement import Placement, Sharding
+from .transfer import copy_into, swap_value, to_host
+
+
+class _UnderWay(NamedTuple):
+    """A graph that is being started.
+
+    Attributes:
+        changed: The indices of the state tensors that it replaces.
+        donates: True if it writes the new values over the old.
+        outputs: None once it is started, and then the list of its outputs.
+    """
+
+    changed: list[int]
+    donates: bool
+    outputs: list[Any]
+
+
+class DeviceState:
+    """The tensors that training changes: weights, buffers, and the optimizers' state.
+
+    While graphs are replayed, a flat list here holds their values. The user's tensors are then empty, on the meta
+    device: a read at the wrong moment is an error in Python, and not the end of the process.
+
+    Args:
+        tensors: The user's own tensor objects.
+        shardings: The shardings of tensors, by their `id` (default: each is whole on every core).
+
+    Attributes:
+        tensors: The user's own tensor objects.
+        shardings: The shardings of tensors, by their `id`; one that is missing is whole on every core.
+        values: The values, while they are held here.
+        held: True while they are.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding] | None = None) -> None:
+        self.tensors = list(tensors)
+        self.shardings = dict(shardings or {})
+        self.values: list[Tensor] = []
+        self.held = False
+        self._lost: list[int] = []
+        self._under_way: _UnderWay | None = None
+        self._empty: list[Tensor] = []
+        self._versions: list[int] = []  # of the user's tensors, when their values were written back
+
+    @property
+    def lost(self) -> list[int]:
+        """The indices of values that a step took with it when it failed on the device; usually none."""
+        self.collect()
+        return self._lost
+
+    def pin(self, tensors: Iterable[Tensor], placement: Placement) -> None:
+        """Keep the sharding of tensors that the step being traced has changed, see `Placement.pin`."""
+        for tensor in tensors:
+            placement.pin(tensor, self.shardings.get(id(tensor), Sharding.WHOLE))
+
+    def hold(self) -> list[Tensor]:
+        """Take the values out of the user's tensors. After an interrupt in here, `write_back` restores the order.
+
+        Returns:
+            The former contents of the user's tensors. Only a trace needs them, which may still have to compute them.
+        """
+        # Not empty_like: like the device's own tensors, its results would drag a longer history along at each exchange.
+        empty = self._empty or [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
+        self.values = [tensor.detach() for tensor in self.tensors]
+        # The flag before the first exchange: from here on `values` is complete, and the user's tensors may not be.
+        self.held, self._empty = True, []
+        return [swap_value(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
+
+    def replace(self, tensors: Iterable[Tensor]) -> None:
+        """Go on with other tensors, while nothing is held."""
+        self.tensors, self._empty = list(tensors), []
+
+    def write_back(self) -> None:
+        """Put the values back into the user's tensors. After an interrupt in here it may be called again.
+
+        Raises:
+            StateLostError: A step failed on the device after it had consumed them.
+        """
+        if self.lost:
+            raise StateLostError(
+                "the weights on the device are lost: a step failed there after it had consumed them. Load the last "
+                "good ones with load_weights; the optimizer then starts over"
+            )
+        if self.held:
+            empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, self.values, strict=True)]
+            self.values, self.held = [], False
+            # After an interrupt some of them were not empty, and can't serve the next `hold`.
+            self._empty = empty if all(tensor.is_meta for tensor in empty) else []
+            self._versions = [tensor._version for tensor in self.tensors]
+
+    def settle(self, placement: Placement) -> None:
+        """Finish the changes that user code has made to the tensors: a graph takes only computed values.
+
+        **This waits** where there are any.
+        """
+        pending = any(is_pending(self.tensors))
+        if pending:
+            launch(placement, "transfer")
+        if pending or self._versions != [tensor._version for tensor in self.tensors]:
+            wait("changed weights")  # a tensor that is still to be computed has no memory to compare
+            self.part(placement)
+
+    def part(self, placement: Placement) -> None:
+        """Give memory of their own to tensors that share some, as a copy on the device does with its original.
+
+        A graph can write over memory once only. All tensors must have been computed.
+        """
+        found = handles(self.tensors)
+        if len(set(found)) < len(found):
+            first = dict(zip(reversed(found), reversed(self.tensors), strict=True))
+            doubles = [t for t, handle in zip(self.tensors, found, strict=True) if t is not first[handle]]
+            copy_into(doubles, to_host(doubles, "changed weights"), placement, self.shardings)
+
+    def expect(self, changed: list[int], donates: bool) -> list[Any]:
+        """Note that a graph is about to be started.
+
+        Args:
+            changed: The indices of the tensors that it replaces.
+            donates: True if it writes the new values over the old.
+
+        Returns:
+            A list for the caller to fill: None as the graph is started, and then the list of its outputs.
+        """
+        self._under_way = _UnderWay(changed, donates, [])
+        return self._under_way.outputs
+
+    def collect(self) -> None:
+        """Take the new values from the graph that was started last, once; if it failed, note the values it consumed."""
+        if self._under_way is None:
+            return
+        changed, donates, outputs = self._under_way
+        if len(outputs) == 2:
+            values = replaced(self.values, changed, outputs[1][: len(changed)])
+            # No call between the two: an interrupt there would take the same outputs once more.
+            self.values, self._under_way = values, None
+        else:
+            lost = changed if donates and outputs else []
+            self._lost, self._under_way = lost, None
+
+    def lose(self, indices: list[int]) -> None:
+        """Note that values are lost, by their indices."""
+        self._lost = indices
+
+    def examine(self) -> None:
+        """Find out which values are lost after an error: no result of a failed step can be read. **This waits**."""
+        tensors = self.values if self.held else self.tensors
+        known = self.lost
+        there = [i for i, tensor in enumerate(tensors) if tensor.device.type == "xla" and i not in known]
+        # An error in a step's Python may have left tensors half traced; the device has no part in that.
+        traced = {there[i] for i in pending_indices([tensors[i] for i in there])}
+        for i in there:
+            if i not in traced:
+                try:
+                    to_host([tensors[i]], "after an error")
+                except RuntimeError:
+                    self._lost = [*self._lost, i]
+
+    def revive(self) -> None:
+        """Let lost values count as there, because all of them are about to be replaced. Until then none may be read."""
+        self.collect()
+        self._lost = []
+        self.write_back()
+
+
+def replaced(values: list[Tensor], indices: Sequence[int], new: list[Tensor]) -> list[Tensor]:
+    """A list with new values at some indices; usually at all of them."""
+    if len(new) == len(values):
+        return new
+    values = list(values)
+    for i, value in zip(indices, new, strict=True):
+        values[i] = value
+    return values

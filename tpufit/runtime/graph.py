@@ -1,0 +1,209 @@
+"""`Graph`: a compiled step, with the sources of its inputs and the destinations of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from .device_state import DeviceState, replaced
+from .lazy import handles, is_pending
+from .transfer import to_host
+
+
+class Sums(Protocol):
+    """Running sums. A step takes them in and gives new ones out; the old stay valid for whoever keeps them."""
+
+    tensors: list[Tensor]
+    """The sums as they stand."""
+
+    begun: list[Tensor]
+    """The sums that the step being traced began with, and those that it made itself."""
+
+    def begin(self) -> None:
+        """Begin a trace."""
+
+
+_COMPUTED = object()  # in a template: a tensor that the graph computes
+
+
+@dataclass(frozen=True)
+class _Input:
+    """In a template: an input that the body returned as it was. A graph has no output for it."""
+
+    index: int
+
+
+@dataclass
+class Graph:
+    """A compiled graph.
+
+    Attributes:
+        hash: Its name in torch_xla's cache.
+        sources: The list that each input is in, `"state"`, `"sum"`, `"input"`, `"seed"` or `"constant"`, and its index.
+        constants: The inputs that are the same at every call.
+        changed: The state tensors that its first outputs replace.
+        summed: The sums that its next outputs replace.
+        template: The leaves of the body's result: mark for a computed tensor or an input, or the value itself.
+        spec: The nest that these leaves make.
+        escaped: The number of its last outputs, tensors that the body left elsewhere than in its result.
+        donates: True if it writes the new state over the old.
+        pick: Picks its inputs out of one list, in C.
+        seeds: The indices of the seeds that it uses.
+    """
+
+    hash: Any
+    sources: list[tuple[str, int]]
+    constants: list[Tensor]
+    changed: list[int]
+    summed: list[int]
+    template: list[Any]
+    spec: TreeSpec
+    escaped: int
+    donates: bool
+    pick: Callable[[list[Any]], Sequence[Tensor]] = field(init=False)
+    seeds: list[int] = field(init=False)
+
+    def arrange(self, sizes: Mapping[str, int]) -> None:
+        """Turn the sources into indices of one list.
+
+        Args:
+            sizes: The sizes of its parts, in their order.
+        """
+        first, total = {}, 0
+        for name, size in sizes.items():
+            first[name], total = total, total + size
+        at = [first[name] + i for name, i in self.sources]
+        self.pick = itemgetter(*at) if len(at) > 1 else lambda pool: [pool[i] for i in at]
+        self.seeds = sorted({i for name, i in self.sources if name == "seed"})
+
+    def difference(self, later: Graph) -> str:
+        """The difference to the next trace of the same step, in words, or nothing."""
+        if self.hash != later.hash:
+            return "two traces of it gave different graphs: its Python depends on something that changes"
+        parts = ("sources", "changed", "summed", "escaped")
+        if any(getattr(self, part) != getattr(later, part) for part in parts):
+            return "two traces of it used different tensors"
+        for one, other in zip(self.constants, later.constants, strict=True):
+            if not torch.equal(_bits(one), _bits(other)):
+                return (
+                    "a number that its Python computes changed between two traces "
+                    f"(from {_shown(one)} to {_shown(other)})"
+                )
+        return ""
+
+    def run(self, state: DeviceState, sums: Sums, inputs: list[Tensor], first: bool = False) -> list[Tensor]:
+        """Start the graph, and put its results where they belong.
+
+        Args:
+            state: Holds the state's values.
+            sums: The running sums.
+            inputs: Its inputs, in its order.
+            first: True if it has never run. **This waits** then, where the state can still be restored: a step that
+                needs too much memory usually fails the first time.
+
+        Returns:
+            The tensors that the body returned or left elsewhere.
+        """
+        import torch_xla
+
+        outputs = state.expect(self.changed, self.donates)
+        # One call in C. No handler of a signal runs between the graph's start and the arrival of its outputs in the
+        # list: an interrupt there would lose them after the state that they replace has been consumed.
+        outputs.extend(chain([None], map(torch_xla._XLAC._run_cached_graph, [self.hash], [inputs])))
+        if first and outputs[1] and not (self.donates and self.changed):
+            try:
+                to_host([min(outputs[1], key=torch.numel)], "capture")
+            except RuntimeError:
+                del outputs[1]  # before anybody collects them: the state stays as it is
+                raise
+        state.collect()
+        out: list[Tensor] = outputs[1]
+        middle = len(self.changed)
+        end = middle + len(self.summed)
+        sums.tensors = replaced(sums.tensors, self.summed, out[middle:end])
+        return out[end:]
+
+    def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """The value that the body would have returned."""
+        tensors = iter(outputs)
+        leaves = [
+            next(tensors) if leaf is _COMPUTED else inputs[leaf.index] if isinstance(leaf, _Input) else leaf
+            for leaf in self.template
+        ]
+        return tree_unflatten(leaves, self.spec)
+
+
+def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) -> tuple[list[Any], list[Tensor]]:
+    """Classify the leaves of a body's result: computed by the graph, an input, or the same at every call.
+
+    Args:
+        leaves: The leaves.
+        memory: The known tensors, see `by_memory`.
+
+    Returns:
+        The template, see `Graph`, and the tensors that the graph computes.
+    """
+    template: list[Any] = []
+    computed: list[Tensor] = []
+    for leaf in leaves:
+        kind = leaf
+        if isinstance(leaf, Tensor) and leaf.device.type == "xla":
+            if is_pending([leaf])[0]:
+                kind = _COMPUTED
+                computed.append(leaf)
+            else:
+                name, index = memory.get(handles([leaf])[0], ("", 0))
+                kind = _Input(index) if name == "input" else leaf
+        template.append(kind)
+    return template, computed
+
+
+def recognise(
+    values: Sequence[Tensor], memory: Mapping[int, tuple[str, int]], seeds: Sequence[int]
+) -> tuple[list[tuple[str, int]], list[Tensor]]:
+    """Find the source of each input of a graph: known by its memory, a seed by its value, or else a constant.
+
+    Args:
+        values: The inputs.
+        memory: The known tensors, see `by_memory`.
+        seeds: The seeds of this trace.
+
+    Returns:
+        The sources and the constants.
+    """
+    sources: list[tuple[str, int]] = []
+    constants: list[Tensor] = []
+    for value, handle in zip(values, handles(values), strict=True):
+        source = memory.get(handle)
+        if source is None and value.dtype is torch.int64 and value.dim() == 0:
+            number = int(_peek(value))
+            source = ("seed", seeds.index(number)) if number in seeds else None
+        if source is None:
+            source = ("constant", len(constants))
+            constants.append(value)
+        sources.append(source)
+    return sources, constants
+
+
+def _bits(constant: Tensor) -> Tensor:
+    """A constant's memory. Unlike the number, a NaN's bits are equal to themselves."""
+    return _peek(constant).reshape(-1).view(torch.uint8)
+
+
+def _shown(constant: Tensor) -> str:
+    return f"{_peek(constant).item():.6g}" if constant.numel() == 1 else f"a tensor of shape {tuple(constant.shape)}"
+
+
+def _peek(constant: Tensor) -> Tensor:
+    """A constant of a graph on the host. It was computed long ago, so this waits for no step."""
+    import torch_xla
+
+    value: Tensor = torch_xla._XLAC._xla_get_cpu_tensors([constant])[0]
+    return value

@@ -1,0 +1,96 @@
+"""Lazy tensors: torch_xla's tensors that may still wait to be computed, and the memory that they have on the device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from . import counters
+from .placement import Placement
+from .transfer import swap_value
+
+
+def launch(placement: Placement, role: str, cause: str = "") -> None:
+    """Start everything that is pending on the device, without waiting for it.
+
+    Args:
+        placement: The cores on which it is pending; on the host nothing ever is.
+        role: The role that a graph is counted under, if one must be compiled.
+        cause: The reason for that graph.
+    """
+    if placement.on_host:
+        return
+    import torch_xla
+
+    with counters.role(role, cause):
+        torch_xla._XLAC._xla_step_marker(str(placement.device), [], wait=False)
+
+
+def wait(reason: str) -> None:
+    """Wait until the device has done all that was started."""
+    import torch_xla
+
+    with counters.waiting(reason):
+        torch_xla._XLAC._xla_wait_device_ops([])
+
+
+def is_pending(tensors: Sequence[Tensor]) -> list[bool]:
+    """True for each tensor on the device that has no value yet."""
+    import torch_xla
+
+    # torch_xla refuses an empty list.
+    return list(torch_xla._XLAC._check_tensor_need_materialization(tensors)) if tensors else []
+
+
+def pending_indices(tensors: Sequence[Tensor]) -> list[int]:
+    """The indices of the tensors that have no value yet."""
+    return [i for i, pending in enumerate(is_pending(tensors)) if pending]
+
+
+def handles(tensors: Sequence[Tensor]) -> list[int]:
+    """The identity of each tensor's memory on the device; it must have been computed."""
+    import torch_xla
+
+    return list(torch_xla._XLAC._get_tensors_handle(tensors)) if tensors else []
+
+
+def by_memory(lists: Mapping[str, Sequence[Tensor]]) -> dict[int, tuple[str, int]]:
+    """The list and the index of each tensor, by the identity of its memory."""
+    return {handle: (name, i) for name, tensors in lists.items() for i, handle in enumerate(handles(tensors))}
+
+
+def same_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Other tensors over the memory that these have now, on the device."""
+    import torch_xla
+
+    if not tensors:
+        return []
+    _, values = torch_xla._XLAC._get_tensors_xla_device_data_node(tensors)
+    found = dict(zip(handles(values), values, strict=True))
+    return [found[handle] for handle in handles(tensors)]
+
+
+def pending_elsewhere(known: Iterable[Tensor]) -> list[Tensor]:
+    """The pending tensors that only user code knows: in an attribute, a list, a closure. They come in order of birth.
+
+    Args:
+        known: Tensors to leave out.
+    """
+    import torch_xla
+
+    own = {id(tensor) for tensor in known}
+    objects = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and id(o) not in own]
+    tensors = [t for t in objects if t.is_xla]  # unlike `device`, it is also there for a tensor without a device
+    found = [tensors[i] for i in pending_indices(tensors)]
+    return sorted(found, key=torch_xla._XLAC._xla_get_tensor_id)
+
+
+def drop(tensors: Iterable[Tensor]) -> None:
+    """Take their values out of tensors, and the pending work with them, whoever else holds the tensors."""
+    for tensor in tensors:
+        # A tensor that only another's history kept may have ended with it, and then has no device.
+        if tensor.is_xla:  # type: ignore[attr-defined]
+            swap_value(tensor, torch.empty_like(tensor, device="meta"), requires_grad=False)
