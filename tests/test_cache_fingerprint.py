@@ -123,7 +123,7 @@ def test_what_does_not_count(one, other):
 def test_it_is_the_same_in_another_process(run_python):
     code = """
         import enum, functools
-        from tpufit.data.fingerprint import describe
+        from tpufit.data.cache import describe
         class Kind(enum.Enum):
             A = "a"
         print(describe(functools.partial(sorted, key=len, kinds=[Kind.A, {"x", "y", "z"}, object(), print])))
@@ -135,7 +135,7 @@ def test_it_is_the_same_in_another_process(run_python):
 def test_the_methods_of_a_class_from_a_notebook_count(run_python):
     code = """
         import linecache
-        from tpufit.data.fingerprint import describe
+        from tpufit.data.cache import describe
         def cell(number, text):
             name = f"<cell {number}>"
             linecache.cache[name] = (len(text), None, text.splitlines(True), name)

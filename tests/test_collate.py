@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tpufit.data import PadToBuckets
 from tpufit.errors import ArgumentError, DataError
-from tpufit.step import ShapeWatch
+from tpufit.runtime.strict import Strict
+from tpufit.step.recompiles import ShapeWatch
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6))
@@ -46,10 +47,10 @@ def test_many_shapes_are_said_once_with_the_field_and_both_shapes():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(7):
-            watch.note(number, batches[number])
-            watch.note(number, batches[number])
+            watch.note(number, batches[number], Strict())
+            watch.note(number, batches[number], Strict())
     with pytest.warns(UserWarning, match=r"8 so far.*x\['text'\] had the shape \(4, 6\), and now \(4, 7\)"):
-        watch.note(7, batches[7])
+        watch.note(7, batches[7], Strict())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.note(8, batches[8])
+        watch.note(8, batches[8], Strict())
