@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError, TpufitError
 
+# One of a module's outputs: its key in a dict, or its position in a tuple or list.
 Output = str | int
-"""Which of a module's outputs: its key in a dict, or its place in a tuple or list."""
 
 
 def output_name(output: Output) -> str:

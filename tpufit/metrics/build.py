@@ -75,9 +75,8 @@ def _by_output(metrics: Any, outputs: Sequence[Output] | None, argument: str) ->
         return []
     if outputs:
         check_form(metrics, outputs, argument, ())
-    pairs: list[tuple[Output | None, Any]] = []
-    if isinstance(metrics, (Mapping, list, tuple)):
-        pairs = list(metrics.items() if isinstance(metrics, Mapping) else enumerate(metrics))
-    if outputs or any(isinstance(own, (Mapping, list, tuple)) for _, own in pairs):
-        return pairs
-    return [(None, metrics)]
+    if not isinstance(metrics, (Mapping, list, tuple)):
+        return [(None, metrics)]
+    pairs: list[tuple[Any, Any]] = list(metrics.items() if isinstance(metrics, Mapping) else enumerate(metrics))
+    by_output = outputs or any(isinstance(own, (Mapping, list, tuple)) for _, own in pairs)
+    return pairs if by_output else [(None, metrics)]

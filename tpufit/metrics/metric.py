@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torchmetrics
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ArgumentError
 from ..losses import Output, described, output_name, part, spread, weight_of
 from ..runtime import Placement, move, python_state
+from ..runtime.only_lowered import OnlyLowered
 from ..utils.text import dtype_name
 from .named import TABLE, MetricName
 from .sums import SumTable
@@ -242,7 +242,7 @@ class DeviceMetric:
         trial = self._metric.clone().to("meta")
         before = python_state.facts({"metric": trial})
         try:
-            with _OnlyLowered():  # type: ignore[no-untyped-call]
+            with OnlyLowered():  # type: ignore[no-untyped-call]
                 self._add(trial, [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments])
         except (RuntimeError, TypeError):  # PyTorch has no error of its own for a value that isn't there
             # A try on the host raises the error of wrong shapes now, not when the epoch is over. Its ValueErrors are
@@ -258,24 +258,6 @@ class DeviceMetric:
     def _add(self, metric: torchmetrics.Metric, arguments: Sequence[Tensor]) -> None:
         y_pred, y, *weights = arguments
         metric.update(y_pred, y, **dict(zip([self._weight], weights, strict=False)))
-
-
-class _OnlyLowered(TorchDispatchMode):
-    """Refuses operations that the device would hand back to the host, with a wait in each step."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _LOWERED):
-            raise NotImplementedError(f"{func.name()} has no lowering")
-        return func(*args, **(kwargs or {}))
-
-
-# An operation has a kernel of the device, or is made of others that have.
-_LOWERED = (
-    "XLA",
-    "CompositeExplicitAutograd",
-    "CompositeExplicitAutogradNonFunctional",
-    "CompositeImplicitAutograd",
-)
 
 
 def _weight_argument(metric: torchmetrics.Metric) -> str:

@@ -77,8 +77,6 @@ class EMA(PerParameter):
     def overwrite(self) -> None:
         """Make the averages the weights; where they are already, the averages become averages again."""
         for parameter, average in self._beside.items():
-            if self.swapped:
-                average.copy_(parameter)
-            else:
-                parameter.copy_(average)
+            source, target = (parameter, average) if self.swapped else (average, parameter)
+            target.copy_(source)
         self.swapped = False
