@@ -12,7 +12,7 @@ LossArgument = OneLoss | Mapping[str, OneLoss | None] | Sequence[OneLoss | None]
 
 
 def build(loss: LossArgument | None, weights: LossWeightsArgument = None) -> Loss | LossByOutput | None:
-    """The loss of a model.
+    """Build the loss of a model.
 
     Args:
         loss: A loss, or one for each output in a dict or list.
@@ -33,7 +33,7 @@ def build(loss: LossArgument | None, weights: LossWeightsArgument = None) -> Los
 
 
 def required(loss: Loss | LossByOutput | None, method: str) -> Loss | LossByOutput:
-    """The loss, or the error that `compile` gave none."""
+    """Return the loss, or raise `NotCompiledError` if `compile` was given none; `method` is the method that needs it."""
     if loss is None:
         raise NotCompiledError(
             f"{method} needs a loss: call model.compile(optimizer=..., loss='cross_entropy'), or override "

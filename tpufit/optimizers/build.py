@@ -39,7 +39,7 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
 
     Raises:
         UnknownNameError: Nothing goes by that name.
-        ArgumentError: Not an optimizer, one of other parameters, or one that can't run on XLA.
+        ArgumentError: It is no optimizer, or one of other parameters, or one that can't run on XLA.
 
     Example:
         >>> from functools import partial
@@ -86,7 +86,7 @@ def create_state(optimizer: Optimizer) -> None:
     An optimizer that isn't PyTorch's makes its state in the first step; such a step is not replayed in its first `fit`.
 
     Args:
-        optimizer: Any optimizer; state that is there already stays.
+        optimizer: The optimizer. State that it has already stays.
     """
     initialize = getattr(optimizer, "_init_group", None)
     if initialize is None:
@@ -135,7 +135,7 @@ class PerParameter:
     """A tensor beside each parameter that learns, and a number for all of them: part of what training changes.
 
     Args:
-        optimizer: Whose parameters.
+        optimizer: The optimizer of the parameters.
         make: Makes the tensor of a parameter.
         number: The number's name in a checkpoint.
     """
@@ -148,11 +148,11 @@ class PerParameter:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its tensors."""
+        """All its tensors."""
         return [self._number, *self._beside.values()]
 
     def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Its tensors by name.
+        """All its tensors, by name.
 
         Args:
             names: The parameters' names by their `id`.
