@@ -75,7 +75,7 @@ class EMA(PerParameter):
 
     @torch.no_grad()
     def overwrite(self) -> None:
-        """Give the weights the averages' values, for good. If both have changed places, they have them already."""
+        """Give the weights the averages' values, for good. Swapped, they have them, and the averages get them back."""
         for parameter, average in self._beside.items():
             source, target = (parameter, average) if self.swapped else (average, parameter)
             target.copy_(source)
