@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from ..optimizers import scaled_rates
 from .base import Logs, RateCallback
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class OneCycle(RateCallback):
         groups = self.model.optimizer.param_groups
         peaks: Any = self.max_lr
         if peaks is None:
-            peaks = [float(group.get("scaled_lr", group["lr"])) for group in groups]
+            peaks = scaled_rates(self.model.optimizer)
         # PyTorch's schedule, on an optimizer of its own: it would leave its marks on ours.
         twin = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1, momentum=0.9)
         self._cycle = OneCycleLR(twin, peaks, total_steps=total, **self._options)

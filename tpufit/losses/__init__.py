@@ -3,7 +3,6 @@
 from .build import LossArgument, build, required
 from .by_output import LossByOutput, LossWeightsArgument
 from .class_weight import ClassWeight
-from .loss import Loss
-from .named import NAMES
+from .loss import NAMES, Loss
 from .outputs import Output, check_form, described, output_name, part
 from .weights import spread, weight_of

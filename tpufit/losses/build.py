@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..errors import ArgumentError, NotCompiledError
-from .by_output import LossByOutput, LossWeightsArgument
+from .by_output import LossByOutput, LossByOutputArgument, LossWeightsArgument
 from .loss import Loss, OneLoss
 
-LossArgument = OneLoss | Mapping[str, OneLoss | None] | Sequence[OneLoss | None]
+LossArgument = OneLoss | LossByOutputArgument
 
 
 def build(loss: LossArgument | None, weights: LossWeightsArgument = None) -> Loss | LossByOutput | None:
-    """The loss of a model.
+    """Build the loss of a model.
 
     Args:
         loss: A loss, or one for each output in a dict or list.
@@ -33,7 +33,7 @@ def build(loss: LossArgument | None, weights: LossWeightsArgument = None) -> Los
 
 
 def required(loss: Loss | LossByOutput | None, method: str) -> Loss | LossByOutput:
-    """The loss, or the error that `compile` gave none."""
+    """Return the loss, which a method needs, or raise `NotCompiledError` if `compile` was given none."""
     if loss is None:
         raise NotCompiledError(
             f"{method} needs a loss: call model.compile(optimizer=..., loss='cross_entropy'), or override "

@@ -13,6 +13,7 @@ from .loss import Loss, OneLoss
 from .outputs import Output, check_form, output_name, part
 from .weights import weight_of
 
+LossByOutputArgument = Mapping[str, OneLoss | None] | Sequence[OneLoss | None]
 LossWeightsArgument = Mapping[str, float] | Sequence[float] | None
 
 
@@ -40,9 +41,7 @@ class LossByOutput:
         (11.0, {'a_loss': tensor(1.), 'b_loss': tensor(1.)})
     """
 
-    def __init__(
-        self, losses: Mapping[str, OneLoss | None] | Sequence[OneLoss | None], weights: LossWeightsArgument = None
-    ) -> None:
+    def __init__(self, losses: LossByOutputArgument, weights: LossWeightsArgument = None) -> None:
         given: dict[Any, OneLoss | None] = dict(losses) if isinstance(losses, Mapping) else dict(enumerate(losses))
         if isinstance(losses, Mapping) and not all(isinstance(name, str) for name in losses):
             raise ArgumentError(f"a dict of losses goes by the names of the outputs, got the keys {list(losses)}")

@@ -23,10 +23,10 @@ class ClassWeight:
         weights: A weight for each class; those left out weigh 1.
 
     Attributes:
-        summary: The table in words: equal words have equal weights.
+        summary: The table as text: equal texts are of equal weights.
 
     Raises:
-        ArgumentError: A class that is no whole number from 0, or a weight that is no number.
+        ArgumentError: A class is no whole number from 0, or a weight is no number.
 
     Example:
         >>> x, y = torch.zeros(3, 2), torch.tensor([0, 2, 1])
@@ -52,19 +52,19 @@ class ClassWeight:
         self._placed, self._placed_at = self._table, HOST
         self.summary = repr(self._table.tolist())
 
-    def weigh(self, batch: Any, place: Placement) -> tuple[Any, Tensor, Tensor]:
-        """The batch with the weights of its classes, multiplied with its own sample weights if it has some.
+    def weigh(self, batch: Any, placement: Placement) -> tuple[Any, Tensor, Tensor]:
+        """Give a batch the weights of its classes, multiplied with its own sample weights if it has some.
 
         Args:
             batch: `(x, y)` or `(x, y, sample_weight)`. `y` is labels of shape `(batch,)` or `(batch, time)`, or floats:
                 one-hot, shape `(batch, classes)`, or 0.0 and 1.0, shape `(batch,)` or `(batch, 1)`.
-            place: Where the batch is.
+            placement: Where the batch is.
 
         Returns:
             `(x, y, sample_weight)`.
 
         Raises:
-            ArgumentError: The targets are no labels of one output, or there are none.
+            ArgumentError: The targets are no labels of one output, or missing.
         """
         x, y, sample_weight = unpack(batch)
         if not isinstance(y, Tensor):
@@ -75,9 +75,9 @@ class ClassWeight:
         if not isinstance(sample_weight, Tensor | None):
             raise ArgumentError(f"with class_weight sample_weight is one tensor, got {described(sample_weight)}")
         labels = _labels(y)
-        if self._placed_at != place:
-            (self._placed,) = to_device([self._table], place)
-            self._placed_at = place
+        if self._placed_at != placement:
+            (self._placed,) = to_device([self._table], placement)
+            self._placed_at = placement
         last = len(self._table) - 1
         weight = self._placed[torch.where((labels >= 0) & (labels < last), labels, last)]
         return x, y, weight if sample_weight is None else _product(weight, sample_weight)
@@ -97,6 +97,6 @@ def _labels(y: Tensor) -> Tensor:
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
-    """The product of two weights, of which one may be of rows and the other of steps of time."""
+    """Multiply two weights, of which one may be of rows and the other of steps of time."""
     fewer, more = sorted((one, other.float()), key=Tensor.numel)
     return spread(fewer, more) * more

@@ -11,15 +11,47 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ..data.batches import listed
 from ..errors import ArgumentError, BatchError, LabelError, UnknownNameError
-from .named import KERAS, NAMES
 from .outputs import Output, described
 from .weights import spread
 
 OneLoss = str | nn.Module | Callable[[Any, Any], Tensor]
+
+NAMES: dict[str, Callable[..., Tensor]] = {
+    name: getattr(F, name)
+    for name in (
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cross_entropy",
+        "hinge_embedding_loss",
+        "huber_loss",
+        "l1_loss",
+        "mse_loss",
+        "multilabel_soft_margin_loss",
+        "nll_loss",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+    )
+}
+NAMES |= {"mse": F.mse_loss, "mae": F.l1_loss, "bce_with_logits": F.binary_cross_entropy_with_logits}
+
+_LOGITS = "PyTorch's loss takes logits, so the module must not end in softmax or sigmoid."
+# Keras's names mean losses of probabilities by default; PyTorch's take logits: say so, never guess.
+_KERAS = {
+    "sparse_categorical_crossentropy": f"In PyTorch that is 'cross_entropy'. {_LOGITS}",
+    "categorical_crossentropy": f"In PyTorch that is 'cross_entropy', with probabilities as targets. {_LOGITS}",
+    "binary_crossentropy": f"In PyTorch that is 'binary_cross_entropy_with_logits'. {_LOGITS}",
+    "mean_squared_error": "In PyTorch that is 'mse_loss'.",
+    "mean_absolute_error": "In PyTorch that is 'l1_loss'.",
+    "huber": "In PyTorch that is 'huber_loss'.",
+    "kl_divergence": "In PyTorch that is torch.nn.KLDivLoss(reduction='batchmean'), which takes log-probabilities.",
+    "poisson": "In PyTorch that is 'poisson_nll_loss', which takes log-rates.",
+}
 
 
 class Loss:
@@ -48,7 +80,7 @@ class Loss:
     def __init__(self, loss: OneLoss, output: str = "") -> None:
         if isinstance(loss, str):
             if loss not in NAMES:
-                raise UnknownNameError("loss", loss, NAMES, KERAS.get(loss, ""))
+                raise UnknownNameError("loss", loss, NAMES, _KERAS.get(loss, ""))
         elif isinstance(loss, type) or not callable(loss):
             raise ArgumentError(
                 "loss must be a name, a loss module (an instance, not the class) or a function of (prediction, "

@@ -1,4 +1,4 @@
-"""Outputs of a module by name or by position: to find one of several, and to say which there are."""
+"""Outputs of a module, by name or by position: their parts of a nest, and the form that a nest must have."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ..errors import ArgumentError, TpufitError
 
+# One of a module's outputs: its key in a dict, or its position in a tuple or list.
 Output = str | int
-"""Which of a module's outputs: its key in a dict, or its place in a tuple or list."""
 
 
 def output_name(output: Output) -> str:
-    """What an output is called in the names of logs.
+    """The name of an output in the names of logs.
 
     Example:
         >>> output_name("mask"), output_name(1)
@@ -24,11 +24,11 @@ def output_name(output: Output) -> str:
 
 
 def part(nest: Any, output: Output) -> Any:
-    """The part of a nest that belongs to an output, or None if it has none.
+    """Pick the part of a nest that belongs to an output; None if it has none.
 
     Args:
         nest: A dict for an output by name, a tuple or list for one by position.
-        output: Which.
+        output: The output.
 
     Example:
         >>> part({"a": 1}, "a"), part((1, 2), 1), part((1, 2), "a")
@@ -51,9 +51,9 @@ def check_form(
     Args:
         nest: A dict for outputs by name, a tuple or list for outputs by position.
         outputs: The outputs that there are.
-        what: What the nest is, for the error.
+        what: The nest's name, for the error.
         needed: The outputs that a dict must have (default: all).
-        error: What to raise where something is missing, unknown, or of another form.
+        error: The class of the error, raised where a part is missing, unknown, or of another form.
 
     Example:
         >>> check_form([0.5], [0, 1], "loss_weights")  # doctest: +ELLIPSIS
@@ -74,7 +74,7 @@ def check_form(
 
 
 def described(nest: Any) -> str:
-    """What a nest is, in a few words.
+    """Describe a nest in a few words.
 
     Example:
         >>> described({"a": 1, "b": 2}), described([1, 2]), described(0.5)

@@ -1,4 +1,4 @@
-"""Weights of samples: `spread` over the values of elements, and `weight_of` one output."""
+"""Weights of samples: shaped for the values that they multiply, and picked for an output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .outputs import Output, described, part
 
 
 def spread(weight: Any, each: Tensor) -> Tensor:
-    """Weights in a shape that multiplies a value for each element.
+    """Shape weights so that they multiply a value for each element.
 
     Args:
         weight: One weight a row, shape `(batch,)` or `(batch, 1)`, or one for each element of a sequence, shape
@@ -22,7 +22,8 @@ def spread(weight: Any, each: Tensor) -> Tensor:
         ArgumentError: The weights are of another shape.
 
     Example:
-        >>> spread(torch.ones(2), torch.ones(2, 3)).shape
+        >>> from torch import ones
+        >>> spread(ones(2), ones(2, 3)).shape
         torch.Size([2, 1])
     """
     if not isinstance(weight, Tensor):
@@ -42,5 +43,5 @@ def spread(weight: Any, each: Tensor) -> Tensor:
 
 
 def weight_of(sample_weight: Any, output: Output) -> Any:
-    """The weights for an output: one tensor is for all outputs."""
+    """Pick the weights of an output; one tensor is for all outputs."""
     return sample_weight if isinstance(sample_weight, Tensor) else part(sample_weight, output)

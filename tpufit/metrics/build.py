@@ -57,9 +57,7 @@ def build(
     return built
 
 
-def _each(
-    metrics: Any, outputs: Sequence[Output] | None, argument: str
-) -> Iterator[tuple[Output | None, str | None, Any]]:
+def _each(metrics: Any, outputs: Sequence[Output] | None, argument: str) -> Iterator[tuple[Any, str | None, Any]]:
     """Each metric of an argument of `compile`, with its output and the name that a dict gives it."""
     for output, own in _by_output(metrics, outputs, argument):
         if isinstance(own, (Mapping, torchmetrics.MetricCollection)):
@@ -69,15 +67,14 @@ def _each(
             yield from ((output, None, metric) for metric in several if metric is not None)
 
 
-def _by_output(metrics: Any, outputs: Sequence[Output] | None, argument: str) -> list[tuple[Output | None, Any]]:
+def _by_output(metrics: Any, outputs: Sequence[Output] | None, argument: str) -> list[tuple[Any, Any]]:
     """The metrics of each output; the output is None if there is only one."""
     if metrics is None:
         return []
     if outputs:
         check_form(metrics, outputs, argument, ())
-    pairs: list[tuple[Output | None, Any]] = []
-    if isinstance(metrics, (Mapping, list, tuple)):
-        pairs = list(metrics.items() if isinstance(metrics, Mapping) else enumerate(metrics))
-    if outputs or any(isinstance(own, (Mapping, list, tuple)) for _, own in pairs):
-        return pairs
-    return [(None, metrics)]
+    if not isinstance(metrics, (Mapping, list, tuple)):
+        return [(None, metrics)]
+    pairs = list(metrics.items() if isinstance(metrics, Mapping) else enumerate(metrics))
+    by_output = outputs or any(isinstance(own, (Mapping, list, tuple)) for _, own in pairs)
+    return pairs if by_output else [(None, metrics)]

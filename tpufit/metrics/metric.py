@@ -85,9 +85,7 @@ class Metric:
         """Take another name, as Keras does where an unweighted metric has this one."""
         self.name = f"{self._prefix}weighted_{self.name.removeprefix(self._prefix)}"
 
-    def update(
-        self, sums: SumTable, slot: int, y_pred: Any, y: Any, sample_weight: Any = None
-    ) -> Sequence[Tensor] | None:
+    def update(self, sums: SumTable, slot: int, y_pred: Any, y: Any, sample_weight: Any) -> Sequence[Tensor] | None:
         """Add a batch, inside a step.
 
         Args:
@@ -95,7 +93,8 @@ class Metric:
             slot: The metric's number in the pass, part of its sums' keys.
             y_pred: The module's output, e.g. of shape `(batch, classes)`.
             y: The targets.
-            sample_weight: One weight a row, or one for each element of a sequence; for several outputs as in the loss.
+            sample_weight: One weight a row, or one for each element of a sequence, for several outputs as in the loss;
+                or None.
 
         Returns:
             The tensors to keep of the batch, for a metric that the device can't update; else None.

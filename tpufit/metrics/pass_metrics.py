@@ -23,9 +23,6 @@ from .sums import Key, SumTable
 # is then: one number tells both. A replayed step doesn't know its own number.
 _FINITE: Key = (None, "finite")
 
-Kept = Sequence[tuple[int, Sequence[Tensor]]]
-"""Batches that are kept for metrics, each with the metric's number."""
-
 
 class PassMetrics(SumTable):
     """The running values of a pass over the data: means of the scalars that its steps return, and metrics.
@@ -36,7 +33,7 @@ class PassMetrics(SumTable):
         watches: True to note the first step that returns a scalar which is not finite (default False).
 
     Attributes:
-        kept: The batches that the step being traced gives metrics to keep.
+        kept: The batches that the step being traced gives metrics to keep, each with its metric's slot.
         rows: The number of rows of the pass so far.
         on_finite: Called with `finite` on the host whenever the sums have been fetched.
     """
@@ -121,12 +118,12 @@ class PassMetrics(SumTable):
                 self.kept.append((slot, [tensor.clone() for tensor in batch]))
         self._updated = bool(self._metrics)
 
-    def count(self, rows: int, kept: Kept) -> None:
+    def count(self, rows: int, kept: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
         """Note a group of steps that has been started.
 
         Args:
             rows: The number of their rows.
-            kept: The batches that they gave metrics to keep.
+            kept: The batches that they gave metrics to keep, each with its metric's slot.
         """
         self.rows += rows
         for slot, batch in kept:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ..runtime import Placement, to_device
 
+# The owner of a sum, a mean's name or a metric's slot, and the sum's name.
 Key = tuple[str | int | None, str]
-"""The owner of a sum, a mean's name or a metric's slot, and the sum's name."""
 
 
 class SumTable:

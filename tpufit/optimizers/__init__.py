@@ -1,36 +1,8 @@
-"""Optimizers, learning rates on the device, accumulated gradients and moving averages."""
+"""Optimizers: PyTorch's, by name or as objects, and the parts that let them run inside a graph without a wait."""
 
 from .accumulation import Accumulator, GradientConfig, UpdatePlan
-from .build import (
-    NAMES,
-    Counters,
-    DeviceRates,
-    OptimizerArgument,
-    build,
-    create_state,
-    device_state,
-    parameters,
-    rates,
-    scale_rates,
-    set_rate,
-)
+from .build import NAMES, OptimizerArgument, build, create_state, device_state, parameters
+from .device_rates import DeviceRates
 from .ema import EMA, EMAConfig
-
-__all__ = [
-    "EMA",
-    "NAMES",
-    "Accumulator",
-    "Counters",
-    "DeviceRates",
-    "EMAConfig",
-    "GradientConfig",
-    "OptimizerArgument",
-    "UpdatePlan",
-    "build",
-    "create_state",
-    "device_state",
-    "parameters",
-    "rates",
-    "scale_rates",
-    "set_rate",
-]
+from .host_counters import HostCounters
+from .rates import RATE_KEYS, rates, scale_rates, scaled_rates, set_rate

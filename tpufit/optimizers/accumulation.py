@@ -1,4 +1,4 @@
-"""What becomes of the gradients between the backward pass and the optimizer's step: they are summed, and clipped."""
+"""Gradients between the backward pass and the optimizer's step: summed over batches, and clipped."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .build import PerParameter
 
 
 class UpdatePlan(NamedTuple):
-    """What a step does with the weights beside adding up gradients; it is part of the step's graph.
+    """The part of an update that a step makes after adding up gradients. Each plan has a graph of its own.
 
     Attributes:
-        takes_step: Whether the optimizer takes its step: with `accumulate_steps=n` the last of n batches does.
-        overwrites: Whether the weights then become their own moving average.
+        takes_step: True if the optimizer takes its step: with `accumulate_steps=n` at the last of n batches.
+        overwrites: True if the weights then become their own moving average.
     """
 
     takes_step: bool = True
@@ -29,16 +29,16 @@ class UpdatePlan(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientConfig:
-    """How gradients are treated.
+    """The options of `compile` for gradients.
 
     Args:
-        accumulate_steps: How many batches make one step of the optimizer.
-        clip_norm: Each parameter's gradient is scaled to at most this norm.
-        clip_value: Each element is cut off at this absolute value.
-        global_clip_norm: All gradients together are scaled to at most this norm.
+        accumulate_steps: The number of batches that make one step of the optimizer.
+        clip_norm: The largest norm of each parameter's gradient.
+        clip_value: The largest absolute value of each element.
+        global_clip_norm: The largest norm of all gradients together.
 
     Raises:
-        ArgumentError: A value out of range, or more than one kind of clipping.
+        ArgumentError: A value is out of range, or there is more than one kind of clipping.
     """
 
     accumulate_steps: int = 1
@@ -60,7 +60,7 @@ class GradientConfig:
         """Clip the gradients, inside a step. On several cores they are those of the whole batch by then.
 
         Args:
-            parameters: Whose.
+            parameters: The optimizer's parameters.
 
         Source: `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
         """
@@ -88,10 +88,10 @@ class Accumulator(PerParameter):
         super().__init__(optimizer, partial(torch.zeros_like, dtype=torch.float32, requires_grad=False), ".rows")
 
     def add(self, rows: int) -> None:
-        """Take the gradients of a batch in, inside a step; the parameters have none afterwards.
+        """Add the gradients of a batch, inside a step.
 
         Args:
-            rows: How many rows the batch has.
+            rows: The number of rows of the batch.
         """
         self._number.add_(rows)
         for parameter, total in self._beside.items():
@@ -99,7 +99,7 @@ class Accumulator(PerParameter):
                 total.add_(parameter.grad, alpha=rows)
 
     def release(self) -> None:
-        """Give the parameters that have a gradient the mean one over all rows, and begin anew, inside a step."""
+        """Give the parameters the mean gradient over all rows, and return the sums to 0, inside a step."""
         for parameter, total in self._beside.items():
             if parameter.grad is not None:
                 parameter.grad = (total / self._number).to(parameter.dtype)

@@ -1,25 +1,18 @@
-"""Optimizers: PyTorch's, by name or as objects, and what makes them run inside a graph without a wait.
-
-The rates in `param_groups` stay Python numbers, to be read and set by anyone at any time. Only while a step is traced
-they are entries of one device vector, an input of the graph, so that a new rate needs no new graph.
-"""
+"""`build`: the optimizer of a model; and the tensors beside its parameters, created before the first step."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from ..errors import ArgumentError, UnknownNameError
-from ..runtime import Placement, to_device
+from .rates import rates, set_rate
 
 OptimizerArgument = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -34,7 +27,7 @@ NAMES: dict[str, type[Optimizer]] = {
 
 
 def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
-    """An optimizer of the module's parameters.
+    """Build an optimizer of the module's parameters.
 
     Args:
         optimizer: A name (`"adamw"`: any of `torch.optim`, in lower case, with its default rate), a class, a partial or
@@ -46,7 +39,7 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
 
     Raises:
         UnknownNameError: Nothing goes by that name.
-        ArgumentError: Not an optimizer, one of other parameters, or one that can't run on XLA.
+        ArgumentError: It is no optimizer, or one of other parameters, or one that can't run on XLA.
 
     Example:
         >>> from functools import partial
@@ -73,6 +66,8 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
         )
     if not hasattr(optimizer, "learning_rate"):
         kind: Any = type(optimizer)
+        # The user's own object gets Keras's property, which only a class can have: callbacks write
+        # `model.optimizer.learning_rate = 0.01`. The class is a subclass of the same name, so nothing else changes.
         optimizer.__class__ = _with_learning_rate(kind)
     own = {id(p) for p in module.parameters()}
     foreign = [p for p in parameters(optimizer) if id(p) not in own]
@@ -91,7 +86,7 @@ def create_state(optimizer: Optimizer) -> None:
     An optimizer that isn't PyTorch's makes its state in the first step; such a step is not replayed in its first `fit`.
 
     Args:
-        optimizer: Any optimizer; state that is there already stays.
+        optimizer: The optimizer. State that it has already stays.
     """
     initialize = getattr(optimizer, "_init_group", None)
     if initialize is None:
@@ -120,7 +115,7 @@ def device_state(optimizer: Optimizer) -> list[Tensor]:
 
     The step counter of an optimizer that can't count on the device stays on the host, where reading it costs nothing.
     """
-    counts_there = _counts_on_device(optimizer)
+    counts_there = counts_on_device(optimizer)
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in values if isinstance(value, Tensor) and (value.dim() or counts_there)]
 
@@ -130,182 +125,9 @@ def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def rates(optimizer: Optimizer) -> list[float]:
-    """The learning rates of the optimizer's groups."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def set_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give the first group a rate, and the others theirs in proportion.
-
-    Args:
-        optimizer: The optimizer.
-        rate: The actual rate.
-
-    Example:
-        >>> a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-        >>> optimizer = torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.05}], lr=0.1)
-        >>> set_rate(optimizer, 0.0)
-        >>> set_rate(optimizer, 1.0)
-        >>> rates(optimizer)
-        [1.0, 0.5]
-    """
-    first, *others = optimizer.param_groups
-    before = float(first["lr"])
-    for group in others:
-        if before:  # at a rate of 0 they keep the proportion of before
-            group["lr_ratio"] = float(group["lr"]) / before
-        group["lr"] = rate * group.get("lr_ratio", 1.0)
-    first["lr"] = rate
-
-
-@functools.cache
-def _with_learning_rate(kind: Any) -> Any:
-    """The optimizer's class with Keras's name for the rate of its objects."""
-    rate = property(lambda self: rates(self)[0], set_rate, doc="The actual learning rate.")
-    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), same | {"learning_rate": rate})
-
-
-def scale_rates(optimizer: Optimizer, factor: float) -> None:
-    """Multiply the rate of each group, once: the factor is kept in the group, and a group that has one is left alone.
-
-    Args:
-        optimizer: The optimizer; its `state_dict` holds the factor as `lr_factor`, and what it gave as `scaled_lr`.
-        factor: What to multiply by.
-    """
-    for group in optimizer.param_groups:
-        if "lr_factor" not in group:
-            group["lr"] = group["scaled_lr"] = float(group["lr"]) * factor
-            group["lr_factor"] = factor
-
-
-class DeviceRates:
-    """The rates of an optimizer as one vector on the device, sent anew only when they have changed.
-
-    Args:
-        optimizer: The optimizer.
-        placement: Where its parameters are.
-    """
-
-    def __init__(self, optimizer: Optimizer, placement: Placement) -> None:
-        self._optimizer, self._placement = optimizer, placement
-        self._sent: list[list[float]] = []
-        self._vectors: list[Tensor] = []
-        self.send([rates(optimizer)])
-
-    def send(self, steps: list[list[float]]) -> list[Tensor]:
-        """Send the rates of the next steps, if they are not there yet: called before steps, never inside one.
-
-        Args:
-            steps: The rates of the groups, for each step.
-
-        Returns:
-            A vector of rates for each step, each in memory of its own.
-        """
-        if steps != self._sent[: len(steps)]:
-            self._sent = steps
-            self._vectors = to_device([torch.tensor(rates) for rates in steps], self._placement)
-        return self._vectors[: len(steps)]
-
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Let the groups show the device's rates: what a step does with them is then done in its graph."""
-        kept = [group["lr"] for group in self._optimizer.param_groups]
-        self.use(self._vectors[0])
-        try:
-            yield
-        finally:
-            for group, rate in zip(self._optimizer.param_groups, kept, strict=True):
-                group["lr"] = rate
-
-    def use(self, vector: Tensor) -> None:
-        """Go on with these rates, inside a step."""
-        for i, group in enumerate(self._optimizer.param_groups):
-            group["lr"] = vector[i]
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Let the optimizer take tensors for its rates, and count its steps on the device."""
-        groups = self._optimizer.param_groups
-        ours: dict[str, Any] = {"foreach": False, "fused": False}
-        if _counts_on_device(self._optimizer):
-            ours["capturable"] = True
-        kept = [{key: group[key] for key in ours if key in group} for group in groups]
-        for group in groups:
-            group.update({key: value for key, value in ours.items() if key in group})
-        try:
-            with _TensorScalars():
-                yield
-        finally:
-            for group, before in zip(groups, kept, strict=True):
-                group.update(before)
-
-
-class Counters:
-    """The numbers of optimizers' state that stay on the host, mostly counts of steps. A replay runs no Python, which
-    would move them on, so that they are moved on afterwards by as much as a trace did.
-    """
-
-    def __init__(self) -> None:
-        self._by_step: dict[Hashable, list[tuple[dict[str, Any], str, float]]] = {}
-        self._replayed: Counter[Hashable] = Counter()
-
-    @contextmanager
-    def traced(self, key: Hashable, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-        """A context in which a step's Python runs: what it adds to the numbers is what a replay must add.
-
-        Args:
-            key: Which step it is.
-            optimizers: Whose numbers it may change.
-        """
-        self.catch_up()
-        optimizers = list(optimizers)
-        before = {(id(state), name): value for state, name, value in _host_numbers(optimizers)}
-        yield
-        added = [(s, name, value - before.get((id(s), name), value)) for s, name, value in _host_numbers(optimizers)]
-        self._by_step[key] = [(state, name, value) for state, name, value in added if value]
-
-    def replayed(self, key: Hashable) -> None:
-        """Note a replay of a step that has been traced."""
-        self._replayed[key] += 1
-
-    def catch_up(self) -> None:
-        """Move the numbers on by what has been replayed since."""
-        for key, times in self._replayed.items():
-            for state, name, added in self._by_step[key]:
-                state[name] += times * added
-        self._replayed.clear()
-
-
-def _host_numbers(optimizers: Iterable[Optimizer]) -> Iterator[tuple[dict[str, Any], str, float]]:
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and not value.dim() and value.device.type == "cpu":
-                    yield state, name, value.item()
-                elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                    yield state, name, value
-
-
-class _TensorScalars(TorchFunctionMode):
-    """Multiplies by a tensor where PyTorch's optimizers pass it as a scalar, for which PyTorch would read its value."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for scalar in ("alpha", "value"):
-            if isinstance(kwargs.get(scalar), Tensor):
-                target, first, *rest = args
-                factor = kwargs[scalar]
-                kwargs = {key: value for key, value in kwargs.items() if key != scalar}
-                args = (target, first * factor, *rest)
-        return func(*args, **kwargs)
-
-
-def _counts_on_device(optimizer: Optimizer) -> bool:
-    """Whether the optimizer can keep its step counter on the device (PyTorch calls that capturable)."""
+def counts_on_device(optimizer: Optimizer) -> bool:
+    """True if the optimizer can keep its step counter on an XLA device (PyTorch calls that capturable)."""
+    # Adadelta has the option, but not for XLA.
     return "capturable" in optimizer.param_groups[0] and not isinstance(optimizer, torch.optim.Adadelta)
 
 
@@ -313,7 +135,7 @@ class PerParameter:
     """A tensor beside each parameter that learns, and a number for all of them: part of what training changes.
 
     Args:
-        optimizer: Whose parameters.
+        optimizer: The optimizer of the parameters.
         make: Makes the tensor of a parameter.
         number: The number's name in a checkpoint.
     """
@@ -326,13 +148,21 @@ class PerParameter:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its tensors."""
+        """All its tensors."""
         return [self._number, *self._beside.values()]
 
     def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Its tensors by name.
+        """All its tensors, by name.
 
         Args:
             names: The parameters' names by their `id`.
         """
         return {self._name: self._number} | {names[id(p)]: tensor for p, tensor in self._beside.items()}
+
+
+@functools.cache
+def _with_learning_rate(kind: Any) -> Any:
+    """Make a subclass with Keras's name for the rate."""
+    rate = property(lambda self: rates(self)[0], set_rate, doc="The actual learning rate.")
+    same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), same | {"learning_rate": rate})

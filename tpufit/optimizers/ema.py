@@ -14,14 +14,14 @@ from .build import PerParameter
 
 @dataclass(frozen=True)
 class EMAConfig:
-    """How the weights are averaged.
+    """The options of `compile` for the moving average of the weights.
 
     Args:
-        momentum: How much of the averages each update keeps, from 0 to 1.
-        overwrite_frequency: After how many updates the weights become the averages; None is never.
+        momentum: The share of the averages that each update keeps, from 0 to 1.
+        overwrite_frequency: The number of updates after which the weights become the averages; None is never.
 
     Raises:
-        ArgumentError: A value out of range.
+        ArgumentError: A value is out of range.
     """
 
     momentum: float = 0.99
@@ -38,10 +38,10 @@ class EMA(PerParameter):
     """The moving averages of an optimizer's parameters: part of what training changes.
 
     Args:
-        optimizer: The optimizer; of its parameters those that learn.
+        optimizer: The optimizer. Only its parameters that learn are averaged.
 
     Attributes:
-        swapped: Whether the weights and their averages have changed places.
+        swapped: True while the weights and their averages have changed places.
 
     Source: `use_ema` of `keras.optimizers.Optimizer`.
     """
@@ -53,11 +53,11 @@ class EMA(PerParameter):
 
     @torch.no_grad()
     def update(self, momentum: float, overwrite: bool) -> None:
-        """Take the weights in, inside a step. The first time the averages become the weights.
+        """Move the averages towards the weights, inside a step. The first time they become the weights.
 
         Args:
-            momentum: How much of the averages is kept.
-            overwrite: Whether the weights then become the averages.
+            momentum: The share of the averages that is kept.
+            overwrite: True if the weights then become the averages.
         """
         kept = self._number * momentum
         for parameter, average in self._beside.items():
@@ -75,10 +75,8 @@ class EMA(PerParameter):
 
     @torch.no_grad()
     def overwrite(self) -> None:
-        """Make the averages the weights; where they are already, the averages become averages again."""
+        """Give the weights the averages' values, for good. Swapped, they have them, and the averages get them back."""
         for parameter, average in self._beside.items():
-            if self.swapped:
-                average.copy_(parameter)
-            else:
-                parameter.copy_(average)
+            source, target = (parameter, average) if self.swapped else (average, parameter)
+            target.copy_(source)
         self.swapped = False

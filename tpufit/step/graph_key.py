@@ -14,11 +14,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..optimizers import RATE_KEYS
 from ..runtime import Strict, count_capture
 from .recompiles import ShapeWatch
-
-# The keys of a group that hold its rate, which is an input of a graph, and where the rate came from.
-_OF_RATES = ("lr", "initial_lr", "lr_ratio", "lr_factor", "scaled_lr")
 
 # A role's graph may be compiled so often for one reason before a warning says it: by then it is a habit.
 _OFTEN = 4
@@ -100,7 +98,7 @@ def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
         for optimizer in optimizers
         for group in optimizer.param_groups
         for key, value in group.items()
-        if key not in _OF_RATES
+        if key not in RATE_KEYS
     )
 
 

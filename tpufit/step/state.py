@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointMismatchError, StateLostError, few
-from ..optimizers import Counters, UpdatePlan
+from ..optimizers import HostCounters, UpdatePlan
 from ..runtime import HOST, DeviceState, Placement, copies, copy_into, launch, move, swap_value, to_host
 from ..utils.random import RNGState
 from .config import CompileConfig
@@ -80,7 +80,7 @@ class TrainState:
         self.placement: Placement = HOST if before is None else before.placement
         self.device: DeviceState = DeviceState([]) if before is None else before.device
         self.optimizers: dict[Optimizer, OptimizerState] = {}
-        self.counters = Counters()
+        self.counters = HostCounters()
         self.numbers = TrainNumbers()
         if before is not None:
             kept = before.numbers
@@ -206,7 +206,7 @@ class TrainState:
         for optimizer in self.named_optimizers().values():
             optimizer.state.clear()
         self.optimizers.clear()
-        self.counters, self.numbers.batches_waiting = Counters(), 0
+        self.counters, self.numbers.batches_waiting = HostCounters(), 0
         self.placement, self.device = HOST, DeviceState([])
 
     def renew(self) -> None:

@@ -1,0 +1,92 @@
+"""`DeviceRates`: the learning rates as an input of the step's graph.
+
+The rates in `param_groups` stay Python numbers, to be read and set by anyone at any time. Only while a step is traced
+they are entries of one device vector, so that a new rate needs no new graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from ..runtime import Placement, to_device
+from .build import counts_on_device
+from .rates import rates
+
+
+class DeviceRates:
+    """The rates of an optimizer as one vector on the device, sent only when they have changed.
+
+    Args:
+        optimizer: The optimizer.
+        placement: Where its parameters are.
+    """
+
+    def __init__(self, optimizer: Optimizer, placement: Placement) -> None:
+        self._optimizer, self._placement = optimizer, placement
+        self._sent: list[list[float]] = []
+        self._vectors: list[Tensor] = []
+        self.send([rates(optimizer)])
+
+    def send(self, steps: list[list[float]]) -> list[Tensor]:
+        """Send the rates of the next steps, if they are not there yet: called before steps, never inside one.
+
+        Args:
+            steps: The rates of the groups, for each step.
+
+        Returns:
+            A vector of rates for each step, each in memory of its own.
+        """
+        if steps != self._sent[: len(steps)]:
+            self._sent = steps
+            self._vectors = to_device([torch.tensor(rates) for rates in steps], self._placement)
+        return self._vectors[: len(steps)]
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """A context in which steps are traced: in the end the groups have their Python numbers back."""
+        return self._restoring("lr")
+
+    def use(self, vector: Tensor) -> None:
+        """Point the groups at the rates of one step, inside it: its graph then computes from its input."""
+        for i, group in enumerate(self._optimizer.param_groups):
+            group["lr"] = vector[i]
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A context in which the optimizer takes tensors for its rates, and counts its steps on the device."""
+        ours = {"foreach": False, "fused": False, "capturable": counts_on_device(self._optimizer)}
+        with self._restoring(*ours), _TensorScalars():
+            for group in self._optimizer.param_groups:
+                group.update({key: value for key, value in ours.items() if key in group})
+            yield
+
+    @contextmanager
+    def _restoring(self, *keys: str) -> Iterator[None]:
+        """A context that gives the groups these values back in the end."""
+        groups = self._optimizer.param_groups
+        before = [{key: group[key] for key in keys if key in group} for group in groups]
+        try:
+            yield
+        finally:
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
+
+
+class _TensorScalars(TorchFunctionMode):
+    """Multiplies by a tensor where PyTorch's optimizers pass it as a scalar, for which PyTorch would read its value."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        for scalar in ("alpha", "value"):
+            if isinstance(kwargs.get(scalar), Tensor):
+                target, first, *rest = args
+                args = (target, first * kwargs.pop(scalar), *rest)
+        return func(*args, **kwargs)

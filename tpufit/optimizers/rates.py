@@ -1,0 +1,61 @@
+"""Learning rates in an optimizer's `param_groups`, and the keys that tpufit adds to these."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+_RATIO = "lr_ratio"  # the proportion of a group's rate to the first group's
+_FACTOR = "lr_factor"  # the factor that `scale_rates` has multiplied the rate by
+_SCALED = "scaled_lr"  # the rate that it gave
+
+
+# The keys of a group that hold its rate, and where the rate came from: tpufit's, and PyTorch's own.
+RATE_KEYS = ("lr", "initial_lr", _RATIO, _FACTOR, _SCALED)
+
+
+def rates(optimizer: Optimizer) -> list[float]:
+    """The learning rates of the optimizer's groups."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give the first group a rate, and the others theirs in proportion.
+
+    Args:
+        optimizer: The optimizer.
+        rate: The actual rate.
+
+    Example:
+        >>> from torch import nn, optim, zeros
+        >>> a, b = nn.Parameter(zeros(1)), nn.Parameter(zeros(1))
+        >>> optimizer = optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.05}], lr=0.1)
+        >>> set_rate(optimizer, 0.0)
+        >>> set_rate(optimizer, 1.0)
+        >>> rates(optimizer)
+        [1.0, 0.5]
+    """
+    first, *others = optimizer.param_groups
+    before = float(first["lr"])
+    for group in others:
+        if before:  # at a rate of 0 they keep the proportion of before
+            group[_RATIO] = float(group["lr"]) / before
+        group["lr"] = rate * group.get(_RATIO, 1.0)
+    first["lr"] = rate
+
+
+def scale_rates(optimizer: Optimizer, factor: float) -> None:
+    """Multiply the rate of each group, once: the group keeps the factor, and a group that has one is left alone.
+
+    Args:
+        optimizer: The optimizer.
+        factor: The factor.
+    """
+    for group in optimizer.param_groups:
+        if _FACTOR not in group:
+            group["lr"] = group[_SCALED] = float(group["lr"]) * factor
+            group[_FACTOR] = factor
+
+
+def scaled_rates(optimizer: Optimizer) -> list[float]:
+    """The rates that `scale_rates` gave the groups, whatever they are now; without it, those that they have."""
+    return [float(group.get(_SCALED, group["lr"])) for group in optimizer.param_groups]
