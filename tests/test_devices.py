@@ -73,8 +73,8 @@ def test_a_cpu_has_as_many_cores_as_are_asked_for(monkeypatch, cores, virtual):
 @pytest.mark.parametrize("own", [[0, 1, 4, 5], [6, 2, 3, 7], range(8)])
 def test_the_places_of_a_hosts_devices_need_not_be_neighbours(monkeypatch, own):
     fake_torch_xla.install(monkeypatch, devices=8, own=own)
-    assert Placement(Cores(8, 0, "TPU", "a test")).places == tuple(sorted(own))
-    assert Placement(Cores(1, 3, "TPU", "a test")).places is None
+    assert Placement(Cores(8, 0, "TPU", "a test")).local_shards == tuple(sorted(own))
+    assert Placement(Cores(1, 3, "TPU", "a test")).local_shards is None
 
 
 def test_what_is_settled_stays(monkeypatch):

@@ -1,4 +1,4 @@
-"""What to say about numbers that show something wrong: one sentence each, with its cure, or nothing."""
+"""Sentences about numbers that show a fault, each with its cure; nothing where there is none."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 from ..utils.hardware import cpus
 
-# From this share of the time on, and so many seconds, a thing is worth a sentence.
+# The share of the time, and the seconds, from which on a thing is worth a sentence.
 _SHARE, _SECONDS = 0.2, 1.0
 _COMPILE_SECONDS = 60.0
 _OFTEN = 8  # compilations of one step; whole batches, a shorter last one and some buckets are no fault
 
 
 def traced(role: str, cause: str) -> str:
-    """About a step that is traced anew on every call.
+    """A sentence about a step that is traced on every call.
 
     Args:
-        role: Whose step it is, e.g. `"train"`.
-        cause: Why.
+        role: The role of the step, e.g. `"train"`.
+        cause: The reason.
 
     Example:
         >>> print(traced("train", "its Python draws random numbers at net.py:8"))
@@ -38,23 +38,24 @@ device (torch.rand(..., device=x.device)) or in the data set
 
 
 def fallen(operation: str, times: int, line: str, cure: str) -> str:
-    """About an operation in a step that runs on the host.
+    """A sentence about an operation in a step that runs on the host.
 
     Args:
-        operation: Its name, e.g. `"aten::nonzero"`.
-        times: How often it ran.
-        line: Who called it, e.g. `net.py:8`.
-        cure: What to write instead, in a sentence.
+        operation: The operation's name, e.g. `"aten::nonzero"`.
+        times: The number of times that it ran.
+        line: The line that called it, e.g. `net.py:8`.
+        cure: The cure, in a sentence.
     """
-    return f"{operation} ran on the host {_times(times)}, called at {line}: XLA has none, and the device waits. {cure}"
+    often = "once" if times == 1 else f"{times} times"
+    return f"{operation} ran on the host {often}, called at {line}: XLA has none, and the device waits. {cure}"
 
 
 def read(lines: Iterable[str], times: int) -> str:
-    """About values that steps read.
+    """A sentence about values that steps read.
 
     Args:
-        lines: Where, e.g. `["net.py:8"]`.
-        times: How many values were read.
+        lines: The lines that read, e.g. `["net.py:8"]`.
+        times: The number of values.
     """
     return (
         f"{times} value{'s' * (times != 1)} were read from the device, at {' and '.join(sorted(lines))}, each a wait: "
@@ -63,11 +64,11 @@ def read(lines: Iterable[str], times: int) -> str:
 
 
 def read_elsewhere(times: int, steps: int) -> str | None:
-    """About values that were read outside of steps, as `.item()` in a callback does.
+    """A sentence about values that were read outside of steps, as `.item()` in a callback does.
 
     Args:
-        times: How many.
-        steps: How many steps were trained meanwhile.
+        times: The number of values.
+        steps: The number of steps trained meanwhile.
 
     Example:
         >>> read_elsewhere(3, 1000) is None
@@ -82,11 +83,11 @@ def read_elsewhere(times: int, steps: int) -> str | None:
 
 
 def compiled(role: str, causes: Iterable[str]) -> str | None:
-    """About a step that was compiled time and again.
+    """A sentence about a step that was compiled time and again.
 
     Args:
-        role: Whose step it is.
-        causes: Why, once for each compilation.
+        role: The role of the step.
+        causes: The reason of each compilation.
     """
     causes = list(causes)
     if len(causes) < _OFTEN:
@@ -103,15 +104,15 @@ def compiled(role: str, causes: Iterable[str]) -> str | None:
 
 
 def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
-    """About the time that compiling took.
+    """A sentence about the time that compiling took.
 
     Args:
-        seconds: How long it took.
-        elapsed: How long everything took.
-        graphs: How many graphs were compiled.
+        seconds: The time for compiling.
+        elapsed: The time for everything.
+        graphs: The number of graphs compiled.
 
     Example:
-        >>> compiling(20.0, 40.0, 3) is None  # that is what a start takes
+        >>> compiling(20.0, 40.0, 3) is None  # a usual start
         True
     """
     if seconds < _COMPILE_SECONDS or seconds < _SHARE * elapsed:
@@ -123,11 +124,11 @@ def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
 
 
 def waiting(waited: float, elapsed: float) -> str | None:
-    """About an epoch that waited for its data.
+    """A sentence about an epoch that waited for its data.
 
     Args:
-        waited: For how long the loop had no batch, in seconds.
-        elapsed: How long the epoch took, in seconds.
+        waited: The seconds for which the loop had no batch.
+        elapsed: The seconds of the epoch.
 
     Example:
         >>> waiting(waited=0.1, elapsed=10.0) is None
@@ -146,11 +147,11 @@ def waiting(waited: float, elapsed: float) -> str | None:
 
 
 def logs_read(times: int, steps: int) -> str | None:
-    """About batch logs that a callback reads.
+    """A sentence about batch logs that a callback reads.
 
     Args:
-        times: How often they were read.
-        steps: Of so many steps.
+        times: The number of reads.
+        steps: The number of steps.
 
     Example:
         >>> print(logs_read(90, 100))
@@ -166,11 +167,11 @@ hundredth batch, or in on_epoch_end
 
 
 def weights_changed(times: int, steps: int) -> str | None:
-    """About weights that a callback changes between steps.
+    """A sentence about weights that a callback changes between steps.
 
     Args:
-        times: How often they were found changed.
-        steps: In so many steps.
+        times: The number of steps that found them changed.
+        steps: The number of steps.
     """
     if times < _OFTEN or times < _SHARE * steps:
         return None
@@ -181,11 +182,11 @@ def weights_changed(times: int, steps: int) -> str | None:
 
 
 def in_callbacks(seconds: float, elapsed: float) -> str | None:
-    """About callbacks that take long.
+    """A sentence about callbacks that take long.
 
     Args:
-        seconds: How long they took, but for what they waited for.
-        elapsed: How long everything took.
+        seconds: The time that they took, without their waits.
+        elapsed: The time for everything.
     """
     if seconds < _SECONDS or seconds < _SHARE * elapsed:
         return None
@@ -193,11 +194,11 @@ def in_callbacks(seconds: float, elapsed: float) -> str | None:
 
 
 def validating(seconds: float, elapsed: float) -> str | None:
-    """About validations that take longer than the training.
+    """A sentence about validations that take longer than the training.
 
     Args:
-        seconds: How long they took.
-        elapsed: How long everything took.
+        seconds: The time that they took.
+        elapsed: The time for everything.
     """
     if seconds < _SECONDS or seconds < elapsed / 2:
         return None
@@ -208,11 +209,11 @@ def validating(seconds: float, elapsed: float) -> str | None:
 
 
 def unused(used: int, available: int) -> str | None:
-    """About cores that do nothing.
+    """A sentence about idle cores.
 
     Args:
-        used: How many compute.
-        available: How many there are.
+        used: The number of cores that compute.
+        available: The number of cores that there are.
 
     Example:
         >>> print(unused(1, 8))
@@ -220,24 +221,19 @@ def unused(used: int, available: int) -> str | None:
     """
     if used >= available:
         return None
-    return (
-        f"{used} of this TPU's {available} cores {'is' if used == 1 else 'are'} used: fit(cores='auto') uses them all"
-    )
+    are = "is" if used == 1 else "are"
+    return f"{used} of this TPU's {available} cores {are} used: fit(cores='auto') uses them all"
 
 
 def starting(seconds: float, elapsed: float, joined: bool) -> str | None:
-    """A hint about steps that are so short that the host's part takes the time.
+    """A hint about steps so short that starting them takes most of the time.
 
     Args:
-        seconds: How long the host took to start the steps.
-        elapsed: How long everything took but compiling and tracing.
-        joined: Whether several steps are one graph already.
+        seconds: The time that the host took to start the steps.
+        elapsed: The time for everything but compiling and tracing.
+        joined: True if several steps are one graph already.
     """
     if seconds < _SECONDS or not 0 < elapsed <= 2 * seconds:
         return None
     cure = "a larger batch_size" if joined else "a larger batch_size, or compile(steps_per_execution='auto')"
-    return f"starting the steps took {seconds / elapsed:.0%} of the time, so short are they: {cure}"
-
-
-def _times(n: int) -> str:
-    return "once" if n == 1 else f"{n} times"
+    return f"starting the steps took {seconds / elapsed:.0%} of the time, because they are so short: {cure}"

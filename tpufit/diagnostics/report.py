@@ -1,4 +1,4 @@
-"""`Report`: what the steps of a model did and what they took, with what is wrong in sentences."""
+"""`Report`: the work of a model's steps, the time that it took, and a sentence about each fault."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Pass:
 
     Attributes:
         role: `"train"`, `"eval"` or `"predict"`.
-        steps: How many steps it had.
-        rows: How many rows.
-        seconds: How long it took.
-        waited: For how long of that the loop had no batch.
+        steps: The number of its steps.
+        rows: The number of its rows.
+        seconds: The time that it took.
+        waited: The part of that time in which the loop had no batch.
     """
 
     role: str
@@ -41,18 +41,20 @@ class Pass:
 
 @dataclass(frozen=True)
 class Report:
-    """What the steps of a model did since its last `fit` began, or since it was made.
+    """The work of a model's steps since its last `fit` began, or since the model was made.
 
-    Counters and times are the process's: those of another model that ran meanwhile are in them.
+    `passes`, `traced` and `donated` are the model's. `counts` are the whole process's, and so are the problems found in
+    them: graphs, waits, reads and times of another model that ran meanwhile are among them.
 
     Attributes:
-        passes: The passes over data, the last thousand.
-        counts: Graphs, waits, fallbacks, host reads and times.
-        traced: Why a step is traced on every call, by role; nothing where it is replayed. Only roles that have run.
-        donated: How many bytes of weights and optimizer state each step writes its new values over.
-        cores: How many cores compute,
-        available: and how many there are.
-        joined: Whether several steps run as one graph.
+        passes: The last thousand passes over data.
+        counts: Graphs, waits, fallbacks, host reads and times of the process.
+        traced: The reason why a step is traced on every call, by role; empty where it is replayed. Only roles that
+            have run.
+        donated: The bytes of weights and optimizer state that each step writes its new values over.
+        cores: The number of cores that compute.
+        available: The number of cores that there are.
+        joined: True if several steps run as one graph.
         metrics_report: The runtime's own report, if it was asked for.
 
     Example:
@@ -75,40 +77,37 @@ hundredth batch, or in on_epoch_end']
 
     @property
     def seconds(self) -> float:
-        """How long all passes took, or all that was measured if that is more: callbacks also work between passes."""
+        """The time of all passes, or all time measured if that is more: callbacks also work between passes."""
         measured = sum(seconds for phase, seconds in self.counts.seconds.items() if phase not in _ASIDE)
         return max(measured, sum(one.seconds for one in self.passes))
 
     @property
     def steps(self) -> int:
-        """How many steps of training there were."""
+        """The number of training steps."""
         return sum(one.steps for one in self.passes if one.role == "train")
 
     @property
     def rows_per_second(self) -> float | None:
-        """How many rows a second the last epoch trained, over all cores; None if there was none."""
+        """The rows a second of the last epoch, over all cores; None if there was none."""
         last = next((one for one in reversed(self.passes) if one.role == "train" and one.seconds), None)
         return None if last is None else last.rows / last.seconds
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, in a sentence each with its cure. Empty if nothing is."""
+        """The faults, a sentence each with its cure."""
         counts, training = self.counts, [one for one in self.passes if one.role == "train"]
-        causes = {
-            role: [one.cause for one in counts.compiled if one.role == role] for role in ("train", "eval", "predict")
-        }
-        traced = [cause for cause in self.traced.values() if cause]
-        reads = {line for what, line in counts.lines if what == "read" and not any(line in cause for cause in traced)}
+        traced = {role: cause for role, cause in self.traced.items() if cause}
+        fallen = [(what, line) for what, line in counts.lines if counts.fallbacks[what]]
+        reads = self.lines_read - {line for line in self.lines_read for cause in traced.values() if line in cause}
         found = [
-            *(advice.traced(role, cause) for role, cause in self.traced.items() if cause),
-            *(
-                advice.fallen(what, counts.fallbacks[what], line, cure_of(what))
-                for what, line in counts.lines
-                if counts.fallbacks[what]
-            ),
+            *(advice.traced(role, cause) for role, cause in traced.items()),
+            *(advice.fallen(what, counts.fallbacks[what], line, cure_of(what)) for what, line in fallen),
             advice.read(reads, counts.host_reads) if reads else None,
             None if counts.lines or traced else advice.read_elsewhere(counts.host_reads, self.steps),
-            *(advice.compiled(role, list_) for role, list_ in causes.items()),
+            *(
+                advice.compiled(role, [one.cause for one in counts.compiled if one.role == role])
+                for role in ("train", "eval", "predict")
+            ),
             advice.compiling(counts.seconds.get("compile", 0.0), self.seconds, len(counts.compiled)),
             advice.waiting(sum(one.waited for one in training), sum(one.seconds for one in training)),
             advice.logs_read(counts.waits["batch logs"], self.steps),
@@ -119,15 +118,20 @@ hundredth batch, or in on_epoch_end']
         ]
         return [sentence for sentence in found if sentence]
 
+    @property
+    def lines_read(self) -> set[str]:
+        """The lines where steps read a value."""
+        return {line for what, line in self.counts.lines if what == "read"}
+
     def _repeated(self, role: str) -> tuple[float, float]:
-        """How long the passes of a role took, and all passes, without the first of each role, which compile."""
+        """The time of a role's passes, and of all passes, without the first of each role, which compile."""
         first = {one.role: i for i, one in reversed(list(enumerate(self.passes)))}
         later = [one for i, one in enumerate(self.passes) if first[one.role] != i]
         return sum(one.seconds for one in later if one.role == role), sum(one.seconds for one in later)
 
     @property
     def hints(self) -> list[str]:
-        """What a TPU could do better with, where nothing is wrong."""
+        """Sentences about things that are no fault, but could be faster."""
         busy = self.counts.seconds
         elapsed = self.seconds - busy.get("compile", 0.0) - busy.get("trace", 0.0)
         found = advice.starting(busy.get("steps", 0.0), elapsed, self.joined)
@@ -135,7 +139,7 @@ hundredth batch, or in on_epoch_end']
 
     @property
     def host_time(self) -> str:
-        """Where the host's time went, as a table: each phase without the others inside it."""
+        """The host's time as a table: each phase without the others inside it."""
         return rendered(_times(self), _WIDTH)
 
     def __str__(self) -> str:
@@ -154,53 +158,46 @@ hundredth batch, or in on_epoch_end']
 
 
 def _facts(report: Report) -> Table:
+    counts, speed, reads = report.counts, report.rows_per_second, ", ".join(sorted(report.lines_read))
+    called = {what: f", at {line}" for what, line in counts.lines}
+    fallbacks = [f"{name} ({times}x{called.get(name, '')})" for name, times in counts.fallbacks.items() if times]
+    facts = {
+        "steps of training": f"{report.steps:,}",
+        "rows a second": f"{speed:,.0f}" if speed else "",
+        **{f"{role} step": f"traced: {cause}" if cause else "replayed" for role, cause in report.traced.items()},
+        "on the host": ", ".join(fallbacks),
+        "values read": f"{counts.host_reads}{reads and f', at {reads}'}" if counts.host_reads else "",
+        "memory reused": f"{report.donated:,} bytes" if report.donated else "",
+    }
     table = Table.grid(padding=(0, 2))
-    speed = report.rows_per_second
-    reads = ", ".join(sorted({line for what, line in report.counts.lines if what == "read"}))
-    called = {what: line for what, line in report.counts.lines}
-    fallbacks = [
-        f"{name} ({times}x{', at ' + called[name] if name in called else ''})"
-        for name, times in report.counts.fallbacks.items()
-        if times
-    ]
-    for name, value in (
-        ("steps of training", f"{report.steps:,}"),
-        ("rows a second", f"{speed:,.0f}" if speed else ""),
-        *((f"{role} step", f"traced: {cause}" if cause else "replayed") for role, cause in report.traced.items()),
-        ("on the host", ", ".join(fallbacks)),
-        ("values read", f"{report.counts.host_reads}{reads and f', at {reads}'}" if report.counts.host_reads else ""),
-        ("memory reused", f"{report.donated:,} bytes" if report.donated else ""),
-    ):
+    for name, value in facts.items():
         if value:
             table.add_row(name, value)
     return table
 
 
 def _times(report: Report) -> Table:
-    """The phases with their times, and of waits how many there were."""
-    busy = dict(report.counts.seconds)
-    aside = {name: busy.pop(name, 0.0) for name in _ASIDE}
+    """The phases with their times, and the number of waits."""
+    busy, waits = dict(report.counts.seconds), report.counts.waits
+    aside = {f"{name} data, beside or while waiting for them": busy.pop(name, 0.0) for name in _ASIDE}
+    aside["execution, as the runtime counts it"] = report.counts.executing
     table = Table("phase", "seconds", "share", "times", box=None, header_style="bold")
     for column in table.columns[1:]:
         column.justify = "right"
-    whole = report.seconds or float("inf")
     names = {"steps": "start of graphs", "data": "waiting for data", "trace": "tracing", "compile": "compiling"}
-    for phase, seconds in sorted(busy.items(), key=lambda item: -item[1]):
-        reason = phase.removeprefix("wait: ")
-        waits = report.counts.waits[reason] if reason != phase else 0
-        name = names.get(phase, phase) if reason == phase else f"waiting for the device: {reason}"
+    names |= {f"wait: {reason}": f"waiting for the device: {reason}" for reason in waits}
+    rows = [
+        (names.get(phase, phase), seconds, str(waits[phase.removeprefix("wait: ")] or ""))
+        for phase, seconds in sorted(busy.items(), key=lambda item: -item[1])
+    ]
+    unknown = "steps, callbacks and the loop (Diagnostics() tells them apart)"
+    rows.append(("the loop itself" if "steps" in busy else unknown, max(0.0, report.seconds - sum(busy.values())), ""))
+    for name, seconds, times in rows:
         if seconds:
-            table.add_row(name, f"{seconds:.3f}", f"{seconds / whole:.0%}", str(waits or ""))
-    rest = report.seconds - sum(busy.values())
-    if rest > 0:
-        unknown = "steps, callbacks and the loop (Diagnostics() tells them apart)"
-        what = "the loop itself" if "steps" in busy else unknown
-        table.add_row(what, f"{rest:.3f}", f"{rest / whole:.0%}", "")
+            table.add_row(name, f"{seconds:.3f}", f"{seconds / report.seconds:.0%}", times)
     for name, seconds in aside.items():
         if seconds:
-            table.add_row(f"{name} data, beside or while waiting for them", f"{seconds:.3f}", "", "")
-    if report.counts.executing:
-        table.add_row("execution, as the runtime counts it", f"{report.counts.executing:.3f}", "", "")
+            table.add_row(name, f"{seconds:.3f}", "", "")
     return table
 
 

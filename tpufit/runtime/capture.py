@@ -239,7 +239,7 @@ class Capture:
                 if name == "state" and i in changed:
                     xla._set_buffer_donation(value, True)
             found = xla._get_graph_hash(roots)
-        graph = Graph(found, sources, constants, changed, summed, template, spec, len(escaped), target.donates)
+        graph = Graph(found, sources, constants, changed, summed, (template, spec), len(escaped), target.donates)
         sizes = {"state": len(state), "sum": len(sums.begun), "input": len(self._inputs), "seed": len(self._seeds)}
         graph.arrange(sizes | {"constant": len(constants)})
         return graph

@@ -19,6 +19,7 @@ from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware
 from .faults import translate_start
 from .ops.lowerings import lower_missing
+from .trace_watch import users_line
 
 CoresArgument = int | str | list[int] | None
 """What `cores=` takes: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
@@ -128,7 +129,7 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
             )
         runtime.runtime.use_spmd()
     lower_missing()
-    _settled = Cores(count, index, platform, f"{asked_by} {_caller()}")
+    _settled = Cores(count, index, platform, f"{asked_by} at {users_line()}")
     return _settled
 
 
@@ -253,12 +254,3 @@ def _choose(
             f"cores='auto' for all of them, or {cure}"
         )
     return request.index or 0, count
-
-
-def _caller() -> str:
-    """The line of user code that called tpufit, e.g. `at train.py:12`."""
-    package = __name__.split(".")[0]
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == package:
-        frame = frame.f_back
-    return f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

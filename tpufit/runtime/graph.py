@@ -50,10 +50,12 @@ class Graph:
         constants: The inputs that are the same at every call.
         changed: The state tensors that its first outputs replace.
         summed: The sums that its next outputs replace.
-        template: The leaves of the body's result: mark for a computed tensor or an input, or the value itself.
-        spec: The nest that these leaves make.
+        result: The leaves of the body's result, a mark for a computed tensor or an input, or else the value itself;
+            and the nest that they make.
         escaped: The number of its last outputs, tensors that the body left elsewhere than in its result.
         donates: True if it writes the new state over the old.
+        proven: True once a second trace has given the same graph.
+        differed: The number of traces in a row that gave another graph than the one before.
         pick: Picks its inputs out of one list, in C.
         seeds: The indices of the seeds that it uses.
     """
@@ -63,10 +65,11 @@ class Graph:
     constants: list[Tensor]
     changed: list[int]
     summed: list[int]
-    template: list[Any]
-    spec: TreeSpec
+    result: tuple[list[Any], TreeSpec]
     escaped: int
     donates: bool
+    proven: bool = False
+    differed: int = 0
     pick: Callable[[list[Any]], Sequence[Tensor]] = field(init=False)
     seeds: list[int] = field(init=False)
 
@@ -132,12 +135,12 @@ class Graph:
 
     def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The value that the body would have returned."""
-        tensors = iter(outputs)
+        tensors, (template, spec) = iter(outputs), self.result
         leaves = [
             next(tensors) if leaf is _COMPUTED else inputs[leaf.index] if isinstance(leaf, _Input) else leaf
-            for leaf in self.template
+            for leaf in template
         ]
-        return tree_unflatten(leaves, self.spec)
+        return tree_unflatten(leaves, spec)
 
 
 def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) -> tuple[list[Any], list[Tensor]]:
@@ -148,7 +151,7 @@ def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) ->
         memory: The known tensors, see `by_memory`.
 
     Returns:
-        The template, see `Graph`, and the tensors that the graph computes.
+        The leaves of `Graph.result`, and the tensors that the graph computes.
     """
     template: list[Any] = []
     computed: list[Tensor] = []

@@ -9,7 +9,6 @@ then on, without any of the step's Python. A step that can't be shown to be equa
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -37,36 +36,6 @@ _ATTEMPTS = 3
 _WORTH_GIVING = 1 << 24
 
 _ONCE = "it has only been traced once"
-
-
-class _Differences:
-    """Counts the traces in a row that differed from the one before."""
-
-    def __init__(self) -> None:
-        self._graphs: Counter[Hashable] = Counter()  # those of one key that gave another graph
-        self._python = 0  # those of whatever key whose Python was another
-
-    def note(self, key: Hashable, again: bool, variation: str, difference: str) -> bool:
-        """Note a trace.
-
-        Args:
-            key: Its key.
-            again: True if its key has a graph already.
-            variation: The change of its Python, or nothing.
-            difference: Any difference, or nothing.
-
-        Returns:
-            True if traces have differed too often.
-        """
-        self._python = self._python + 1 if variation else 0
-        if difference:
-            self._graphs[key] += again
-        return bool(difference) and max(self._python, self._graphs[key]) >= _ATTEMPTS
-
-    @property
-    def last_attempt(self) -> bool:
-        """True if one more change of the step's Python is one too many."""
-        return self._python + 1 >= _ATTEMPTS
 
 
 class Program:
@@ -108,8 +77,7 @@ class Program:
         self.python_state: Callable[[], dict[str, Any]] = dict
         self.products: set[torch.dtype] = set()
         self._graphs: dict[Hashable, Graph] = {}
-        self._proven: dict[Hashable, Graph] = {}
-        self._differences = _Differences()
+        self._varied = 0  # traces in a row, of whatever key, whose Python was another
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
         self.cause = ""
         self.met: set[Any] = set()
@@ -117,17 +85,17 @@ class Program:
 
     def replays(self, key: Hashable) -> bool:
         """True if a call with this key runs none of the body's Python."""
-        return key in self._proven
+        graph = self._graphs.get(key)
+        return graph is not None and graph.proven
 
     def knows(self, key: Hashable) -> bool:
         """True if a call with this key makes no new graph."""
-        return key in self._proven or self._target.placement.on_host or bool(self.traced_because)
+        return self.replays(key) or self._target.placement.on_host or bool(self.traced_because)
 
     def forget(self) -> None:
         """Forget all graphs: the state has other tensors than they have."""
         self._graphs.clear()
-        self._proven.clear()
-        self._differences = _Differences()
+        self._varied = 0
 
     def begin_pass(self, python_state: Callable[[], dict[str, Any]], strict: Strict) -> None:
         """Begin a pass over data.
@@ -161,8 +129,8 @@ class Program:
         Returns:
             The body's result. Its tensors have values as soon as the device has computed them.
         """
-        graph = self._proven.get(key)
-        if graph is not None:
+        graph = self._graphs.get(key)
+        if graph is not None and graph.proven:
             return self._replay(graph, inputs, seeds)
         if self._target.placement.on_host:
             with torch.random.fork_rng(devices=[]):
@@ -235,12 +203,15 @@ class Program:
         unproven = _ONCE if earlier is None else earlier.difference(graph)
         variation = capture.variation()
         difference = variation or unproven
-        if self._differences.note(key, earlier is not None, variation, difference):
+        self._varied = self._varied + 1 if variation else 0
+        graph.differed = 0 if earlier is None else earlier.differed + 1
+        if difference and max(self._varied, graph.differed) >= _ATTEMPTS:
             self._give_up(difference)
         if unproven:
             capture.compile(self.cause if earlier is None else unproven)
         if earlier is not None and not difference:
-            graph = self._proven[key] = earlier
+            graph = earlier
+            graph.proven = True
         elif not self.traced_because:
             self._graphs[key] = graph
         state = target.state.tensors
@@ -255,7 +226,7 @@ class Program:
 
     def _watch(self) -> Watch:
         # A random number in the first traces is no fault: a layer may begin with one.
-        draws = self._differences.last_attempt or bool(self.traced_because)
+        draws = self._varied + 1 >= _ATTEMPTS or bool(self.traced_because)
         return Watch(self._strict, f"the {self._target.role} step", draws)
 
     def _give_up(self, cause: str) -> None:

@@ -1,11 +1,11 @@
-"""`tpufit.doctor()`: looks at all that must be right before a training on this machine is fast, or runs at all.
+"""`tpufit.doctor()`: checks everything that a training on this machine needs to be fast, or to run at all.
 
 | file | its idea |
 | --- | --- |
-| `facts` | what there is: gathered, and not judged |
-| `checks` | facts to rows: each check is a function, and says what to do |
-| `trial` | a training of a few steps, in a process of its own |
-| `training` | what that process runs |
+| `facts` | gathers the facts, without a judgement |
+| `checks` | turns facts into rows with their cures |
+| `trial` | trains a few steps, in a process of its own |
+| `training` | the code that this process runs |
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from rich.table import Table
 from .checks import CHECKS, Row
 from .facts import gather
 
-__all__ = ["Row", "doctor", "table"]
-
 
 def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
-    """Check this machine, and print a table: what is there, whether it is right, and what to do if not.
+    """Check this machine, and print a table of what it has, with a cure for each fault.
 
-    It needs neither a TPU nor torch, and starts nothing in this process. Nobody's process is ended.
+    It needs neither a TPU nor torch, starts nothing in this process, and ends no other.
 
     Args:
-        train: Whether to train a few steps on one core and on all of them, each in a process of its own (default: yes).
-        timeout: How many seconds each of these may take (default 300).
+        train: True (default) to train a few steps on one core and on all of them, each in a process of its own.
+        timeout: The seconds that each of these may take (default 300).
 
     Returns:
         The rows of the table. All is well if none has the status `"error"`.
@@ -47,7 +45,7 @@ def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """The rows as rich prints them."""
+    """The rows as a table for rich."""
     shown = Table("", "check", "what there is, and what to do", box=None, header_style="bold")
     for row in rows:
         colour = {"ok": "green", "warning": "yellow", "error": "red"}[row.status]

@@ -1,4 +1,4 @@
-"""The checks: each is a function from facts to rows, and says in one sentence what to do about what is wrong."""
+"""The checks: each is a function from facts to rows, and gives the cure for a fault in one sentence."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from .trial import ALL, Trial
 
 _SUPPORTED_PYTHONS = ((3, 10), (3, 13))
 
-# Of XRT, the runtime before PJRT, which torch_xla has had no more since 2.1: whoever sets them follows an old guide.
-_OF_XRT = (
-    "XRT_TPU_CONFIG",
-    "XRT_WORKERS",
-    "XRT_DEVICE_MAP",
-    "XRT_SHARD_WORLD_SIZE",
-    "TPU_IP_ADDRESS",
-    "COLAB_TPU_ADDR",
-)
+# Of XRT, the runtime before PJRT, which torch_xla dropped in 2.1.
+_OF_XRT = ("XRT_TPU_CONFIG", "XRT_WORKERS", "XRT_DEVICE_MAP", "XRT_SHARD_WORLD_SIZE", "TPU_IP_ADDRESS")
+_OF_OLD_GUIDES = (*_OF_XRT, "COLAB_TPU_ADDR")
 _OF_ANOTHER_RUN = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
 _OF_A_CHOICE = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "CPU_NUM_DEVICES")
 _SLOWING = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "XLA_HLO_DEBUG", "XLA_IR_DEBUG", "XLA_USE_EAGER_DEBUG_MODE")
@@ -37,10 +31,10 @@ class Row:
     """One line of the table.
 
     Attributes:
-        name: What was checked.
+        name: The thing that was checked.
         status: `"ok"`, `"warning"` or `"error"`.
-        found: What there is.
-        cure: What to do; nothing if all is well.
+        found: Its state.
+        cure: The cure; nothing if all is well.
     """
 
     name: str
@@ -62,9 +56,7 @@ def python(facts: Facts) -> Iterator[Row]:
 
 def versions(facts: Facts) -> Iterator[Row]:
     pair = facts.versions.get("torch"), facts.versions.get("torch_xla")
-    found = ", ".join(
-        f"{name} {version or 'missing'}" for name, version in zip(("torch", "torch_xla"), pair, strict=True)
-    )
+    found = f"torch {pair[0] or 'missing'}, torch_xla {pair[1] or 'missing'}"
     try:
         check_versions(*pair)
         cure = ""
@@ -87,7 +79,7 @@ def libtpu(facts: Facts) -> Iterator[Row]:
 def tensorflow(facts: Facts) -> Iterator[Row]:
     if "tensorflow" in facts.versions:
         cure = (
-            "it loads libtpu too, and whoever comes first keeps the TPU: pip uninstall -y tensorflow && pip install "
+            "it loads libtpu too, and the first to do so keeps the TPU: pip uninstall -y tensorflow && pip install "
             "tensorflow-cpu, or never import it before fit (TPU_LOAD_LIBRARY=0 helps where you must)"
         )
         yield _row("TensorFlow", f"tensorflow {facts.versions['tensorflow']}", warning=cure)
@@ -105,7 +97,7 @@ def device(facts: Facts) -> Iterator[Row]:
         yield _row("device", f"{found}; on {facts.place}", warning=cure)
         return
     cures = {
-        "Kaggle": "Settings > Accelerator > TPU, and start the session anew",
+        "Kaggle": "Settings > Accelerator > TPU, and restart the session",
         "Colab": "Runtime > Change runtime type > a TPU",
     }
     found = f"no TPU on the PCI bus; on {facts.place}"
@@ -123,27 +115,25 @@ def hosts(facts: Facts) -> Iterator[Row]:
 
 
 def variables(facts: Facts) -> Iterator[Row]:
-    def among(names: tuple[str, ...]) -> str:
-        return ", ".join(f"{name}={facts.environ[name]}" for name in names if facts.environ.get(name))
-
-    if found := among(_OF_XRT):
-        cure = "these were for XRT, which torch_xla has no more: unset them. PJRT_DEVICE=TPU is all it needs now"
-        yield _row("environment", found, warning=cure)
-    if found := among(_OF_ANOTHER_RUN):
-        if facts.place == "Kaggle" and facts.chips:
-            cure = "left from a run of several processes; fit removes the first two here before it starts"
-        else:
-            cure = "these divide the TPU among several processes, and tpufit is one: unset them, or the start may hang"
-        yield _row("environment", found, warning=cure)
-    if found := among(_OF_A_CHOICE):
-        yield _row("environment", found, warning="not all cores are shown to this process: unset it if you want them")
-    if found := among(_SHARDING):
-        yield _row("environment", found, warning="tpufit divides batches itself, and this interferes: unset it")
-    if found := among(_SLOWING):
-        yield _row("environment", found, warning="these make every step slow: unset them when you have found the fault")
-    if found := ", ".join(retired_variables(facts.environ)):
-        cure = "torch_xla obeys some behind PyTorch's back, and ignores others: unset them, compile(precision='bf16')"
-        yield _row("environment", found, warning=cure)
+    left = "left from a run of several processes; fit removes the first two here before it starts"
+    divided = "these divide the TPU among several processes, and tpufit is one: unset them, or the start may hang"
+    for names, cure in (
+        (
+            _OF_OLD_GUIDES,
+            "these were for XRT, which torch_xla dropped: unset them. Only PJRT_DEVICE=TPU is needed",
+        ),
+        (_OF_ANOTHER_RUN, left if facts.place == "Kaggle" and facts.chips else divided),
+        (_OF_A_CHOICE, "not all cores are shown to this process: unset it if you want them"),
+        (_SHARDING, "tpufit divides batches itself, and these interfere: unset them"),
+        (_SLOWING, "these make every step slow: unset them when you have found the fault"),
+        (
+            tuple(retired_variables(facts.environ)),
+            "torch_xla obeys some of these behind PyTorch's back, and ignores others: unset them, and use "
+            "compile(precision='bf16')",
+        ),
+    ):
+        if found := ", ".join(f"{name}={facts.environ[name]}" for name in names if facts.environ.get(name)):
+            yield _row("environment", found, warning=cure)
 
 
 def holders(facts: Facts) -> Iterator[Row]:
@@ -169,14 +159,14 @@ def process(facts: Facts) -> Iterator[Row]:
 def memory(facts: Facts) -> Iterator[Row]:
     by = min(facts.memory, key=facts.memory.__getitem__)
     least = facts.memory[by]
-    cure = "importing torch and compiling take about 2 GiB, and data come on top: raise the limit, or take more memory"
+    cure = "importing torch and compiling take about 2 GiB, and data more: raise the limit, or take more memory"
     status = {"error" if least < _LITTLE_MEMORY // 2 else "warning": cure} if least < _LITTLE_MEMORY else {}
     yield _row("host memory", f"{size(least)} by {by}", **status)
 
 
 def cpus(facts: Facts) -> Iterator[Row]:
     enough = facts.cpus >= 2 * len(facts.chips) and facts.cpus > 1
-    cure = "few to decode data for this device: prepare them once with tpufit.data.CachedDataset"
+    cure = "few to decode data for this device: decode them once, with tpufit.data.CachedDataset"
     yield _row("CPUs", str(facts.cpus), warning="" if enough else cure)
 
 
@@ -195,22 +185,17 @@ def trials(facts: Facts) -> Iterator[Row]:
         yield _row(name, f"{trial.ran_on}: {took}")
     if measured := [trial for trial in facts.trials if trial.ran_on]:
         best = max(trial.bandwidth for trial in measured)
-        cure = "slow for large batches: send bytes, and let device_transform make floats of them on the device"
-        yield _row(
-            "host to device and back",
-            f"{best / 1e9:.2g} GB/s",
-            warning=cure if facts.chips and best < _SLOW_LINK else "",
-        )
+        slow = "slow for large batches: send bytes, and let device_transform make floats of them on the device"
+        cure = slow if facts.chips and best < _SLOW_LINK else ""
+        yield _row("host to device and back", f"{best / 1e9:.2g} GB/s", warning=cure)
     if sizes := [trial.memory for trial in facts.trials if trial.memory]:
         yield _row("device memory", size(min(sizes)))
 
 
 def _ended(trial: Trial) -> str:
-    """What to do about a training that failed, by how it ended."""
+    """The cure for a training that failed, by its end."""
     if trial.status is None:
-        return (
-            "it hangs: see the rows above for who holds the TPU and for variables of another run; then restart the TPU"
-        )
+        return "it hangs: who holds the TPU, and are there variables of another run (above)? Then restart the TPU"
     if any(text in trial.failure for text in ("failed to map", "Cannot allocate memory", "MemoryError", "bad_alloc")):
         return "this process may not use enough host memory: see that row"
     if trial.status == -9:
@@ -220,18 +205,7 @@ def _ended(trial: Trial) -> str:
     return "the message above says what to do; if not, see the rows before it"
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[Row]], ...] = (
-    python,
-    versions,
-    libtpu,
-    tensorflow,
-    device,
-    hosts,
-    variables,
-    holders,
-    process,
-    memory,
-    cpus,
-    disk,
-    trials,
-)
+Check = Callable[[Facts], Iterator[Row]]
+_OF_SOFTWARE: tuple[Check, ...] = (python, versions, libtpu, tensorflow)
+_OF_HARDWARE: tuple[Check, ...] = (device, hosts, variables, holders, process, memory, cpus, disk)
+CHECKS = (*_OF_SOFTWARE, *_OF_HARDWARE, trials)

@@ -1,4 +1,4 @@
-"""`gather`: what there is on this machine, without a judgement and without starting the runtime in this process."""
+"""`gather`: the facts of this machine, without a judgement and without starting the runtime in this process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PACKAGES = ("torch", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the checks go by. The defaults are those of a sound laptop, so that a test says only what is amiss.
+    """The facts that the checks go by. The defaults are those of a sound laptop, so that a test names only the faults.
 
     Attributes:
         python: Python's version.
-        versions: The installed versions of what matters, by package; what is missing is left out.
+        versions: The versions of the packages that matter and are installed.
         wants_libtpu: The version of libtpu that the installed torch_xla was built for, or None.
         environ: The environment's variables.
         place: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`.
@@ -30,11 +30,11 @@ class Facts:
         holders: The commands of the processes that have a TPU open, by process id.
         own: The id of this process.
         settled: The cores of this process, in words, or nothing if none are settled.
-        foreign: Whether torch_xla was imported in this process before tpufit needed it.
-        memory: How many bytes this process may use, by what says so.
-        cpus: How many CPUs it may use.
+        foreign: True if torch_xla was imported in this process before tpufit needed it.
+        memory: The bytes that this process may use, by the source of each limit.
+        cpus: The number of CPUs that it may use.
         disk: Free bytes where caches and checkpoints go by default.
-        trials: What the trainings gave; empty if there were none.
+        trials: The results of the trainings; empty if there were none.
     """
 
     python: tuple[int, ...] = (3, 11, 0)
@@ -54,13 +54,13 @@ class Facts:
 
 
 def gather(train: bool, timeout: float) -> Facts:
-    """Look at this machine.
+    """Gather the facts of this machine.
 
     Args:
-        train: Whether to train.
-        timeout: How many seconds each training may take.
+        train: True to train.
+        timeout: The seconds that each training may take.
     """
-    # Loading the runtime loads torch, which may be what is wrong here.
+    # Loading the runtime loads torch, which may be the fault here.
     runtime = sys.modules.get("tpufit.runtime")
     cores = runtime.settled() if runtime else None
     return Facts(
@@ -82,7 +82,7 @@ def gather(train: bool, timeout: float) -> Facts:
 
 
 def _wanted_libtpu() -> str | None:
-    """The libtpu that `torch_xla[tpu]` asks for: the two are released as a pair."""
+    """The version of libtpu that `torch_xla[tpu]` asks for: the two are released as a pair."""
     try:
         wanted = metadata.requires("torch_xla") or []
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a trial runs: `python -m tpufit.checkup.training 8` trains on 8 cores and prints one line of JSON."""
+"""The process of a trial: `python -m tpufit.diagnostics.checkup.training 8` trains on 8 cores, and prints JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train(cores: int) -> Trial:
     """Train in this process.
 
     Args:
-        cores: How many cores; 0 for all of them.
+        cores: The number of cores; 0 for all of them.
     """
     wanted: int | str = cores or "auto"
     if cores == ALL and platform() == "CPU":

@@ -14,16 +14,16 @@ ALL = 0  # cores: every core of a TPU; on a CPU 8 virtual ones
 
 @dataclass(frozen=True)
 class Trial:
-    """What a training gave, or how it ended.
+    """The result of a training.
 
     Attributes:
-        cores: How many cores were asked for; 0 for all of them.
+        cores: The number of cores that was asked for; 0 for all of them.
         ran_on: The cores in words, or nothing if it failed.
-        first: Seconds of the first step, in which its graph is traced and compiled.
-        step: Seconds a step takes afterwards.
-        bandwidth: Bytes a second to the device and back.
+        first: The seconds of the first step, in which its graph is traced and compiled.
+        step: The seconds of a later step.
+        bandwidth: The bytes a second to the device and back.
         memory: The device's memory in bytes, or None where the runtime doesn't tell.
-        failure: The last lines of what the process wrote, if it failed.
+        failure: The last lines that the process wrote, if it failed.
         status: Its exit status; below 0 the signal that ended it; None if it was still running.
     """
 
@@ -41,8 +41,8 @@ def run(cores: int, timeout: float) -> Trial:
     """Train in another process.
 
     Args:
-        cores: How many cores; 0 for all of them.
-        timeout: After how many seconds it is ended.
+        cores: The number of cores; 0 for all of them.
+        timeout: The seconds after which it is ended.
     """
     command = [sys.executable, "-m", f"{__package__}.training", str(cores)]
     here = str(Path(__file__).resolve().parents[2])  # this very tpufit, from wherever it was imported
