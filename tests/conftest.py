@@ -69,10 +69,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         alone = "-alone" if marker.kwargs.get("alone") else ""
         counts = []
         for count in marker.args:
-            marks = [pytest.mark.slow] if count > most else []
-            marks += [pytest.mark.soak] if count in marker.kwargs.get("soak", ()) else []
-            counts.append(pytest.param(count, id=f"cores{count}{alone}", marks=marks))
+            counts.append(pytest.param(count, id=f"cores{count}{alone}", marks=[pytest.mark.slow] * (count > most)))
         metafunc.parametrize("cores", counts, indirect=True, scope="module")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(on_cores.count_of(item) in marker.args for marker in item.iter_markers("soak_on")):
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -12,7 +12,7 @@ import tpufit
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=False)
 
-QUICK = ("DeepFM", "two towers", "GAN", "control flow on the step count")
+TELLING = ("ResNet", "GRU", "Llama", "DeepFM", "two towers", "GAN", "control flow on the step count")
 
 
 def train(architecture, cores, jit_compile):
@@ -42,7 +42,7 @@ def train(architecture, cores, jit_compile):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+    "name", [name if name in TELLING else pytest.param(name, marks=pytest.mark.soak) for name in ARCHITECTURES]
 )
 def test_five_steps_replayed_equal_five_traced_to_the_bit(cores, name):
     architecture = ARCHITECTURES[name]

@@ -157,6 +157,7 @@ def test_killed_at_any_moment(tmp_path, pids):
     kill_and_resume(tmp_path, pids, times=3, count=480, seed=0)
 
 
+@pytest.mark.soak
 def test_killed_at_twenty_moments(tmp_path, pids):
     kill_and_resume(tmp_path, pids, times=20, count=2400, seed=1)
 

@@ -160,6 +160,7 @@ def test_fit_evaluate_predict_and_fit_again(job, make):
     assert model.evaluate(X, Y, size, verbose=0) == plain[0]  # and it leaves the model as it was
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize("where", ["on_train_batch_end", "on_test_begin"])
 def test_an_error_of_another_callback_ends_it_and_the_next_fit_is_whole(job, make, where):
     callback, other = make(), Recorder()
@@ -172,6 +173,7 @@ def test_an_error_of_another_callback_ends_it_and_the_next_fit_is_whole(job, mak
     assert history.epoch == list(range(EPOCHS)) and not counts.graphs
 
 
+@pytest.mark.soak_on(8)
 def test_its_state_goes_through_json_into_another_object(job, make):
     """What a checkpoint keeps of it. Weights are kept as tensors, all the rest as JSON."""
     callback = make()
@@ -219,6 +221,7 @@ class Ending(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.soak_on(8)
 def test_a_training_that_is_broken_off_ends_as_one_that_was_not(job, make, tmp_path):
     begin, run = tmp_path / "begin", tmp_path / "run"
     model = job.start()

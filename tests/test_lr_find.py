@@ -199,7 +199,14 @@ class Signed(torch.optim.Optimizer):
 
 @on_cores
 @pytest.mark.parametrize(
-    "optimizer", ["adamw", sgd, partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1), Signed]
+    "optimizer",
+    [
+        "adamw",
+        *(
+            pytest.param(optimizer, marks=pytest.mark.soak_on(8))
+            for optimizer in (sgd, partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1), Signed)
+        ),
+    ],
 )
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_all_is_as_it_was_and_fit_goes_on_as_without(cores, optimizer, earlier):
@@ -221,6 +228,7 @@ def test_all_is_as_it_was_and_fit_goes_on_as_without(cores, optimizer, earlier):
 
 
 @on_cores
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize("name", ["GAN", "Llama", "normalising flow", "BYOL"])
 def test_fit_goes_on_as_without_whatever_is_trained(cores, name):
     """A second optimizer; tables built, or a layer set up, by the first batch; weights that no optimizer knows."""
@@ -240,6 +248,7 @@ def test_fit_goes_on_as_without_whatever_is_trained(cores, name):
 
 
 @on_cores
+@pytest.mark.soak_on(8)
 @pytest.mark.filterwarnings("ignore:the train step is traced anew")
 @pytest.mark.parametrize("name", ["control flow on the step count", "teacher forcing"])
 def test_counts_and_draws_of_a_steps_python_are_put_back(cores, name):
@@ -264,7 +273,9 @@ class Stop(BaseException):
 
 
 @on_cores
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Stop])
+@pytest.mark.parametrize(
+    "error", [ValueError, *(pytest.param(e, marks=pytest.mark.soak_on(8)) for e in (KeyboardInterrupt, Stop))]
+)
 @pytest.mark.parametrize("where", ["data", "step"])
 def test_all_is_as_it_was_after_an_error(cores, error, where):
     class Raising(tpufit.Model):

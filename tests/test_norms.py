@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import pytest
 import torch
@@ -253,10 +254,10 @@ print(json.dumps(moves))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [13, 16])
+@pytest.mark.parametrize("rows", [pytest.param(13, marks=pytest.mark.soak), 16])
 def test_the_partitioned_program_gathers_no_activations(run_python, request, rows):
     code = PROGRAM.format(tests=str(request.path.parent), rows=rows)
-    flags = "--xla_dump_to=hlo --xla_dump_hlo_as_text"
+    flags = os.environ["XLA_FLAGS"] + " --xla_dump_to=hlo --xla_dump_hlo_as_text"
     process = run_python(code, env={"XLA_FLAGS": flags}, timeout=300)
     assert process.returncode == 0, process.stderr
     moves = json.loads(process.stdout.splitlines()[-1])

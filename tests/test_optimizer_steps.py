@@ -104,7 +104,13 @@ def with_tpufit(make, cores, **compiling):
     return model, runtime.counts() - before
 
 
-@pytest.mark.parametrize("name", RATE_IS_AN_INPUT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("sgd momentum", "adamw") else pytest.param(name, marks=pytest.mark.soak_on(8))
+        for name in RATE_IS_AN_INPUT
+    ],
+)
 def test_30_steps_with_another_rate_at_each(cores, name):
     make = RATE_IS_AN_INPUT[name]
     model, counts = with_tpufit(make, cores, jit_compile=True)

@@ -160,7 +160,7 @@ print("warned:", *[w.message for w in caught if "bit-exact" in str(w.message)], 
 """
 
 
-@pytest.mark.parametrize("cores", [1, 8])
+@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.soak), 8])
 def test_whatever_is_left_out_of_a_checkpoint_is_missed(run_python, cores):
     ended = run_python(MUTATED.replace("CORES", str(cores)), env=children.ENV, timeout=240)
     assert ended.returncode == 0, ended.stdout + ended.stderr

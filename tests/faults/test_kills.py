@@ -124,7 +124,7 @@ def test_after_each_write_of_a_checkpoint(run_python):
         assert f"killed after flush {where}" in ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_at_random_moments(tmp_path):
     command = [sys.executable, children.FAULTS / "kill_at_random.py", "5", "--cores", "8", "--folder", tmp_path]
     ended = processes.run(command, timeout=300)

@@ -84,6 +84,7 @@ def test_a_second_signal_does_not_wait_for_a_slow_disk(tmp_path, number, status)
     assert steps(tmp_path) == [1]
 
 
+@pytest.mark.soak
 def test_ctrl_c_at_forty_random_moments(tmp_path, run_python):
     ended = run_python(
         """
