@@ -149,7 +149,7 @@ class Callback:
         """An epoch of training begins.
 
         Args:
-            epoch: Its number, from 0.
+            epoch: The epoch's number, from 0.
             logs: Empty.
         """
 
@@ -157,7 +157,7 @@ class Callback:
         """An epoch of training and its validation are over.
 
         Args:
-            epoch: Its number, from 0.
+            epoch: The epoch's number, from 0.
             logs: The means over the epoch, and those of validation with `val_` before their names.
         """
 
@@ -181,7 +181,7 @@ class Callback:
         """A training step is about to start.
 
         Args:
-            batch: Its number in the epoch, from 0.
+            batch: The batch's number in the epoch, from 0.
             logs: Empty.
         """
         self.on_batch_begin(batch, logs)
@@ -193,7 +193,7 @@ class Callback:
         `on_train_batch_begin`: each of the steps then has the rate that was set for it. Keras has no such hook.
 
         Args:
-            batch: Its number in the epoch, from 0.
+            batch: The batch's number in the epoch, from 0.
             logs: Empty.
         """
 
@@ -201,7 +201,7 @@ class Callback:
         """A training step has been started; the device may still be at it.
 
         Args:
-            batch: Its number in the epoch, from 0.
+            batch: The batch's number in the epoch, from 0.
             logs: The running means of the epoch; reading one waits for the device.
         """
         self.on_batch_end(batch, logs)
@@ -224,7 +224,7 @@ class Callback:
         """A batch is about to be evaluated.
 
         Args:
-            batch: Its number, from 0.
+            batch: The batch's number, from 0.
             logs: Empty.
         """
 
@@ -232,7 +232,7 @@ class Callback:
         """The evaluation of a batch has been started.
 
         Args:
-            batch: Its number, from 0.
+            batch: The batch's number, from 0.
             logs: The running means; reading one waits for the device.
         """
 
@@ -254,7 +254,7 @@ class Callback:
         """A batch is about to be predicted.
 
         Args:
-            batch: Its number, from 0.
+            batch: The batch's number, from 0.
             logs: Empty.
         """
 
@@ -262,7 +262,7 @@ class Callback:
         """The prediction of a batch has been started. It comes for every batch, with `steps_per_execution=k` too.
 
         Args:
-            batch: Its number, from 0.
+            batch: The batch's number, from 0.
             logs: `"outputs"`: the module's outputs, still on the device.
         """
 
@@ -283,7 +283,7 @@ class Callback:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed `fit` needs: counters, the best so far. It is asked for between two steps.
+        """Return the state that a resumed `fit` needs: counters, the best so far. It is asked for between two steps.
 
         Returns:
             Numbers, strings, tensors and arrays, in lists and dicts; by default nothing. A callback that returns

@@ -43,8 +43,8 @@ class CallbackList:
     Args:
         callbacks: A callback, a list or tuple of them, or None. An object of any class will do that has at least one
             hook as a method.
-        model: Their `self.model`.
-        params: Their `self.params`, the same dict for all.
+        model: The callbacks' `self.model`.
+        params: The callbacks' `self.params`, one dict for all.
         expose: Called before a hook of a callback that may look at the weights (`Callback.reads_weights`).
 
     Attributes:
@@ -112,7 +112,7 @@ class CallbackList:
         """True if any callback overrides a hook.
 
         Args:
-            hook: Its name, e.g. `"on_train_batch_end"`.
+            hook: The hook's name, e.g. `"on_train_batch_end"`.
         """
         return bool(self._listeners[hook])
 
@@ -120,7 +120,7 @@ class CallbackList:
         """Call a hook of all callbacks that override it, in their order.
 
         Args:
-            hook: Its name.
+            hook: The hook's name.
             args: The epoch or batch, if it takes one, and the logs; left out, the logs are empty.
 
         Raises:

@@ -15,7 +15,7 @@ class SwapEMAWeights(Callback):
             them (default False): put those after this one. Training goes on with the weights themselves.
 
     Raises:
-        ArgumentError: When it is used: no averages are kept.
+        ArgumentError: No averages are kept; raised at the first use.
 
     Source: `keras.callbacks.SwapEMAWeights`.
     """

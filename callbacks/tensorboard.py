@@ -39,7 +39,7 @@ class TensorBoard(Callback):
 
     Args:
         log_dir: The folder (default `"logs"`); keep it to one training.
-        histogram_freq: After every how many epochs, from the first, to write histograms of the weights (default 0:
+        histogram_freq: The number of epochs from one histogram of the weights to the next, from the first (default 0:
             never).
         write_graph: Write the model's summary as text, after the first epoch (default True). PyTorch has no graph of
             layers to show.
@@ -122,7 +122,7 @@ class TensorBoard(Callback):
         """Write an image.
 
         Args:
-            tag: Its name.
+            tag: The name that TensorBoard shows.
             image: A tensor or array, of bytes or of floats from 0 to 1. One on the device is waited for.
             step: The step it belongs to (default: that of training).
             dataformats: The order of its dimensions: `"CHW"` (default), `"HWC"` or `"HW"`; several have an N in front.
@@ -138,7 +138,7 @@ class TensorBoard(Callback):
         """Write a text, which TensorBoard takes for Markdown.
 
         Args:
-            tag: Its name.
+            tag: The name that TensorBoard shows.
             text: The text.
             step: The step it belongs to (default: that of training).
 
@@ -150,7 +150,7 @@ class TensorBoard(Callback):
         """Write a figure of matplotlib's as an image, and close it.
 
         Args:
-            tag: Its name.
+            tag: The name that TensorBoard shows.
             figure: The figure.
             step: The step it belongs to (default: that of training).
 
@@ -350,7 +350,7 @@ class _Profile:
         profile_batch: See `TensorBoard`.
 
     Raises:
-        ArgumentError: It is neither 0, nor a step, nor a first and a last step.
+        ArgumentError: `profile_batch` is neither 0, nor a step, nor a first and a last step.
     """
 
     def __init__(self, profile_batch: int | tuple[int, int]) -> None:

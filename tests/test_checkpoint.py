@@ -138,7 +138,7 @@ def test_a_damaged_file_is_found_and_the_one_before_taken(run, file, how):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "has no manifest.json, so that it was never finished"),
+        (None, "has no manifest.json, so it was never finished"),
         ("{", "manifest.json is damaged: Expecting"),
         ("[]", "it names no format"),
         ('{"format": 1, "files": {"../../x": {}}}', "it lists the files"),

@@ -82,9 +82,9 @@ def test_a_module_that_fails_by_itself_is_named_and_other_errors_are_left_alone(
     [
         (
             {"a": X, "b": X},
-            r"x is a dict, so that the module is called as Net\(a=..., b=...\), but its forward takes \(x\)",
+            r"x is a dict, so the module is called as Net\(a=..., b=...\), but its forward takes \(x\)",
         ),
-        ((X, X), r"x is a tuple of 2, so that the module is called as Net\(..., ...\), but its forward takes \(x\)"),
+        ((X, X), r"x is a tuple of 2, so the module is called as Net\(..., ...\), but its forward takes \(x\)"),
     ],
     ids=["dict", "tuple"],
 )

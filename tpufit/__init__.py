@@ -18,7 +18,7 @@ _WHERE = {"Model": "model", "init": "runtime", "load": "model", "set_random_seed
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for: the doctor must also run where torch can't be loaded."""
+    """Import a name at its first use: the doctor must also run where torch can't be imported."""
     if name in _WHERE:
         value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):

@@ -9,13 +9,13 @@ from .diagnostics.checkup import doctor
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line.
+    """Run the command line.
 
     Args:
         arguments: The words after `python -m tpufit` (default: those of this process).
 
     Returns:
-        The exit status: 1 if something is wrong that a training would fail of.
+        The exit status: 1 if something would make training fail, else 0.
     """
     parser = argparse.ArgumentParser(prog="python -m tpufit", description="Keras's fit() for PyTorch on TPUs.")
     commands = parser.add_subparsers(dest="command", required=True)

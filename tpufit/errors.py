@@ -1,4 +1,4 @@
-"""What tpufit raises. Each message says what was expected, what came, and what to do.
+"""The errors that tpufit raises. Each message says what was expected, what came, and what to do.
 
 TpufitError
 |-- ArgumentError (ValueError)          an argument of a call has a value that it can't have
@@ -13,10 +13,10 @@ TpufitError
 |       |-- CacheDiskFullError          there is no room for the rest of it
 |       `-- CacheBusyError              another warm-up is at work on it
 |-- WeightsError (ValueError)           weights that don't fit the module, or a file that holds none
-|-- CheckpointError (RuntimeError)      a checkpoint can't be written, read, or gone on from
+|-- CheckpointError (RuntimeError)      a checkpoint can't be written, read or resumed from
 |   |-- CheckpointMissingError          there is none where one was named
 |   |-- CheckpointDamagedError          a file of it is not what was written
-|   |-- CheckpointMismatchError         it is of another net, optimizer or data than are to be trained
+|   |-- CheckpointMismatchError         it is of another net, optimizer or data
 |   |-- CheckpointNotWrittenError       no room, no permission, or weights that aren't finite
 |   `-- CheckpointBusyError             another process trains into the same folder
 |-- StartError (RuntimeError)           the device runtime can't be started as asked
@@ -41,7 +41,7 @@ from collections.abc import Iterable, Sequence
 
 
 def few(items: Sequence[str]) -> str:
-    """The first of many things, for a message.
+    """Join the first of many names, for a message.
 
     Example:
         >>> few(["a", "b"])
@@ -62,10 +62,10 @@ class UnknownNameError(ArgumentError):
     """A name (of a loss, an optimizer, ...) that nothing goes by.
 
     Args:
-        kind: What was named, e.g. `"optimizer"`.
-        name: The name that came.
-        known: The names there are.
-        hint: One more sentence, for a name that has a known meaning elsewhere.
+        kind: The kind of thing named, e.g. `"optimizer"`.
+        name: The unknown name.
+        known: The known names.
+        hint: One more sentence, for a name that has a known meaning elsewhere (default: none).
 
     Example:
         >>> print(UnknownNameError("optimizer", "adamv", ["adam", "adamw", "sgd"]))
@@ -80,13 +80,13 @@ class UnknownNameError(ArgumentError):
 
 
 def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = "") -> None:
-    """Raise an `ArgumentError` for an argument that is no whole number, or too small a one.
+    """Raise an `ArgumentError` for an argument that isn't a whole number, or is too small.
 
     Args:
         name: The argument's name.
-        value: What came.
-        at_least: The smallest number that it may be (default 1).
-        otherwise: What else the argument may be, for the error; the caller has seen that it isn't.
+        value: The argument's value.
+        at_least: The smallest number allowed (default 1).
+        otherwise: The other values allowed, for the message; the caller has ruled them out (default: none).
 
     Example:
         >>> require_whole("steps", 5)
@@ -132,13 +132,16 @@ class CacheDiskFullError(CacheError):
 
     Args:
         folder: The cache.
-        need: Bytes still to be written.
-        free: Bytes that are free there.
-        done: How many files are finished.
-        files: How many there will be.
+        need: The number of bytes still to be written.
+        free: The number of free bytes.
+        done: The number of finished files.
+        files: The number of all files.
 
     Attributes:
-        need, free, done, files: The same.
+        need: The number of bytes still to be written.
+        free: The number of free bytes.
+        done: The number of finished files.
+        files: The number of all files.
 
     Example:
         >>> error = CacheDiskFullError("cache", need=2_000, free=500, done=3, files=5)
@@ -163,7 +166,7 @@ class WeightsError(TpufitError, ValueError):
 
 
 class CheckpointError(TpufitError, RuntimeError):
-    """A checkpoint can't be written, read, or gone on from."""
+    """A checkpoint can't be written, read or resumed from."""
 
 
 class CheckpointMissingError(CheckpointError):
@@ -175,7 +178,7 @@ class CheckpointDamagedError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint is of another net, optimizer or data than are to be trained."""
+    """A checkpoint is of another net, optimizer or data than those to be trained."""
 
 
 class CheckpointNotWrittenError(CheckpointError):
@@ -231,7 +234,7 @@ class StrictError(TpufitError, RuntimeError):
 
 
 class StateLostError(TpufitError, RuntimeError):
-    """A step failed on the device, and the weights are lost with it: they were to be its result, or its memory."""
+    """A step failed on the device, and the weights are lost with it: it was to compute them, or had consumed them."""
 
 
 class CallbackError(TpufitError, RuntimeError):

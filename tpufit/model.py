@@ -60,23 +60,23 @@ Callbacks = Callback | Sequence[Callback] | None
 class Model(StepMethods):
     """A `torch.nn.Module` with Keras's training methods, on one core or all of them.
 
-    A subclass may keep whatever it likes under any name but those below and `_engine`.
+    A subclass may use any attribute names but those below and `_engine`.
 
     Args:
-        module: Any module. It is used as it is: its parameters move to the device in place, so ties, optimizers built
-            on them and your own references to them stay valid.
+        module: Any module. Its parameters move to the device in place, so ties, optimizers built on them and your own
+            references stay valid.
 
     Attributes:
         module: The module.
         optimizer: The optimizer of `compile`; the rates in its `param_groups` are numbers that may be set at any time.
         metrics: The metrics of `compile`.
         history: The `History` of the last `fit`.
-        input_bound: The share of the last epoch's time in which the device waited for data, from 0 to 1; while one is
-            under way, of its time so far.
+        input_bound: The share of time, from 0 to 1, in which the device waited for data: in the epoch under way, or in
+            the last one.
         stop_training: Set it to True in a callback to end training after the current batch.
         stop_evaluating: Set it to True in a callback to end an evaluation after the current batch.
         stop_predicting: Set it to True in a callback to end a prediction after the current batch.
-        out_of_time: True if the last `fit` ended because its `max_time` was over.
+        out_of_time: True if `max_time` ended the last `fit`.
 
     Example:
         >>> import torch, tpufit
@@ -127,60 +127,62 @@ class Model(StepMethods):
         ema_momentum: float = 0.99,
         ema_overwrite_frequency: int | None = None,
     ) -> None:
-        """Choose the optimizer, the loss, the metrics and the way to train.
+        """Set the optimizer, the loss, the metrics and the options of training.
 
         Args:
             optimizer: A name of `torch.optim` in lower case (`"adamw"`), a class, a function of the parameters
                 (`lambda params: torch.optim.SGD(params, lr=0.1)`), or an optimizer built on the module's parameters.
             loss: A name of `torch.nn.functional` (`"cross_entropy"`), a loss module or a function of (prediction,
                 target). For a module of several outputs a dict by their names, or a list for a tuple of outputs; None
-                for an output that has no loss. It may be left out where `compute_loss` or `train_step` is overridden.
+                for an output that has no loss. It may be left out if `compute_loss` or `train_step` is overridden.
             metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict. For several outputs,
-                in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. A dict goes by the
-                outputs if `loss` is a dict or if one of its values is a list, else by the metrics' names. Labels that
-                the loss leaves out (`ignore_index`) are none to `"accuracy"` and `"auroc"`, and if it is not the
-                default of -100 to the other names either.
+                in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. The keys of a
+                dict are outputs if `loss` is a dict or one of the values is a list, else names of metrics. Labels that
+                the loss ignores (`ignore_index`) are ignored by `"accuracy"` and `"auroc"` too, and if `ignore_index`
+                isn't the default of -100, by the other names as well.
             loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1).
             weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
                 `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, and torchmetrics objects whose `update`
-                takes a weight. If one of `metrics` has the same name, theirs begins with `weighted_`.
+                takes a weight. If one of `metrics` has the same name, theirs gets the prefix `weighted_`.
             precision: `"fp32"` (default); `"bf16"`: the module computes in bfloat16 by autocast; weights, optimizer
                 and loss stay in float32; or `"bf16-true"`: the module itself becomes bfloat16, with its optimizer.
-            matmul_precision: The precision of float32 matrix products on a TPU: `"default"` in bfloat16, `"high"` or
-                `"highest"` nearly as float32 does. A CPU is exact in any case.
+            matmul_precision: The precision of float32 matrix products on a TPU: `"default"` (bfloat16), or `"high"` or
+                `"highest"` (close to float32). A CPU is exact in any case.
             scale_lr: The growth of the learning rate with the cores, as the batch grows: `"linear"` (default; Goyal et
                 al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None. The rate given here is multiplied once,
-                at the first `fit`; rates set later are taken as they are.
-            jit_compile: `"auto"` (default): a step is traced once and then replayed, if it can be shown that this gives
-                the same; else it is traced on every call, and a warning says why. True: that is an error. False: always
-                trace.
-            run_eagerly: Run the steps in plain PyTorch on the host, to debug them: print, breakpoints and all.
-            steps_per_execution: The number of steps that run as one graph (default 1). More cost less of the host's
-                time; the batch hooks of callbacks are then called once for so many. `"auto"`: 1 at first, then up to
-                16 if the steps are so short that starting them is what takes the time.
-            accumulate_steps: The number of batches for one step of the optimizer (default 1), which takes the mean
-                gradient over all their rows. An epoch ends with a step, over the batches that are left.
-            clip_norm: Scale each parameter's gradient to at most this norm.
-            clip_value: Cut each element of the gradients off at this absolute value.
-            global_clip_norm: Scale all gradients together to at most this norm, as `clip_grad_norm_` does. On any
-                number of cores they are the gradients of the whole batch. At most one of the three can be given.
-            use_ema: Keep an exponential moving average of the weights, which `fit` puts in their place at its end;
-                `SwapEMAWeights` does it for validation too.
+                at the first `fit`; rates set later are used as they are.
+            jit_compile: `"auto"` (default): a step is captured as a graph, and replayed without the step's Python if
+                two traces prove to be equal; else the step is traced on every call, and a warning says why. True: that
+                is an error. False: always trace.
+            run_eagerly: Run the steps in plain PyTorch on the host (default False), to debug them with prints and
+                breakpoints.
+            steps_per_execution: The number of steps that run as one graph (default 1). More take less of the
+                host's time; callbacks' batch hooks are then called once for so many. `"auto"`: 1 at first, then up to
+                16 if the steps are so short that starting them takes most of the time.
+            accumulate_steps: The number of batches for one step of the optimizer (default 1), which uses the mean
+                gradient over all their rows. An epoch ends with a step over the remaining batches.
+            clip_norm: Scale each parameter's gradient to at most this norm (default: no limit).
+            clip_value: Clip each element of the gradients to this absolute value (default: no limit).
+            global_clip_norm: Scale all gradients together to at most this norm, as `clip_grad_norm_` does (default: no
+                limit): the gradients of the whole batch, on any number of cores. Only one of the three may be given.
+            use_ema: Keep an exponential moving average of the weights (default False), which `fit` puts in their place
+                at its end; `SwapEMAWeights` does so for validation too.
             ema_momentum: The share of the average that each step keeps (default 0.99).
-            ema_overwrite_frequency: The number of steps after which the weights become the average, again and again
-                (default: never before the end).
+            ema_overwrite_frequency: Replace the weights by the average after every so many steps of the optimizer
+                (default: only at the end).
 
         Raises:
-            UnknownNameError: A name that nothing goes by; the nearest ones are suggested.
-            ArgumentError: A value of the wrong kind, float16 among them.
+            UnknownNameError: A name is unknown; the nearest ones are suggested.
+            ArgumentError: A value is of the wrong kind, such as float16.
 
         Source: `keras.Model.compile`.
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "optimizer")}
         before = self._engine
+        # Everything is checked and built before the model changes, which a refused compile leaves as it was.
         config = CompileConfig.of(arguments)
         built = optimizers.build(optimizer, self.module)
-        before.expose()
+        before.expose()  # before dtypes change: held values would keep the old ones
         if precision == "bf16-true":
             to_bfloat16([*self.module.parameters(), *self.module.buffers()])
             before.state.renew()
@@ -229,28 +231,29 @@ class Model(StepMethods):
             validation_data: `(x, y)` or `(x, y, sample_weight)` as arrays, or a data set, loader or iterable.
             shuffle: True (default) to give arrays and map-style datasets a new order each epoch; loaders and iterables
                 keep theirs.
-            class_weight: Weights of the rows by their class, `{0: 1.0, 1: 5.0}`, for training only; classes that are
-                left out weigh 1. They are multiplied with `sample_weight`, and go with data of any form.
+            class_weight: Weights of the rows by class, `{0: 1.0, 1: 5.0}`, for training only; classes left out weigh 1.
+                They are multiplied with `sample_weight`, and work with data of any form.
             sample_weight: One weight a row, with arrays, or one for each element of a sequence, shape `(rows, time)`;
                 for several outputs one array for all, or one for each in the form of `y`.
-            initial_epoch: The epoch to begin with, from 0.
-            steps_per_epoch: Global batches an epoch; needed for endless data.
-            validation_steps: Batches a validation, each time from the start of its data.
+            initial_epoch: The epoch to begin with, from 0 (default 0).
+            steps_per_epoch: Global batches an epoch (default: all); needed for endless data.
+            validation_steps: Batches a validation (default: all), each time from the start of its data.
             validation_batch_size: Rows per core when validating (default: `batch_size`).
-            validation_freq: Validate at the end of every so many epochs, or of the epochs (from 1) in a container.
+            validation_freq: Validate at the end of every so many epochs (default 1), or of the epochs (from 1) in a
+                container.
             validation_step_freq: Validate inside each epoch too, after every so many of its steps, or as a float after
-                every such share of them (`0.25`: four times an epoch). Each calls `on_test_begin` to `on_test_end`; the
-                epoch's logs have the `val_*` of its last validation. With `steps_per_execution=k` they come after the
-                step's group.
-            limit: Train and validate on so many batches an epoch only, or as a float on such a share of them.
-            max_time: Stop after the batch that is under way when so much time has passed: seconds, or a `timedelta`.
-            resume: True: go on from the newest checkpoint of the `ModelCheckpoint(folder)` or `BackupAndRestore` among
+                every such share of them (`0.25`: four times an epoch). Each validation calls `on_test_begin` to
+                `on_test_end`; the epoch's logs have the `val_*` of the last one. With `steps_per_execution=k` it comes
+                after the step's group.
+            limit: Train and validate on only so many batches an epoch, or as a float on such a share of them.
+            max_time: Stop after the current batch once so much time has passed: seconds, or a `timedelta`.
+            resume: True: resume from the newest checkpoint of the `ModelCheckpoint(folder)` or `BackupAndRestore` among
                 the callbacks, or begin if there is none. `"best"`: from the best one. `"next_epoch"`: from the newest,
-                but leave out the rest of its epoch. A path: a run's folder, or one checkpoint, which must be whole.
-                On the same number of cores it goes on bit for bit; `initial_epoch` has no effect then.
-            strict: True to make an error, at the user's line, of whatever makes steps slow (default False): in
-                training and validation a value read from the device, an operation that runs on the host, a step that
-                can't be replayed, and after the first pass over the data a new graph. The weights stay as they were.
+                without the rest of its epoch. A path: a run's folder, or one checkpoint, which must be whole. On the
+                same number of cores training goes on bit for bit; `initial_epoch` has no effect then.
+            strict: True raises an error, at the user's line, for whatever makes steps slow (default False): in training
+                and validation a value read from the device, an operation that runs on the host or a step that can't be
+                replayed, and after the first pass over the data a new graph. The weights stay as they were.
             cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
                 in a process settles it, see `tpufit.init`.
 
@@ -260,12 +263,12 @@ class Model(StepMethods):
         Raises:
             NotCompiledError: `compile` has not been called.
             ArgumentError, DataError, CoresError: See their messages; raised before anything is compiled.
-            LabelError: A class label outside the module's classes.
+            LabelError: A class label is outside the module's classes.
             CallbackError: A callback raised; the others' `on_train_end` has run.
-            CheckpointError: A checkpoint to go on from is missing, damaged, or of something else; or too many could not
-                be written.
+            CheckpointError: The checkpoint to resume from is missing, damaged, or of another model or data; or too many
+                could not be written.
             KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM, once the step is over and saved.
-            StrictError: With `strict`, see there.
+            StrictError: See `strict`.
 
         Source: `keras.Model.fit`.
         """
@@ -309,7 +312,7 @@ class Model(StepMethods):
             sample_weight: As in `fit`.
             steps: Batches to evaluate (default: all).
             callbacks: `Callback` objects.
-            return_dict: Return the values by name.
+            return_dict: Return the values by name (default False).
             cores: As in `fit`.
 
         Returns:
@@ -344,30 +347,30 @@ class Model(StepMethods):
         out: Any = None,
         cores: CoresArgument = None,
     ) -> Any:
-        """The module's outputs for data, every row, in order.
+        """Compute the module's outputs for all rows of data, in order.
 
         Before anything has settled the cores, a `predict` without `cores` on a machine without a TPU runs in plain
         PyTorch and settles nothing, so that a `fit(cores=8)` may follow.
 
         Args:
-            x: As in `fit`; targets that the data yield are left aside.
+            x: As in `fit`; targets in the data are ignored.
             batch_size: Rows per core (default 32).
             verbose: As in `fit`.
             steps: Batches to predict (default: all).
             callbacks: `Callback` objects.
-            out: For more than memory holds, the path of a `.npy` file that the rows are written to as they come; for
-                several outputs a path for each, in their form: `{"a": "a.npy", "b": "b.npy"}`. A file that is there is
-                replaced, once all rows are written.
+            out: The path of a `.npy` file to write the rows to as they come, for more rows than memory holds (default:
+                none); for several outputs a path for each, in their form: `{"a": "a.npy", "b": "b.npy"}`. An existing
+                file is replaced once all rows are written.
             cores: As in `fit`.
 
         Returns:
             A NumPy array with the rows of all batches, or a nest of arrays as the module returns them; with `out`, they
-            are the files, mapped into memory to be read. Beside the result a few batches are held, and no more. None if
-            a callback, such as `PredictionWriter`, took them all.
+            are the files, mapped into memory for reading. Beside the result, only a few batches are in memory. None if
+            there were no batches.
 
         Raises:
             ArgumentError, CoresError, BatchError: As in `fit`.
-            DataError: As in `fit`; or the outputs of some batches have rows of another shape than others.
+            DataError: As in `fit`; or the outputs' rows differ in shape from batch to batch.
             OSError: The file system refused.
 
         Example:
@@ -410,31 +413,31 @@ class Model(StepMethods):
         *,
         cores: CoresArgument = None,
     ) -> LRCurve:
-        """Find a learning rate: train for some steps while the rate grows from tiny to too large, and undo it all.
+        """Find a learning rate: train for some steps while the rate grows from tiny to too large, then undo it all.
 
-        Each step has a rate of its own and a whole global batch of the shuffled data, which begin anew when they end; a
+        Each step has a rate of its own and a whole global batch of the shuffled data, which start over when they end; a
         short last batch is left out. The rates are inputs of the step's graph, which `fit` then finds compiled, and the
         losses are read ten steps at a time. Afterwards weights, buffers, optimizer, rates, modes and random numbers are
-        to the bit what they were, also after an error or Ctrl-C. Only data that keep their own place, such as an
-        iterator, have moved on, and so have lists and objects that a step's Python changes.
+        bit for bit what they were, also after an error or Ctrl-C. Only data that keep their own position, such as an
+        iterator, have moved on, and lists and objects that a step's Python changes stay changed.
 
         Args:
             x: As in `fit`.
             y: Targets, with arrays.
             batch_size: Rows per core (default 32).
             sample_weight: One weight a row, with arrays.
-            start_lr: The first rate (default 1e-7). It and `end_lr` are actual rates, which the cores don't scale; with
-                several groups the first gets them, and the others theirs in proportion.
+            start_lr: The first rate (default 1e-7). Both limits are actual rates, which the cores don't scale; with
+                several groups the first group gets them, and the others theirs in proportion.
             end_lr: The last rate (default 10).
-            steps: How many rates are tried (default 100), evenly on a logarithmic scale.
-            stop_factor: It ends early when the smoothed loss is so many times the lowest (default 4); also when a loss
-                is infinite or not a number.
-            smoothing: How much of the average of the losses before is kept at each step (default 0.9).
+            steps: The number of rates to try (default 100), evenly spaced on a logarithmic scale.
+            stop_factor: End early when the smoothed loss exceeds so many times the lowest one (default 4), or a loss is
+                infinite or not a number.
+            smoothing: The share of the losses' running average that each step keeps (default 0.9).
             cores: As in `fit`.
 
         Returns:
-            The `LRCurve`: `lrs`, `losses`, `smoothed`, `suggestion` and `plot()`. The suggestion is an actual rate, as
-            `OneCycle(max_lr=...)` and `model.learning_rate` take it, or None, with a warning, if the loss never fell.
+            The `LRCurve`: `lrs`, `losses`, `smoothed`, `suggestion` and `plot()`. The suggestion is an actual rate, for
+            `OneCycle(max_lr=...)` or `model.learning_rate`; or None, with a warning, if the loss never fell.
 
         Raises:
             NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
@@ -469,15 +472,15 @@ class Model(StepMethods):
         *,
         cores: CoresArgument = None,
     ) -> Any:
-        """One step of training on one global batch, for a training loop of your own.
+        """Train on one global batch, for a training loop of your own.
 
-        The logs are running means over the batches since `reset_metrics`, or since `fit` or a `compile`, as in Keras.
+        The logs are running means over the batches since the last `reset_metrics`, `fit` or `compile`, as in Keras.
 
         Args:
             x: The inputs: arrays, tensors or a nest of them, with the rows of all cores.
             y: The targets.
             sample_weight: One weight a row.
-            return_dict: Return the logs by name. They wait for the device only if one is read; without this, they do.
+            return_dict: Return the logs by name (default False): they wait for the device only if one is read.
             cores: As in `fit`.
 
         Returns:
@@ -510,7 +513,7 @@ class Model(StepMethods):
         return _returned(run.logs(), return_dict)
 
     def predict_on_batch(self, x: Any, *, cores: CoresArgument = None) -> Any:
-        """The module's outputs for one global batch.
+        """Compute the module's outputs for one global batch.
 
         Args:
             x: The inputs, as in `train_on_batch`.
@@ -537,7 +540,7 @@ class Model(StepMethods):
         *,
         cores: CoresArgument = None,
     ) -> Iterator[Any]:
-        """The global batches of one epoch, as `fit` would read them, for a training loop of your own.
+        """Iterate over the global batches of one epoch, as `fit` would, for a training loop of your own.
 
         Args:
             x: As in `fit`.
@@ -545,7 +548,7 @@ class Model(StepMethods):
             sample_weight: One weight a row, with arrays.
             batch_size: Rows per core (default 32).
             shuffle: As in `fit`.
-            epoch: The epoch's number, from 0. With PyTorch's seed it determines the order.
+            epoch: The epoch's number, from 0 (default 0). With PyTorch's seed it determines the order.
             cores: As in `fit`.
 
         Returns:
@@ -576,7 +579,7 @@ class Model(StepMethods):
 
     @property
     def metrics_names(self) -> list[str]:
-        """The names of the logs of a batch: `"loss"`, of several outputs each one's `<output>_loss`, and the metrics'.
+        """The names of a batch's logs: `"loss"`, `<output>_loss` for each of several outputs, and the metrics' names.
 
         Source: `keras.Model.metrics_names`.
         """
@@ -591,15 +594,15 @@ class Model(StepMethods):
         input_size: Sequence[int] | None = None,
         x: Any = None,
     ) -> None:
-        """Print the layers with their outputs and parameters, which of these are tied or frozen, and the totals.
+        """Print the layers with their outputs and parameters, marked if tied or frozen, and the totals.
 
-        Also what training keeps in the memory of each core, and after a first step in which formats it computed. The
-        outputs' shapes are those of the first batch of any step; before it they are shown as `?`, unless a batch is
-        given here.
+        It also prints the memory that training takes on each core and, after the first step, the formats in which that
+        computed. The outputs' shapes are those of the first batch of any step; before it they are shown as `?`, unless
+        a batch is given here.
 
         Args:
-            print_fn: What takes the text (default: `print`).
-            input_size: The shape of an input, with its rows: zeros of this shape are run through the module once.
+            print_fn: The function that takes the text (default: `print`).
+            input_size: The shape of an input, rows included: zeros of this shape run through the module once.
             x: A batch of inputs to run through the module instead, e.g. integers, or several inputs.
 
         Source: `keras.Model.summary`.
@@ -620,10 +623,10 @@ class Model(StepMethods):
         (print_fn or print)("\n".join(lines))
 
     def report(self, verbose: bool = False) -> Report:
-        """What the steps did since the last `fit` began, what they took, and what is wrong. It waits for nothing.
+        """Report the steps since the last `fit` began, their times and their problems. This waits for nothing.
 
         Args:
-            verbose: Also give the report of torch_xla's own, in `metrics_report` (default False).
+            verbose: Add torch_xla's own report, as `metrics_report` (default False).
 
         Returns:
             The `Report`: print it, or read its `problems` and `hints`.
@@ -646,22 +649,22 @@ class Model(StepMethods):
 
     @property
     def rows_seen(self) -> int:
-        """The number of rows of all steps since the model was made: to train, evaluate or predict."""
+        """The number of rows in all steps since the model was made: of training, evaluation and prediction."""
         return self._engine.state.numbers.rows_seen
 
     @property
     def first_bad_step(self) -> int | None:
         """The first training step of the last `fit` that returned a loss or another scalar which is not finite.
 
-        It is counted from 1 over all training of the model; None if none is known. It is found out at no cost, where
+        Steps count from 1 over all training of the model; None if none is known. The step is noted at no cost, where
         the host waits for the device anyway: at most 64 graphs later, and at the end of each epoch.
         """
         return self._engine.log.first_bad_step
 
     def write_back(self) -> None:
-        """Put the current weights into the module. While steps are replayed they are kept elsewhere, for speed.
+        """Put the current weights into the module. While steps are replayed they are held elsewhere, for speed.
 
-        `fit` does it before it calls user code, so it is needed only to look at the weights at another moment.
+        `fit` does this before it calls user code; call it only to look at the weights at another moment.
 
         Raises:
             StateLostError: A step failed on the device, and the weights are lost with it.
@@ -669,10 +672,10 @@ class Model(StepMethods):
         self._engine.state.write_back()
 
     def swap_ema_weights(self, to: bool | None = None) -> None:
-        """Exchange the weights and their moving averages (`compile(use_ema=True)`). Nothing is copied.
+        """Swap the weights and their moving averages (`compile(use_ema=True)`). Nothing is copied.
 
         Args:
-            to: True if the module shall have the averages afterwards (default: the ones it hasn't now).
+            to: True puts the averages into the module, False the weights (default: whichever it doesn't have).
 
         Raises:
             ArgumentError: No averages are kept.
@@ -682,7 +685,7 @@ class Model(StepMethods):
         self._engine.state.swap_ema(to)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The module's parameters and buffers as host tensors, by name. This waits for the device, once.
+        """Return the module's parameters and buffers as host tensors, by name. This waits for the device, once.
 
         Raises:
             StateLostError: A step failed on the device, and the weights are lost with it.
@@ -697,9 +700,10 @@ class Model(StepMethods):
         return {name: host[id(tensor)] for name, tensor in own.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], skip_mismatch: bool = False) -> None:
-        """Put weights into the module in place, wherever it is.
+        """Load weights into the module in place, wherever it is.
 
-        If the ones there were lost with a step that failed on the device, the optimizer begins anew, with a warning.
+        If the old weights were lost with a step that failed on the device, the optimizer starts without state, with a
+        warning.
 
         Args:
             state: Host tensors by name, as `state_dict` gives them.
@@ -707,7 +711,7 @@ class Model(StepMethods):
 
         Raises:
             WeightsError: A name is missing or unknown, a shape differs, or the values of tied weights do.
-            StateLostError: A tensor that was lost is not among them.
+            StateLostError: A lost tensor is not among the given ones.
         """
         engine, own = self._engine, named_tensors(self.module)
         fitting = match_weights(own, state, skip_mismatch)
@@ -719,20 +723,20 @@ class Model(StepMethods):
         copy_into([own[name] for name in fitting], list(fitting.values()), engine.state.placement)
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
-        """The module's parameters and buffers as arrays, in the order of `state_dict`. This waits for the device, once.
+        """Return the parameters and buffers as arrays, in the order of `state_dict`. This waits for the device, once.
 
         Source: `keras.Model.get_weights`.
         """
         return [as_array(value) for value in self.state_dict().values()]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Put arrays into the module, in the order of `get_weights`.
+        """Load arrays into the module, in the order of `get_weights`.
 
         Args:
-            weights: One array or tensor for each.
+            weights: An array or tensor for each parameter and buffer.
 
         Raises:
-            WeightsError: Too few or too many, or another shape.
+            WeightsError: There are too few or too many, or a shape differs.
 
         Source: `keras.Model.set_weights`.
         """
@@ -744,10 +748,10 @@ class Model(StepMethods):
     def save(self, filepath: str | os.PathLike[str]) -> None:
         """Save the weights, the optimizer and the arguments of `compile`, for `tpufit.load`.
 
-        No module is ever serialised; whoever loads it builds the net.
+        The module itself is never serialised: whoever loads the folder builds the net.
 
         Args:
-            filepath: A folder, which is written as a whole or not at all; one that `save` has made is replaced.
+            filepath: A folder, written as a whole or not at all; one that `save` made before is replaced.
 
         Raises:
             CheckpointNotWrittenError: Something else is there, the file system refused, or a weight isn't finite.
@@ -759,24 +763,24 @@ class Model(StepMethods):
         self._engine.log.last_saved = os.fspath(filepath)
 
     def save_checkpoint(self, writer: AsyncCheckpointWriter, metric: Score | None = None) -> None:
-        """Ask for a checkpoint of the whole training, for callbacks: it is taken between steps, after all callbacks.
+        """Request a checkpoint of the whole training, for callbacks: it is taken between steps, after all callbacks.
 
         Args:
-            writer: The writer that gets it.
-            metric: Its score, if that is known.
+            writer: The writer of the checkpoint.
+            metric: The score of the checkpoint, if known (default: none).
         """
         self._engine.log.wanted_saves.append((writer, metric))
 
     def save_weights(self, filepath: str | os.PathLike[str], *, finite_only: bool = False) -> None:
-        """Save the weights as safetensors. The file is replaced in one instant, or not at all.
+        """Save the weights as safetensors. The file is replaced atomically, or not at all.
 
         Args:
             filepath: A path ending in `.safetensors`.
             finite_only: Refuse to save weights that aren't finite (default False).
 
         Raises:
-            ArgumentError: Another suffix.
-            CheckpointNotWrittenError: `finite_only`, and a weight holds NaN or infinities.
+            ArgumentError: The path has another suffix.
+            CheckpointNotWrittenError: `finite_only` is set, and a weight has NaN or infinities.
             OSError: The file system refused.
 
         Source: `keras.Model.save_weights`.
@@ -805,20 +809,20 @@ class Model(StepMethods):
         self.load_state_dict(read_weights(Path(filepath)), skip_mismatch)
 
     def to_cpu(self) -> nn.Module:
-        """Bring the module and the optimizer's state back to the host, in place. The next `fit` moves them again.
+        """Move the module and the optimizer's state back to the host, in place. The next `fit` moves them again.
 
         Returns:
-            The very module that was given, now an ordinary one of PyTorch's on the CPU.
+            The very module that was given, now an ordinary PyTorch module on the CPU.
         """
         self._engine.move_to(HOST)
         return self.module
 
     @property
     def learning_rate(self) -> float:
-        """The actual learning rate, that of the first group; setting it keeps the groups' proportions.
+        """The actual learning rate of the first group; setting it keeps the groups' proportions.
 
-        A new rate takes effect at the next step, and costs nothing: it is an input of the graph. `model.optimizer` has
-        it under the same name, as in Keras's guides.
+        A new rate takes effect at the next step and costs nothing: it is an input of the graph. `model.optimizer` has
+        the same attribute, as in Keras's guides.
         """
         if self.optimizer is None:
             raise NotCompiledError("there is no optimizer: call model.compile(optimizer='adamw', ...) first")
@@ -849,7 +853,7 @@ _: type[TrainedModel] = Model  # mypy proves that it has all that callbacks may 
 
 
 def _returned(logs: Mapping[str, Any], return_dict: bool) -> Any:
-    """Logs in the form in which Keras's methods return them."""
+    """Return logs in the form of Keras's methods."""
     if return_dict:
         return logs
     values = list(logs.values())
@@ -857,23 +861,23 @@ def _returned(logs: Mapping[str, Any], return_dict: bool) -> Any:
 
 
 def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> Model:
-    """A model with the weights, the optimizer and the arguments of `compile` that it was saved with.
+    """Load a model with the weights, the optimizer and the arguments of `compile` that it was saved with.
 
-    A checkpoint holds no code: the net is yours. Arguments of `compile` that are objects, such as a loss module or a
-    metric, can't be in it either. The model is then not compiled: call `compile` as before, and `fit(resume=path)`
-    goes on with the optimizer's state too.
+    A checkpoint contains no code: you build the net. If an argument of `compile` was an object, such as a loss module
+    or a metric, the model is not compiled: call `compile` as before, and `fit(resume=path)` restores the optimizer's
+    state too.
 
     Args:
-        path: What `Model.save` wrote, or a `ModelCheckpoint`'s folder, of which the newest is taken.
+        path: The folder of `Model.save`, or that of a `ModelCheckpoint`, whose newest checkpoint is loaded.
         net: A module of the same architecture; its weights are overwritten.
-        compile: Whether to compile the model if that is possible (default True).
+        compile: True (default) compiles the model if possible.
 
     Returns:
         The model, on the host.
 
     Raises:
         CheckpointMissingError, CheckpointDamagedError: There is nothing to load, or a file isn't what was written.
-        CheckpointMismatchError: It is of another net; the message names what differs. The net is as it was.
+        CheckpointMismatchError: The checkpoint is of another net; the message names what differs. The net is as it was.
 
     Example:
         >>> import tempfile, torch, tpufit
@@ -896,7 +900,8 @@ def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> 
         check_weights(own, checkpoint.weights, dtypes=False)
         model.load_state_dict(checkpoint.weights)
         return model
-    if arguments["precision"] != "bf16-true":  # which changes the net's dtypes first
+    # Before `compile`, so that a refused net is as it was; "bf16-true" has to change its dtypes first.
+    if arguments["precision"] != "bf16-true":
         check_weights(own, checkpoint.weights)
     options = checkpoint.state["optimizers"]["optimizer"]
     model.compile(optimizer=lambda parameters: _rebuilt(net, options), **arguments)
@@ -906,7 +911,7 @@ def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> 
 
 
 def _rebuilt(net: nn.Module, options: Mapping[str, Any]) -> Optimizer:
-    """An optimizer of PyTorch's with the same groups and options."""
+    """Build a PyTorch optimizer with the saved groups and options."""
     parameters = dict(net.named_parameters())
     unknown = [name for group in options["groups"] for name in group["params"] if name not in parameters]
     if unknown:

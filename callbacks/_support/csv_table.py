@@ -55,7 +55,7 @@ class CSVFile:
         """Add a row.
 
         Args:
-            row: Its values by column; an array or another iterable becomes `[a, b]`.
+            row: The values by column; an array or another iterable becomes `[a, b]`.
         """
         new = [name for name in row if name not in self._columns]
         if new:

@@ -1,4 +1,4 @@
-"""`SaveRule`: when a checkpoint is due. With no hooks, no model and no disk."""
+"""`SaveRule`: says when a checkpoint is due. With no hooks, no model and no disk."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_training_never_begins_anew_when_all_checkpoints_are_damaged(tmp_path):
         with (tmp_path / f"step-{step:010d}" / "model.safetensors").open("r+b") as file:
             file.seek(100 + step)
             file.write(b"\xff\xff")
-    with pytest.raises(CheckpointDamagedError, match=r"none of.*0002/model.*SHA-256.*0001/model.*To begin anew"):
+    with pytest.raises(CheckpointDamagedError, match=r"none of.*0002/model.*SHA-256.*0001/model.*To start over"):
         made.fit(X, Y, callbacks=[ModelCheckpoint(tmp_path)], resume=True, verbose=0)
     assert CheckpointDirectory(tmp_path).steps() == [1, 2]
 

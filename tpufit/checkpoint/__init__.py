@@ -1,4 +1,4 @@
-"""The state of training on disk, and back."""
+"""Checkpoints: the state of training, written to disk and read back."""
 
 from .directory import CheckpointDirectory
 from .format import Checkpoint, Score, read, save

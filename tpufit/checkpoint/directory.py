@@ -1,4 +1,4 @@
-"""`CheckpointDirectory`: a run's folder of checkpoints, and which of them are kept."""
+"""`CheckpointDirectory`: a run's folder of checkpoints, of which it keeps the newest and the best."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class CheckpointDirectory:
     """A run's folder of checkpoints.
 
     Args:
-        path: The folder. It is made when it is opened for writing.
-        keep_last: How many of the newest are kept (default: all).
-        keep_best: How many of the best by their metric are kept besides (default 0).
+        path: The folder; `open` makes it.
+        keep_last: The number of newest checkpoints to keep (default: all).
+        keep_best: The number of best ones by metric to keep besides (default 0).
 
     Example:
         >>> import tempfile, torch
         >>> place = tempfile.TemporaryDirectory()
-        >>> run = RunFolder(place.name, keep_last=2)
+        >>> run = CheckpointDirectory(place.name, keep_last=2)
         >>> for step in (10, 20, 30):
         ...     _ = run.write(Checkpoint(step, {"weight": torch.ones(2)}, {}, {"epoch": step // 10}))
         >>> run.steps()
@@ -46,7 +46,7 @@ class CheckpointDirectory:
         self._lock: Lock | None = None
 
     def open(self) -> None:
-        """Make sure, before hours of training, that checkpoints can be written here and that nobody else does.
+        """Check, before hours of training, that checkpoints can be written here, and lock out other writers.
 
         Raises:
             CheckpointBusyError: Another process trains into this folder.
@@ -57,7 +57,7 @@ class CheckpointDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(self.path)
-            dropped = self._store.clean()
+            dropped = self._store.clean()  # under the lock: else the drafts may be those of a live run
         except HeldError as held:
             raise CheckpointBusyError(
                 f"{held} trains into {self.path.absolute()}: two runs in one folder would overwrite each other. Wait "
@@ -70,37 +70,37 @@ class CheckpointDirectory:
             ) from error
         if dropped:
             warnings.warn(
-                f"dropped from {self.path}: {', '.join(dropped)}, which a process that was killed had not finished",
+                f"dropped from {self.path}: {', '.join(dropped)}, which a process that was killed left unfinished",
                 stacklevel=3,
             )
 
     def close(self) -> None:
-        """Let others write here."""
+        """Release the lock, so that others may write here."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def clear(self) -> None:
-        """Remove all checkpoints: those whose manifest can be read, so that nothing else is ever deleted."""
+        """Remove all checkpoints with a readable manifest. Nothing else is ever deleted."""
         for name in self._numbers():
             self._store.remove(name)
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints there are, whole or damaged, in ascending order."""
+        """Return the steps of all checkpoints, whole or damaged, in ascending order."""
         return [step_of(name) for name in self._store.names()]
 
     def write(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint, and remove those that need not be kept any more.
+        """Write a checkpoint, then remove those that are no longer to be kept.
 
         Args:
-            checkpoint: What to write. One of the same step is replaced.
+            checkpoint: The checkpoint; one of the same step is replaced.
 
         Returns:
-            Its folder.
+            The checkpoint's folder.
 
         Raises:
-            CheckpointNotWrittenError: There is no room, the file system refused, or a weight isn't finite. What was
-                there is still there.
+            CheckpointNotWrittenError: There is no room, the file system refused, or a weight isn't finite. Earlier
+                checkpoints are untouched.
         """
         name = name_of(checkpoint.step)
         bad = first_broken(checkpoint.weights, checkpoint.learned)
@@ -113,14 +113,14 @@ class CheckpointDirectory:
             write(self._store, name, checkpoint, 1 + max(self._numbers().values(), default=0))
         except OSError as error:
             raise CheckpointNotWrittenError(self._refused(checkpoint, error)) from error
-        self._prune()
+        self._prune()  # only now: a failed write leaves the older ones
         return self._store.folder(name)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole; None if there has never been one.
+        """Return the newest whole checkpoint; None if there has never been a checkpoint.
 
         Raises:
-            CheckpointDamagedError: There are some, and all are damaged; the message says how each.
+            CheckpointDamagedError: All checkpoints are damaged; the message says how each.
         """
         numbers = self._numbers()
         return self._first_whole(
@@ -128,7 +128,7 @@ class CheckpointDirectory:
         )
 
     def best(self) -> Checkpoint | None:
-        """The best checkpoint by its metric that is whole; None if there has never been one with a metric."""
+        """Return the best whole checkpoint by metric; None if there has never been one with a metric."""
         return self._first_whole(self._by_metric())
 
     def _first_whole(self, names: Sequence[str]) -> Checkpoint | None:
@@ -144,21 +144,21 @@ class CheckpointDirectory:
             return found
         if faults:
             raise CheckpointDamagedError(
-                f"none of the checkpoints in {self.path} can be read: {'; '.join(faults)}. To begin anew, pass another "
+                f"none of the checkpoints in {self.path} can be read: {'; '.join(faults)}. To start over, pass another "
                 "folder or resume=False"
             )
         return None
 
     def _numbers(self) -> dict[str, int]:
-        """In which order those that can be read were written: that of their steps, unless one went back."""
+        """Return the readable checkpoints' numbers in order of writing: that of steps, unless training went back."""
         numbers = {}
         for name in self._store.names():
-            with suppress(CheckpointDamagedError):  # whoever wants to read it is told
+            with suppress(CheckpointDamagedError):  # reported when it is read
                 numbers[name] = read_manifest(self._store.folder(name))["number"]
         return numbers
 
     def _by_metric(self) -> list[str]:
-        """The names of those that have a metric, the best first; of equal ones the earlier first."""
+        """Return the names of the checkpoints with a metric, the best first; of equal ones the earlier first."""
         rated = []
         for name in self._store.names():
             with suppress(CheckpointDamagedError):

@@ -1,4 +1,4 @@
-"""One checkpoint on disk: the state of training, verified when it is read.
+"""One checkpoint on disk: the state of training, verified at each read.
 
     run/step-0000000010/
         model.safetensors       the module's parameters and buffers, under their own names
@@ -43,14 +43,14 @@ class Checkpoint:
     """The state of training at one moment, on the host.
 
     Attributes:
-        step: Steps of training so far.
-        weights: The module's tensors by name; of tied ones each name has the same object.
-        training: The other tensors, by names of our own.
+        step: The number of training steps so far.
+        weights: The module's tensors by name; the names of a tied tensor share one object.
+        training: The other tensors, by names of tpufit's own.
         state: Everything else, as JSON can hold it.
-        learned: Which of the weights are learned, so that they must be finite; a mask in a buffer need not be.
-        metric: The value that says how good it is, if there is one, with its name and `"min"` or `"max"`.
-        mesh: The cores that it was made on.
-        versions: The versions that made it.
+        learned: The names of the learned weights, which must be finite; a mask in a buffer need not be.
+        metric: The score, if there is one.
+        mesh: The number of cores that made it, under `"cores"`.
+        versions: The versions of the software that made it.
     """
 
     step: int
@@ -65,12 +65,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Score:
-    """How good a checkpoint is.
+    """The value that ranks a checkpoint.
 
     Attributes:
         name: The log's name.
-        value: Its value.
-        mode: `"min"` or `"max"`: what is better.
+        value: The log's value.
+        mode: The better direction: `"min"` or `"max"`.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Score:
 
     @property
     def order(self) -> float:
-        """A number that is smaller where this is better; NaN is worst."""
+        """A number that is smaller for a better checkpoint; NaN is worst."""
         return math.inf if math.isnan(self.value) else self.value if self.mode == "min" else -self.value
 
 
@@ -87,10 +87,10 @@ def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> N
     """Write one checkpoint.
 
     Args:
-        store: Where to.
-        name: Its name there.
-        checkpoint: What to write.
-        number: How many were written into the run's folder, with this one.
+        store: The store to write to.
+        name: The checkpoint's name in the store.
+        checkpoint: The checkpoint.
+        number: The count of checkpoints written into the run's folder, with this one (default 1).
 
     Raises:
         OSError: The store refused.
@@ -99,6 +99,7 @@ def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> N
     training = {name: tensor.contiguous() for name, tensor in checkpoint.training.items()}
     state = json.dumps(checkpoint.state)
 
+    # Written last: a folder with a manifest is whole, and the hashes are those of the files on disk.
     def seal(folder: Path) -> None:
         manifest = {
             "format": FORMAT,
@@ -127,12 +128,12 @@ def read(folder: str | os.PathLike[str]) -> Checkpoint:
     """Read one checkpoint, and verify it.
 
     Args:
-        folder: Its folder.
+        folder: The checkpoint's folder.
 
     Raises:
         CheckpointMissingError: There is no checkpoint.
-        CheckpointDamagedError: A file of it isn't what was written.
-        CheckpointError: It was made by a later version, or the folder is a link to another place.
+        CheckpointDamagedError: A file isn't what was written.
+        CheckpointError: A later version made the checkpoint, or the folder is a link.
     """
     folder = Path(folder)
     if folder.is_symlink():
@@ -145,7 +146,7 @@ def read(folder: str | os.PathLike[str]) -> Checkpoint:
             "read, because it could run any code"
         )
     manifest = read_manifest(folder)
-    _verify(folder, manifest)
+    _verify(folder, manifest)  # before any file is parsed
     weights = safetensors.torch.load_file(folder / _WEIGHTS)
     with safetensors.safe_open(folder / _WEIGHTS, framework="pt") as file:
         tied = json.loads((file.metadata() or {}).get("tied", "{}"))
@@ -162,21 +163,21 @@ def read(folder: str | os.PathLike[str]) -> Checkpoint:
 
 
 def versions() -> dict[str, str]:
-    """The installed versions of what training depends on."""
+    """Return the installed versions that training depends on."""
     return {"tpufit": version("tpufit"), **runtime_versions()}
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is one checkpoint, rather than a run's folder of them."""
+    """True if a folder is one checkpoint, not a run's folder of them."""
     return (Path(folder) / MANIFEST).exists() or is_step(Path(folder).name)
 
 
 def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
-    """Write one checkpoint to a folder of any name. A checkpoint there is replaced; anything else is left alone.
+    """Write one checkpoint to a folder of any name. It replaces a checkpoint, but nothing else.
 
     Args:
         folder: The folder.
-        checkpoint: What to write.
+        checkpoint: The checkpoint.
 
     Raises:
         CheckpointNotWrittenError: Something else is there, or the file system refused.
@@ -191,12 +192,12 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint, which was written last and so says that it is whole."""
+    """Read the manifest of a checkpoint. It was written last, so without it the checkpoint isn't whole."""
     manifest: dict[str, Any]
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
-        raise CheckpointDamagedError(f"{folder} has no {MANIFEST}, so that it was never finished") from None
+        raise CheckpointDamagedError(f"{folder} has no {MANIFEST}, so it was never finished") from None
     except ValueError as error:
         raise CheckpointDamagedError(f"{folder / MANIFEST} is damaged: {error}") from None
     known = manifest.get("format") if isinstance(manifest, dict) else None
@@ -213,7 +214,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _verify(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Compare the files with the manifest: sizes first, which say most."""
+    """Compare the files with the manifest: sizes first, as they cost nothing and say most."""
     for name, expected in manifest["files"].items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
@@ -232,9 +233,9 @@ def _verify(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _fingerprints(folder: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:
-    """The size and hash of files; each is hashed in a thread, because that takes as long as reading them.
+    """Return the size and hash of files. Each has a thread, because hashing takes as long as reading.
 
-    These threads are daemons: who leaves for good shall not have to wait for them.
+    The threads are daemons, so that the process can end without waiting for them.
     """
     with ThreadPool(len(names)) as pool:
         hashes = pool.map(_sha256, [folder / name for name in names])

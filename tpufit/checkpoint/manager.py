@@ -1,4 +1,4 @@
-"""`CheckpointManager`: takes the checkpoints of a `fit` between its steps, and lets a `fit` go on from one."""
+"""`CheckpointManager`: takes the checkpoints of a `fit` between its steps, and resumes a `fit` from one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .writer import AsyncCheckpointWriter
 
 
 class Callbacks(Protocol):
-    """The callbacks of a `fit`: each one's state goes into checkpoints, and `on_save` tells of each that is written."""
+    """The callbacks of a `fit`: checkpoints contain their states, and `on_save` reports each checkpoint written."""
 
     def __iter__(self) -> Iterator[object]: ...
 
@@ -40,11 +40,11 @@ class Progress:
 
     Attributes:
         epoch: The number of the epoch, from 0.
-        batches: The number of its batches that are trained on; None if it has not begun yet.
-        trained: The epoch's logs, if all batches are trained on and its validation is due.
+        batches: The number of the epoch's batches already trained on; None if the epoch has not begun.
+        trained: The epoch's logs, if all its batches are trained on and only its validation is left.
         validated: The last validation: the number of the epoch's batches before it, and its logs.
         stopped: True if a callback has ended training.
-        epochs: The number of epochs that training was to have.
+        epochs: The number of epochs asked for.
     """
 
     epoch: int
@@ -69,8 +69,8 @@ def take(
     Args:
         engine: The engine that trains.
         state: The other entries of the checkpoint's `state`, as JSON holds them.
-        extra: Further tensors, on the host or the device, by name.
-        score: How good it is, if that is known.
+        extra: Further tensors, on the host or the device, by name (default: none).
+        score: The score, if known (default: none).
 
     Raises:
         WeightsError: The module keeps something in its state that isn't a tensor.
@@ -92,27 +92,27 @@ def take(
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Put a model's training where a checkpoint was taken. The model is where it shall be trained.
+    """Load the state of a checkpoint into a model that is already on its cores.
 
     Args:
         engine: The engine of a model over the same net, compiled in the same way.
         checkpoint: The checkpoint.
 
     Raises:
-        CheckpointMismatchError: It is of another net or another optimizer. Nothing has been changed then.
+        CheckpointMismatchError: The checkpoint is of another net or optimizer. Nothing has changed.
     """
     engine.state.load_state_dict(saved_state(checkpoint))
     engine.take_in_new_state()
 
 
 def saved_state(checkpoint: Checkpoint) -> SavedState:
-    """The part of a checkpoint that `TrainState` takes over."""
+    """Return the part of a checkpoint that `TrainState` loads."""
     state = checkpoint.state
     return SavedState(checkpoint.weights, checkpoint.training, state["model"], state["optimizers"])
 
 
 def settings(engine: Engine) -> dict[str, Any]:
-    """The settings besides the versions and cores that the last digits of training depend on."""
+    """Return the settings, besides versions and cores, that the last digits of training depend on."""
     return {
         "precision": engine.config.precision,
         "steps_per_execution": engine.config.steps_per_execution,
@@ -122,7 +122,7 @@ def settings(engine: Engine) -> dict[str, Any]:
 
 
 def outside_of_fit(engine: Engine) -> dict[str, Any]:
-    """The entries of a checkpoint's state that isn't taken in the course of a `fit`."""
+    """Return the entries of the state of a checkpoint that is taken outside `fit`."""
     return {
         "progress": None,
         "data": {},
@@ -134,11 +134,11 @@ def outside_of_fit(engine: Engine) -> dict[str, Any]:
 
 
 def progress_of(checkpoint: Checkpoint, first: int = 0) -> Progress:
-    """The point that the `fit` had reached when a checkpoint was taken.
+    """Return the point that `fit` had reached when a checkpoint was taken.
 
     Args:
         checkpoint: The checkpoint.
-        first: The epoch to begin with, if it was taken outside of `fit` (default 0).
+        first: The epoch to begin with if the checkpoint was taken outside `fit` (default 0).
     """
     own = checkpoint.state["progress"]
     if own is None:
@@ -147,7 +147,7 @@ def progress_of(checkpoint: Checkpoint, first: int = 0) -> Progress:
 
 
 class CheckpointManager:
-    """Takes checkpoints when callbacks have asked for them, once all callbacks have had their turn.
+    """Takes the checkpoints that callbacks request, after all callbacks have had their turn.
 
     Args:
         engine: The engine that trains.
@@ -162,23 +162,24 @@ class CheckpointManager:
         self._open = True
         self._run: StepRunner | None = None
         self._progress: Progress | None = None
-        engine.log.wanted_saves.clear()
+        engine.log.wanted_saves.clear()  # requests left over from a `fit` that broke off
         train.keeps_draws = bool(keepers(callbacks))
 
     def at(self, progress: Progress, run: StepRunner | None = None) -> None:
-        """Note the point that training has reached, between two steps, and take the checkpoints that are wanted.
+        """Note the point that training has reached, between two steps, and take the requested checkpoints.
 
         Args:
             progress: The point.
             run: The runner of the epoch's steps, if it has begun.
 
         Raises:
-            CheckpointNotWrittenError: One could not be written, once too often.
+            CheckpointNotWrittenError: Too many checkpoints in a row could not be written.
         """
         if not self._open:
             return
         self._progress, self._run = progress, run
         if self._engine.log.wanted_saves:
+            # Emptied first, because `on_save` may request the next one.
             wanted, self._engine.log.wanted_saves = self._engine.log.wanted_saves, []
             for writer, score in wanted:
                 self._tell(writer.submit(self._checkpoint(score)))
@@ -190,17 +191,17 @@ class CheckpointManager:
                 self._tell(writer.poll())
 
     def save_now(self) -> None:
-        """Take a last checkpoint for every callback that keeps some, and wait until it is written."""
+        """Take a last checkpoint for every callback that keeps checkpoints, and wait until it is written."""
         self._save_for(writer for _, writer in keepers(self._callbacks))
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
-        """After an error, take one for the callbacks that want it: of the last step that was done, if none is torn."""
+        """After an error, save the last whole step for the callbacks that want it, unless a step is half done."""
         try:
             yield
         except Exception:
             if self._progress is not None and (self._run is None or not self._run.inside):
-                if self._run is not None:  # a callback may have raised after a step, before anybody noted it
+                if self._run is not None:  # a callback may have raised after a step that nobody had noted yet
                     self._progress.batches = self._run.tally.batches
                 self._save_for(writer for callback, writer in keepers(self._callbacks) if callback.save_on_exception)
             for writer in self._writing:
@@ -214,27 +215,27 @@ class CheckpointManager:
         """Wait until everything is written.
 
         Raises:
-            CheckpointNotWrittenError: The last checkpoint could not be.
+            CheckpointNotWrittenError: The last checkpoint could not be written.
         """
         writing, self._writing = self._writing, []
         for writer in writing:
             self._tell(writer.finish())
 
     def go_on(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
-        """Go on from a checkpoint: after the callbacks have begun, so that it overrides what they begin with.
+        """Resume from a checkpoint, after the callbacks have begun: it overrides what they begin with.
 
         Args:
             checkpoint: The checkpoint.
-            run: The runner of the epoch's steps, if it was taken in the middle of one.
+            run: The runner of the epoch's steps, if the checkpoint is from the middle of one (default: none).
 
         Returns:
             The number of the epoch's batches that are trained on.
 
         Raises:
-            CheckpointMismatchError: It is of another net, optimizer or data.
+            CheckpointMismatchError: The checkpoint is of another net, optimizer or data.
         """
         state = checkpoint.state
-        restore(self._engine, checkpoint)
+        restore(self._engine, checkpoint)  # before the callbacks, which count steps from the model's own
         self._load_callbacks(state["callbacks"], checkpoint.training)
         try:
             batches = self._train.load_state_dict(state["data"])
@@ -244,18 +245,18 @@ class CheckpointManager:
         except DataError as error:
             raise CheckpointMismatchError(f"{error}. resume='next_epoch' leaves out the rest of that epoch") from error
         _warn_of_differences(checkpoint, self._engine)
-        RNGState.of(state["draws"]).restore()  # last: all the above may have drawn
+        RNGState.of(state["draws"]).restore()  # last: everything above may draw random numbers
         return batches
 
     def _save_for(self, writers: Iterable[AsyncCheckpointWriter]) -> None:
         if not self._open or self._progress is None or self._engine.state.device.lost:
             return
-        self._open = False
+        self._open = False  # no later request may replace the last checkpoint
         used = list(writers)
         for writer in used:
-            if self._taken.get(writer) != self._progress:  # else it is at it already
+            if self._taken.get(writer) != self._progress:  # else it is writing this one already
                 self._tell(writer.submit(self._checkpoint(None)))
-        for writer in used:
+        for writer in used:  # only now, so that all write at the same time
             self._tell(writer.finish())
 
     def _checkpoint(self, score: Score | None) -> Checkpoint:
@@ -282,7 +283,7 @@ class CheckpointManager:
         return states
 
     def _load_callbacks(self, states: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> None:
-        """Give each callback the first state of its class that no other has had yet."""
+        """Give each callback the first state of its class that no callback before it has taken."""
         waiting = list(states)
         for callback in self._callbacks:
             own = next((state for state in waiting if state["class"] == type(callback).__name__), None)
@@ -291,9 +292,7 @@ class CheckpointManager:
                 callback.load_state_dict(decode(own["state"], tensors))
         if waiting:
             names = ", ".join(state["class"] for state in waiting)
-            warnings.warn(
-                f"the checkpoint has the state of callbacks that are not there any more: {names}", stacklevel=4
-            )
+            warnings.warn(f"the checkpoint has the state of callbacks that are no longer there: {names}", stacklevel=4)
 
     def _tell(self, written: Any) -> None:
         if written is not None and self._callbacks.has("on_save"):
@@ -301,7 +300,7 @@ class CheckpointManager:
 
 
 def _warn_of_differences(checkpoint: Checkpoint, engine: Engine) -> None:
-    """Warn if the numbers will be other ones than those of a run that was never broken off."""
+    """Warn if the results will differ from those of a run that was never broken off."""
     count = engine.state.placement.count
     others = [] if checkpoint.mesh["cores"] == count else [f"cores: {checkpoint.mesh['cores']} -> {count}"]
     now = settings(engine)

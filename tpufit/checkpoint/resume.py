@@ -15,18 +15,18 @@ from .writer import AsyncCheckpointWriter
 
 
 def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[object]) -> Checkpoint | None:
-    """Find the checkpoint that `fit` shall go on from.
+    """Find the checkpoint that `fit` resumes from.
 
     Args:
         resume: The argument of `fit`.
         callbacks: The callbacks that `fit` was given.
 
     Returns:
-        The checkpoint, or None if training begins.
+        The checkpoint, or None if training starts from the beginning.
 
     Raises:
         ArgumentError: No callback keeps checkpoints, and no path was given.
-        CheckpointError: It is missing or damaged.
+        CheckpointError: The checkpoint is missing or damaged.
     """
     asked = resume is not False and resume is not None
     if asked and not isinstance(resume, bool) and resume not in ("best", "next_epoch"):
@@ -49,7 +49,7 @@ def named_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         path: A checkpoint, or a folder of checkpoints.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is no checkpoint, or it is damaged.
     """
     path = Path(path)
     if is_checkpoint(path) or not path.is_dir():
@@ -70,13 +70,13 @@ class Keeper(Protocol):
 
 
 def keepers(callbacks: Iterable[object]) -> list[tuple[Keeper, AsyncCheckpointWriter]]:
-    """The callbacks that keep checkpoints, each with its writer."""
+    """Return the callbacks that keep checkpoints, each with its writer."""
     given = [callback for callback in callbacks if isinstance(callback, Keeper)]
     return [(callback, callback.checkpoints) for callback in given if callback.checkpoints is not None]
 
 
 def _at_next_epoch(checkpoint: Checkpoint) -> Checkpoint:
-    """The same checkpoint, with the rest of its epoch left out."""
+    """Return the same checkpoint without the rest of its epoch."""
     own = checkpoint.state["progress"]
     if own is None or own["batches"] is None:
         return checkpoint

@@ -16,40 +16,40 @@ from ..utils.files import flush
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-\d{10,}")
-_LEFT = re.compile(r"\.(step-\d{10,})\.(tmp|old)-(\d+)")  # left behind by a killed process, with its number
+_LEFT = re.compile(r"\.(step-\d{10,})\.(tmp|old)-(\d+)")  # left behind by a killed process, with its id
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint of a step, e.g. `"step-0000000010"`."""
+    """Return the name of a step's checkpoint, e.g. `"step-0000000010"`."""
     return f"step-{step:010d}"
 
 
 def is_step(name: str) -> bool:
-    """True for a name that `name_of` gives."""
+    """True for a name that `name_of` returns."""
     return bool(_STEP.fullmatch(name))
 
 
 def step_of(name: str) -> int:
-    """The step of a checkpoint, from its name."""
+    """Return the step of a checkpoint, from its name."""
     return int(name.removeprefix("step-"))
 
 
 class Store(Protocol):
-    """Where a run's checkpoints are kept: a local folder; later perhaps a bucket, or parts on several hosts."""
+    """The place of a run's checkpoints: a local folder; later perhaps a bucket, or parts on several hosts."""
 
     where: Path
 
     def names(self) -> list[str]:
-        """The committed checkpoints, in ascending order."""
+        """Return the committed checkpoints, in ascending order."""
 
     def commit(self, name: str, files: Mapping[str, Callable[[Path], None]], seal: Callable[[Path], None]) -> None:
-        """Write a checkpoint's files, then its seal, and only then let it be seen."""
+        """Write a checkpoint's files, then its seal, and only then make it visible."""
 
     def folder(self, name: str) -> Path:
-        """Where the files of a committed checkpoint can be read."""
+        """Return the folder of a committed checkpoint."""
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint, so that it never looks like a whole one."""
+        """Delete a checkpoint. It never looks whole while half of it is gone."""
 
 
 class LocalStore:
@@ -63,22 +63,22 @@ class LocalStore:
         self.where = Path(where)
 
     def names(self) -> list[str]:
-        """The committed checkpoints, in ascending order. What lies elsewhere, behind a link, is none of them."""
+        """Return the committed checkpoints, in ascending order. Links don't count."""
         if not self.where.is_dir():
             return []
         found = [entry.name for entry in os.scandir(self.where) if entry.is_dir(follow_symlinks=False)]
         return sorted((name for name in found if _STEP.fullmatch(name)), key=step_of)
 
     def commit(self, name: str, files: Mapping[str, Callable[[Path], None]], seal: Callable[[Path], None]) -> None:
-        """Write a checkpoint's files, then its seal, and only then let it be seen.
+        """Write a checkpoint's files, then its seal, and only then make it visible.
 
         Args:
-            name: Its name. One of that name is replaced.
-            files: What writes each file, given its path.
-            seal: What writes the last file, given the folder.
+            name: The checkpoint's name; one of that name is replaced.
+            files: The function that writes each file, by file name; it is given the path.
+            seal: The function that writes the last file; it is given the folder.
 
         Raises:
-            OSError: The file system refused. Then nothing is left of it, and what was there is still there.
+            OSError: The file system refused. The store is as it was.
         """
         target, draft = self.where / name, self.where / f".{name}.tmp-{os.getpid()}"
         old = self.where / f".{name}.old-{os.getpid()}"
@@ -88,30 +88,31 @@ class LocalStore:
             for file, write in files.items():
                 write(draft / file)
                 flush(draft / file)
-            seal(draft)
+            seal(draft)  # last, so that a sealed folder has all its files on disk
             flush(draft / MANIFEST)
             flush(draft)
+            # Moved aside, not deleted: if the process dies between the renames, `clean` brings it back.
             if target.exists():
                 target.rename(old)
             draft.rename(target)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-        flush(self.where)  # else the rename itself may be lost with the power
+        flush(self.where)  # else a power cut may undo the rename
         shutil.rmtree(old, ignore_errors=True)
 
     def folder(self, name: str) -> Path:
-        """Where the files of a committed checkpoint can be read."""
+        """Return the folder of a committed checkpoint."""
         return self.where / name
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint, so that it never looks like a whole one."""
+        """Delete a checkpoint. It never looks whole while half of it is gone."""
         hidden = self.where / f".{name}.tmp-{os.getpid()}"
-        (self.where / name).rename(hidden)
+        (self.where / name).rename(hidden)  # first: the process may die while files are being deleted
         shutil.rmtree(hidden, ignore_errors=True)
 
     def clean(self) -> list[str]:
-        """Drop what killed processes left, and say what. The caller holds the folder's lock."""
+        """Delete the remains of killed processes, and return their names. The caller has the folder's lock."""
         dropped = []
         for entry in sorted(self.where.iterdir()):
             left = _LEFT.fullmatch(entry.name)

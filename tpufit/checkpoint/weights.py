@@ -17,11 +17,11 @@ _SUFFIX = ".safetensors"
 
 
 def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -> None:
-    """Write host tensors to a file, so that the file is whole or not there, whenever the process may die.
+    """Write host tensors to a file. It is whole or not there, whenever the process may die.
 
     Args:
         path: The file, `*.safetensors`. Missing folders are made; a file there is replaced.
-        weights: Tensors by name. Two names of one tensor are stored once, and noted under `tied` in the metadata.
+        weights: Tensors by name. A tied tensor is stored once, with its other names under `tied` in the metadata.
 
     Raises:
         ArgumentError: The path has another suffix.
@@ -38,7 +38,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the tensors of a file by name, tied ones under each of their names.
 
     Args:
-        path: A safetensors file, ours or anyone's.
+        path: A safetensors file, by tpufit or by others.
 
     Raises:
         ArgumentError: The path has another suffix.
@@ -61,13 +61,14 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def first_broken(weights: Mapping[str, Tensor], learned: Iterable[str]) -> str | None:
-    """The first of the weights that holds NaN or infinities, of those that are learned; a mask may hold some.
+    """Return the first learned weight that has NaN or infinities, or None. A mask may have some.
 
     Args:
         weights: Host tensors by name.
-        learned: Which to look at.
+        learned: The names to look at.
 
     Example:
+        >>> import torch
         >>> first_broken({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, ["a", "b"])
         'b'
     """
@@ -75,7 +76,7 @@ def first_broken(weights: Mapping[str, Tensor], learned: Iterable[str]) -> str |
 
 
 def untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What a file of weights holds: each tensor once, and in its metadata the other names of those that are tied."""
+    """Return the content of a file of weights: each tensor once, and the metadata with other names of tied ones."""
     stored: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -89,7 +90,7 @@ def untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def weights_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a weights file, or an error that names the one format there is.
+    """Check that a path is one of a weights file; the error names the one format there is.
 
     Example:
         >>> weights_path("runs/best.safetensors").name

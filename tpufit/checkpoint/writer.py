@@ -12,13 +12,13 @@ from .format import Checkpoint
 
 
 class AsyncCheckpointWriter:
-    """Writes one checkpoint at a time into a run's folder. Whoever has the next one waits for the one before.
+    """Writes one checkpoint at a time into a run's folder. The next one waits for the one before.
 
-    A checkpoint that can't be written is a warning, and training goes on, until so many have failed in a row.
+    A checkpoint that can't be written is a warning, and training goes on, until `max_failures` have failed in a row.
 
     Args:
         run: The run's folder.
-        max_failures: How many failures in a row end training (default 3).
+        max_failures: The number of failures in a row that end training (default 3).
 
     Attributes:
         run: The run's folder.
@@ -32,33 +32,33 @@ class AsyncCheckpointWriter:
         self._failures = 0
 
     def submit(self, checkpoint: Checkpoint) -> Path | None:
-        """Begin to write a checkpoint. **This waits** as long as one before it is being written.
+        """Begin to write a checkpoint. **This waits** until the one before is written.
 
         Args:
-            checkpoint: What to write. Its tensors are read until it is written, and mustn't change.
+            checkpoint: The checkpoint. Its tensors mustn't change until it is written.
 
         Returns:
-            The one before, if it was written since the last time that somebody asked.
+            The path of the one before, if it was written and not returned yet.
 
         Raises:
-            CheckpointNotWrittenError: The one before has failed, once too often.
+            CheckpointNotWrittenError: The one before has failed, as the last of too many.
         """
         before = self.wait()
-        # A daemon: who leaves for good shall not have to wait for a slow disk. What it leaves is dropped the next time.
+        # A daemon: the process can end without waiting for a slow disk. The next run drops the unfinished draft.
         self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="tpufit-checkpoint", daemon=True)
         self._thread.start()
         return before
 
     def poll(self) -> Path | None:
-        """The checkpoint that was written since the last time that somebody asked, if any. It waits for nothing.
+        """Return the path of a checkpoint that was written and not returned yet, if any, without waiting.
 
         Raises:
-            CheckpointNotWrittenError: It has failed, once too often.
+            CheckpointNotWrittenError: The checkpoint has failed, as the last of too many.
         """
         return None if self._thread is None or self._thread.is_alive() else self.wait()
 
     def wait(self) -> Path | None:
-        """As `poll`, but once what is being written is written."""
+        """Wait for the checkpoint under way, then return what `poll` returns."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -75,7 +75,7 @@ class AsyncCheckpointWriter:
         return None
 
     def finish(self) -> Path | None:
-        """As `wait`, but a failure is an error in any case: nobody will try again.
+        """As `wait`, but any failure is an error, because nobody tries again.
 
         Raises:
             CheckpointNotWrittenError: The last checkpoint could not be written.
@@ -89,5 +89,5 @@ class AsyncCheckpointWriter:
     def _write(self, checkpoint: Checkpoint) -> None:
         try:
             self._written = self.run.write(checkpoint)
-        except BaseException as error:  # it is raised where somebody can see it
+        except BaseException as error:  # raised in training's thread, by `wait`
             self._error = error

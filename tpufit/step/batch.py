@@ -16,16 +16,16 @@ from .graph_key import GraphKeys
 
 
 class DeviceBatch(NamedTuple):
-    """A batch on the device, with the facts that the host keeps of it.
+    """A batch on the device, and the facts about it that the host keeps.
 
     Attributes:
-        tensors: Its tensors, on the device.
-        leaves: All its leaves in order, with a mark in the place of each tensor.
-        spec: The nest that the leaves make.
-        rows: The number of its rows, over all cores.
-        nbytes: Its size in memory, in bytes.
-        labels: The smallest and largest class label, where there are classes; by output if there are several.
-        signature: The number of its structure, shapes and dtypes, see `GraphKeys.signature`.
+        tensors: The tensors, on the device.
+        leaves: All leaves in order, with a mark in place of each tensor.
+        spec: The structure of the nest.
+        rows: The number of rows, over all cores.
+        nbytes: The size of the tensors, in bytes.
+        labels: The smallest and largest class label, by output if there are several; None if nothing checks labels.
+        signature: The number of the structure, shapes and dtypes, see `GraphKeys.signature`.
     """
 
     tensors: list[Tensor]
@@ -37,7 +37,7 @@ class DeviceBatch(NamedTuple):
     signature: int
 
     def unpack(self, tensors: Iterator[Tensor]) -> Any:
-        """The nest of this batch, with tensors taken from an iterator in the place of its own."""
+        """Return the nest of this batch, with an iterator's tensors in place of its own."""
         return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
 
 
@@ -49,10 +49,10 @@ class BatchSender:
 
     Args:
         placement: The cores that share a batch.
-        keys: The registry that numbers the batch's structure.
+        keys: The registry that numbers the structures of batches.
         role: `"train"`, `"eval"` or `"predict"`.
-        strict: Refuses a batch of a new shape, in a pass that should meet none.
-        label_range: Finds the range of the class labels in a batch's targets; None where nothing checks labels.
+        strict: The policy on a batch of a new shape.
+        label_range: The function that finds the range of class labels in targets; None if nothing checks labels.
     """
 
     def __init__(
@@ -73,17 +73,18 @@ class BatchSender:
             batch: A nest of host tensors, with the rows of all cores.
 
         Raises:
-            BatchError: It has no rows.
-            StrictError: Its shape is new, and the pass is strict.
+            BatchError: The batch has no rows.
+            StrictError: The batch's shape is new, and the pass is strict.
         """
         leaves, spec = _flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         signature = self._keys.signature((spec, [(t.shape, t.dtype) for t in tensors]))
+        # Before the transfer, so that a refused batch never reaches the device.
         self._keys.note_shape(self._role, signature, batch, self._strict)
         rows = count_rows(tensors)
         if not rows:
             raise BatchError(
-                f"a batch must have rows, but the data gave {listed(fields(batch))}: the mean over it is no number. "
+                f"a batch must have rows, but the data gave {listed(fields(batch))}: an empty batch has no mean. "
                 "Leave empty batches out"
             )
         return DeviceBatch(
@@ -97,17 +98,17 @@ class BatchSender:
         )
 
     def _labels(self, batch: Any) -> Any:
-        # Only the usual form is sure to hold labels in its second place; a custom step may take any other.
+        # Only the usual form is sure to have the labels second; a custom step may take any other form.
         usual = type(batch) in (tuple, list) and 2 <= len(batch) <= 3
         return self._label_range(batch[1]) if self._label_range is not None and usual else None
 
 
 def _flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a batch, and the nest that they make."""
+    """Return the leaves of a batch and the structure of its nest."""
     return (list(batch), _plain_spec(type(batch) is list, len(batch))) if is_plain(batch) else tree_flatten(batch)
 
 
 @cache
 def _plain_spec(as_list: bool, length: int) -> TreeSpec:
-    """The nest of a tuple or list of tensors; always the same object, which compares faster."""
+    """Return the structure of a tuple or list of tensors; one cached object, because identical ones compare faster."""
     return tree_flatten([0] * length if as_list else (0,) * length)[1]

@@ -40,7 +40,7 @@ class CompileConfig:
         steps_per_execution: The number of steps in one graph, or `"auto"`.
         gradients: Accumulation and clipping.
         ema: The moving average of the weights, or None.
-        arguments: The arguments as they were given.
+        arguments: The arguments as given.
     """
 
     loss: Loss | LossByOutput | None = None
@@ -60,7 +60,7 @@ class CompileConfig:
         """Check and build the arguments of `compile`.
 
         Args:
-            arguments: All arguments by name but the optimizer.
+            arguments: All arguments but the optimizer, by name.
 
         Raises:
             UnknownNameError, ArgumentError: See `Model.compile`.
@@ -96,11 +96,11 @@ class CompileConfig:
         return self.loss.modules if self.loss is not None else []
 
     def rate_factor(self, cores: int) -> float:
-        """The factor that `scale_lr` gives the learning rate on a number of cores."""
+        """Return the factor that `scale_lr` gives the learning rate on a number of cores."""
         return _SCALINGS[self.scale_lr](cores)
 
     def as_plain(self, optimizer: Optimizer | None) -> dict[str, Any] | None:
-        """The arguments as a checkpoint holds them for `tpufit.load`; None if one of them is an object."""
+        """Return the arguments as a checkpoint keeps them for `tpufit.load`; None if one of them is an object."""
         rebuilt = type(optimizer).__name__.lower() in NAMES and is_plain(self.arguments)
         return self.arguments if rebuilt else None
 

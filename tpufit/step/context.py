@@ -1,4 +1,4 @@
-"""`StepContext`: the facts of the step being traced that `train_step`'s helpers need."""
+"""`StepContext`: the facts about the running step that `train_step`'s helpers need."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..runtime import HOST
 
 @dataclass(frozen=True)
 class StepContext:
-    """One step while its Python runs. Outside of any step the defaults hold: nothing is summed or checked.
+    """The step whose Python is running. Outside any step the defaults apply: nothing is summed or checked.
 
     Attributes:
         metrics: The sums that the step adds to.
-        rows: The number of the batch's rows, over all cores.
-        labels: The range of the batch's class labels, as `Loss.label_range` finds it.
-        update: The part of an update that the step makes with its gradients.
+        rows: The number of rows in the batch, over all cores.
+        labels: The range of the batch's class labels, see `Loss.label_range`.
+        update: The plan for the step's gradients: accumulate or take an optimizer step.
     """
 
     metrics: PassMetrics = field(default_factory=lambda: PassMetrics([], HOST))

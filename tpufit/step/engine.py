@@ -1,4 +1,7 @@
-"""`Engine`: a compiled model's programs and state. `Model.compile` makes a new one, so nothing of it gets stale."""
+"""`Engine`: a compiled model's programs and state. `Model.compile` makes a new one, so nothing in it can be stale.
+
+A program captures a step (traces and compiles it), then replays its graph without the step's Python.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,11 @@ from .graph_key import GraphKeys
 from .precision import Formats
 from .state import SavedState, Snapshot, TrainState
 
-# So many passes are kept for reports.
+# The number of passes kept for reports.
 _PASSES_TOLD = 1000
 
-# The attributes of a `Model` that are not the user's own: `fit` itself changes some, and no step depends on them.
+# The attributes of `Model` itself. No step depends on them, and `fit` changes some: as state of the user's Python they
+# would only force new graphs.
 _OURS = frozenset(
     [
         "module",
@@ -62,7 +66,7 @@ _OURS = frozenset(
 
 
 class UserModel(Protocol):
-    """The user's model, as far as its engine and the loops know it; see `Model` for the attributes."""
+    """The part of the user's model that the engine and the loops use; `Model` documents the attributes."""
 
     module: nn.Module
     optimizer: Optimizer | None
@@ -84,7 +88,7 @@ class UserModel(Protocol):
 
 
 class Runner(Protocol):
-    """A `StepRunner`, as far as errors tell of it."""
+    """The part of a `StepRunner` that error messages use."""
 
     role: str
     group: Sequence[DeviceBatch]
@@ -92,11 +96,11 @@ class Runner(Protocol):
 
 @dataclass
 class FitOptions:
-    """The options of the `fit` under way that its steps need; outside of `fit` the defaults hold.
+    """The options of the current `fit` that its steps need; outside `fit` the defaults apply.
 
     Attributes:
         strict: The policy on whatever makes steps slow.
-        class_weight: The weights of rows by their class.
+        class_weight: The weights of rows, by class; None if all weigh the same.
     """
 
     strict: Strict = LENIENT
@@ -109,10 +113,10 @@ class RunLog:
 
     Attributes:
         passes: The last passes over data.
-        since: The counters when the last `fit` began.
-        first_bad_step: The first step of the last `fit` whose logs were not finite, as far as known.
-        last_saved: The path of the weights or checkpoint that was saved last.
-        wanted_saves: The checkpoints that callbacks have asked for: the writer of each, and its score.
+        since: The counters at the start of the last `fit`.
+        first_bad_step: The first step of the last `fit` whose logs were not finite; None if none is known.
+        last_saved: The path of the last saved weights or checkpoint.
+        wanted_saves: The checkpoints that callbacks have requested: pairs of a writer and a score.
     """
 
     passes: deque[Pass] = field(default_factory=lambda: deque(maxlen=_PASSES_TOLD))
@@ -122,18 +126,18 @@ class RunLog:
     wanted_saves: list[Any] = field(default_factory=list)
 
     def begin_fit(self) -> None:
-        """Begin the record of a `fit`."""
+        """Start the record of a new `fit`."""
         self.passes.clear()
         self.since, self.first_bad_step = counts(), None
 
 
 @dataclass
 class Observed:
-    """The facts that the first step shows of the module.
+    """The facts about the module that its first step reveals.
 
     Attributes:
-        shapes: The shapes of the layers' outputs, by the layers' names.
-        loss: The format of the loss.
+        shapes: The output shapes of the layers, by layer name.
+        loss: The dtype of the loss.
         formats: The formats that the first training step computed in.
     """
 
@@ -148,7 +152,7 @@ class Engine:
     Args:
         model: The user's model, whose `train_step`, `test_step` and `predict_step` are traced.
         config: The arguments of `compile` (default: those of a model that is not compiled).
-        before: The engine before this `compile`: the weights stay where they are, and the count of steps goes on.
+        before: The engine before this `compile`; its weights stay in place, its count of steps goes on (default: none).
 
     Attributes:
         model: The user's model.
@@ -156,13 +160,13 @@ class Engine:
         state: All that training changes.
         context: The step whose Python is running.
         options: The options of the `fit` under way.
-        programs: The program of each role, with the sums that its steps add to.
+        programs: The program of each role, and the sums that its steps add to.
         runners: The newest runner of each role.
         batch_runners: The runner of each `*_on_batch` method, by role.
-        latest: The runner of the step that was started last.
-        keys: The numbers of the parts of graphs' keys.
+        latest: The runner that started the last step.
+        keys: The registry that numbers the parts of graph keys.
         log: The record of the steps that have run.
-        observed: The facts that the first step shows of the module.
+        observed: The facts about the module that its first step reveals.
     """
 
     def __init__(self, model: UserModel, config: CompileConfig = UNCOMPILED, before: Engine | None = None) -> None:
@@ -184,7 +188,7 @@ class Engine:
         return self.config is not UNCOMPILED
 
     def place_on(self, cores: Cores) -> Placement:
-        """The placement of steps on these cores: the host, for `run_eagerly`."""
+        """Return the placement of steps on these cores; with `run_eagerly`, the host."""
         if self.config.run_eagerly:
             return HOST
         set_matmul_precision(self.config.matmul_precision)
@@ -192,46 +196,46 @@ class Engine:
 
     def move_to(self, placement: Placement) -> None:
         """Move the module, the loss and the optimizers' state, each tensor in place."""
+        # Captured graphs take the old tensors, in their old place.
         if self.state.move_to(placement):
             self.programs.clear()
 
     def begin_fit(self, history: Any, options: FitOptions, seed: int) -> None:
-        """Take in the history, the options and the seed of a `fit` that begins."""
+        """Set the history, the options and the seed of a new `fit`."""
         self.model.history = history
         self.options, self.state.numbers.seed = options, seed
         self.log.begin_fit()
 
     def reset(self, weights: Mapping[int, Tensor]) -> None:
-        """Return to the host with other weights, after a step that has cost the weights, see `TrainState.reset`."""
+        """Return to the host with other weights, after a failed step lost the old ones; see `TrainState.reset`."""
         self.state.reset(weights)
         self.programs.clear()
 
     def reset_to(self, saved: SavedState) -> None:
-        """Return to the host with the weights of a checkpoint, see `TrainState.reset_to`."""
+        """Return to the host with the weights of a checkpoint; see `TrainState.reset_to`."""
         self.state.reset_to(saved)
         self.programs.clear()
 
     def put_back(self, before: Snapshot) -> None:
-        """Undo a trial, see `TrainState.put_back`."""
+        """Undo a trial; see `TrainState.put_back`."""
         self.state.put_back(before)
-        # Its graphs may know of state that a first step made, which is gone again. Captured again, they are found
-        # compiled.
+        # The trial's graphs may take state that its first step created and that is gone now. XLA keeps them compiled.
         self.programs.pop("train", None)
 
     def take_in_new_state(self) -> None:
-        """After a step was traced, take in the state that it made; graphs that don't know of it are captured again."""
+        """Adopt the state that a traced step has created; graphs without it are forgotten, and captured again."""
         if self.state.take_in_new():
             for program, _ in self.programs.values():
                 program.forget()
 
     def expose(self) -> None:
-        """Let user code see the weights; after a fault of the device there are none to be seen."""
+        """Write the weights back before user code reads them; after a device fault there are none."""
         if not self.state.device.lost:
             self.state.write_back()
 
     @contextmanager
     def tracing(self, context: StepContext) -> Iterator[None]:
-        """A context in which a step's Python runs."""
+        """Make a step the current one while its Python runs."""
         before, self.context = self.context, context
         try:
             yield
@@ -240,9 +244,9 @@ class Engine:
 
     @contextmanager
     def noticing_loss(self) -> Iterator[None]:
-        """A context in which an error of the device that has cost the weights becomes a `StateLostError`.
+        """Turn a device error that lost the weights into a `StateLostError`.
 
-        Most errors of a step come out later than it: where the host next waits for the device.
+        Most errors of a step surface later, where the host next waits for the device.
         """
         try:
             yield
@@ -250,6 +254,7 @@ class Engine:
             raise
         except Exception as error:
             device = self.state.device
+            # Only a read shows which values are lost. It waits, so errors that can't be the device's skip it.
             if not device.lost and may_be_of_device(error):
                 device.examine()
             fault = translate(error, self._load()) if isinstance(error, RuntimeError) else None
@@ -261,7 +266,7 @@ class Engine:
             raise
 
     def _load(self) -> Load:
-        """The step under way, or the last one, in bytes on each core."""
+        """Return the sizes of the current step, or of the last one, in bytes per core."""
         cores = self.state.placement.count
         runner = self.latest
         group = () if runner is None else runner.group
@@ -279,10 +284,10 @@ class Engine:
         )
 
     def python_state(self, transform: Callable[[Any], Any] | None) -> dict[str, Any]:
-        """The numbers, words and flags that the user's Python keeps, by name: a replayed step must not change them.
+        """Return the numbers, strings and flags in the user's Python, by name: a replayed step doesn't read them.
 
         Args:
-            transform: The transform of the data under way.
+            transform: The data's transform on the device, or None.
         """
         model = self.model
         kind = type(model)
@@ -292,7 +297,7 @@ class Engine:
         return facts(parts | own)
 
     def note_formats(self, products: set[torch.dtype]) -> None:
-        """Note the formats that the first training step computed in, and warn if another precision was asked for."""
+        """Note the formats that the first training step computed in, and warn if they contradict `precision`."""
         weights = {p.dtype for p in self.model.module.parameters() if p.is_floating_point()}
         formats = Formats(frozenset(products), frozenset(weights), self.observed.loss)
         self.observed.formats = formats
@@ -301,7 +306,7 @@ class Engine:
             warnings.warn(fault, stacklevel=2)
 
     def report(self, verbose: bool) -> Report:
-        """Report on the steps since the last `fit` began, see `Model.report`."""
+        """Report on the steps since the last `fit` began; see `Model.report`."""
         train, cores = self.programs.get("train"), self.state.placement.count
         return Report(
             passes=tuple(self.log.passes),

@@ -1,4 +1,4 @@
-"""The errors of a step, in a sentence: a batch that doesn't fit the module, and a step that failed on the device."""
+"""The messages of a step's errors: a batch doesn't fit the module, or a step failed on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..data.batches import listed
 
 
 def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> str:
-    """Say why a module's forward pass can't be called with the arguments that a batch gives.
+    """Explain why a module's `forward` doesn't accept the arguments that a batch gives.
 
     Args:
         module: The module.
@@ -21,7 +21,7 @@ def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> 
         named: The keyword arguments.
 
     Returns:
-        The sentence; empty if it can be called so.
+        The sentence; empty if `forward` accepts them.
     """
     signature = inspect.signature(module.forward)
     try:
@@ -31,14 +31,14 @@ def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> 
         given = ", ".join(["..."] * len(args) + [f"{name}=..." for name in named])
         form = "a dict" if named else f"a tuple of {len(args)}" if len(args) != 1 else "one tensor"
         return (
-            f"x is {form}, so that the module is called as {kind}({given}), but its forward takes {signature}. "
-            "A dict's entries are given by name, a tuple's one after the other, and a tensor alone"
+            f"x is {form}, so the module is called as {kind}({given}), but its forward takes {signature}. "
+            "A dict is passed by keyword, a tuple by position, and a tensor alone"
         )
     return ""
 
 
 def layer_failure(module: nn.Module, x: Any, error: RuntimeError) -> str:
-    """Name the layer that failed on a batch: the innermost one on the way to the error.
+    """Name the layer that failed on a batch: the innermost one in the traceback.
 
     Args:
         module: The module.
@@ -57,7 +57,7 @@ def layer_failure(module: nn.Module, x: Any, error: RuntimeError) -> str:
 
 
 def weights_lost(step: int, saved: str | None, error: Exception) -> str:
-    """Say that a step has cost the weights, and where the last ones saved are.
+    """Say that a failed step lost the weights, and name the last saved ones.
 
     Args:
         step: The number of steps taken.
@@ -67,13 +67,13 @@ def weights_lost(step: int, saved: str | None, error: Exception) -> str:
     where = f"the last ones saved are in {saved}" if saved else "none have been saved"
     return (
         f"step {step} failed on the device, or one shortly before it, and the weights are lost with it; {where}. Load "
-        "them with load_weights, upon which the optimizer starts without state, and try a smaller batch. The device "
+        "them with load_weights (the optimizer then starts without state), and try a smaller batch. The device "
         f"says: {error}"
     )
 
 
 def may_be_of_device(error: BaseException | None) -> bool:
-    """True if an error, or one that led to it, may be the device's; torch_xla has no class of its own for these."""
+    """True if an error, or one of its causes, may be the device's: torch_xla raises a plain RuntimeError for these."""
     while error is not None and type(error) is not RuntimeError:
         error = error.__cause__ or error.__context__
     return error is not None

@@ -1,7 +1,8 @@
-"""The key of a step's graph: everything it depends on but the values of tensors.
+"""The key of a step's graph: everything that the graph depends on but the values of tensors.
 
-User code may change some of it between two steps: a layer's mode, an optimizer's option, a number that a module keeps.
-Each change needs another graph. Comparing all that takes long, so every snapshot is given a number, once.
+User code may change parts of it between two steps: a layer's mode, an optimizer's option, a number in a module. Each
+change needs another graph, which is captured: traced and compiled. Comparing all parts takes long, so each snapshot of
+them gets a number once, and a key consists of numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..optimizers import RATE_KEYS
 from ..runtime import Strict, count_capture
 from .recompiles import ShapeWatch
 
-# A role's graph may be compiled so often for one reason before a warning says it: by then it is a habit.
+# The number of captures for one reason at which a warning comes: fewer may be chance, so many are a habit.
 _OFTEN = 4
 
 
@@ -31,7 +32,7 @@ class Guard:
         learning: `requires_grad` of each parameter.
         parameters: The `id` of each parameter.
         options: The optimizers' options, see `options`.
-        python: The numbers, words and flags that the user's objects keep, see `runtime.facts`.
+        python: The numbers, strings and flags in the user's objects, see `runtime.facts`.
     """
 
     modes: tuple[bool, ...]
@@ -42,11 +43,11 @@ class Guard:
 
     @classmethod
     def of(cls, module: nn.Module, optimizers: Iterable[Optimizer], python: dict[str, Any]) -> Guard:
-        """Take the snapshot of this moment.
+        """Take a snapshot.
 
         Args:
             module: The user's module.
-            optimizers: The optimizers that its steps use.
+            optimizers: The optimizers that the steps use.
             python: The names and values that a step's Python may read.
         """
         return cls(
@@ -58,10 +59,10 @@ class Guard:
         )
 
     def change(self, later: Guard, module: nn.Module) -> str:
-        """Name the first difference to a later snapshot, e.g. `"momentum in the optimizer's param_groups"`.
+        """Name the first difference from a later snapshot, e.g. `"momentum in the optimizer's param_groups"`.
 
         Args:
-            later: The other snapshot.
+            later: The later snapshot.
             module: The user's module, for the names of its parts.
         """
         if self.parameters != later.parameters or len(self.modes) != len(later.modes):
@@ -92,7 +93,7 @@ class Guard:
 
 
 def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
-    """List the options in the optimizers' groups, without the rates: these are inputs of a graph."""
+    """List the options in the optimizers' groups, without the rates, which are inputs of a graph."""
     return tuple(
         (key, value if isinstance(value, (int, float, str, bool, tuple)) else id(value))
         for optimizer in optimizers
@@ -103,10 +104,10 @@ def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
 
 
 class GraphKeys:
-    """Numbers for the parts of graphs' keys, and the changes that made each new part, for reports.
+    """Numbers the parts of graph keys, and keeps the change that made each part new, for reports.
 
     Attributes:
-        changes: The change that made each snapshot new, by its number: `"momentum in ... changed (from 0.9 to 0.5)"`.
+        changes: The change that made each snapshot new, by number: `"momentum in ... changed (from 0.9 to 0.5)"`.
     """
 
     def __init__(self) -> None:
@@ -115,11 +116,11 @@ class GraphKeys:
         self._last: dict[str, Guard] = {}
         self._times: dict[tuple[str, str], int] = {}  # by role and change
         self._signatures: list[Any] = []
-        self._transforms: list[Any] = []  # not a dict: some can't be hashed. Kept, so that no other gets its `id`
+        self._transforms: list[Any] = []  # a list, as some can't be hashed; kept alive, so that `is` never lies
         self._shapes: dict[str, ShapeWatch] = {}
 
     def signature(self, structure: Any) -> int:
-        """The number of a batch's structure, shapes and dtypes."""
+        """Return the number of a batch's structure, shapes and dtypes."""
         try:
             return self._signatures.index(structure)
         except ValueError:
@@ -127,15 +128,15 @@ class GraphKeys:
             return len(self._signatures) - 1
 
     def note_shape(self, role: str, signature: int, batch: Any, strict: Strict) -> None:
-        """Watch for batches of too many shapes, see `ShapeWatch.note`."""
+        """Watch for batches of too many shapes; see `ShapeWatch.note`."""
         self._shapes.setdefault(role, ShapeWatch(role)).note(signature, batch, strict)
 
     def shape_change(self, role: str, signature: int) -> str:
-        """The difference between a batch and the one of another shape before it."""
+        """Return the difference between a batch and the one of another shape before it."""
         return self._shapes[role].changes[signature]
 
     def transform(self, transform: Any) -> int:
-        """The number of a data set's transform, which is part of its graphs."""
+        """Return the number of a transform of data, which is part of their graphs."""
         for number, known in enumerate(self._transforms):
             if known is transform:
                 return number
@@ -143,10 +144,10 @@ class GraphKeys:
         return len(self._transforms) - 1
 
     def guard(self, role: str, guard: Guard, module: nn.Module) -> int:
-        """The number of a snapshot. A new one is counted as a capture, under its change.
+        """Return the number of a snapshot. A new one counts as a capture, under its change.
 
         Args:
-            role: The step that it is for: `"train"`, `"eval"` or `"predict"`.
+            role: `"train"`, `"eval"` or `"predict"`.
             guard: The snapshot.
             module: The user's module.
         """
@@ -172,15 +173,15 @@ class GraphKeys:
 
 
 class PassKeys:
-    """The keys of the graphs of one pass. The snapshot is taken again only where user code may have changed something.
+    """The keys of the graphs of one pass. The snapshot is renewed only when user code may have changed something.
 
     Args:
         keys: The model's registry.
         role: `"train"`, `"eval"` or `"predict"`.
         module: The user's module.
         transform: The transform of the pass's data, or None.
-        python: Gives the names and values that the user's Python keeps.
-        strict: Refuses a new snapshot, in a pass that should meet none.
+        python: The function that returns the names and values in the user's Python.
+        strict: The policy on a new snapshot.
     """
 
     def __init__(
@@ -203,13 +204,13 @@ class PassKeys:
         self._hooked = True
 
     def refresh(self, optimizers: Iterable[Optimizer], held: bool, met: Iterable[Any]) -> None:
-        """Take the snapshot of this moment, unless nothing can have changed since the last.
+        """Renew the snapshot, unless nothing can have changed since the last one.
 
         Args:
             optimizers: The optimizers that the steps use.
-            held: True if no user code has seen the weights since the last step. A callback that reads weights makes
-                this False, and may have done anything; one that doesn't may only have changed the optimizer.
-            met: The keys of the graphs that there are.
+            held: True if the weights were held since the last step: no user code has seen them. A callback that reads
+                weights makes this False, and may have done anything; any other may only have changed the optimizer.
+            met: The keys of the graphs captured so far.
 
         Raises:
             StrictError: The snapshot is new, and the pass is strict.
@@ -228,21 +229,21 @@ class PassKeys:
             )
 
     def of(self, signatures: Iterable[int], updates: Iterable[Hashable]) -> tuple[Any, ...]:
-        """The key of the graph of some steps.
+        """Return the key of the graph of some steps.
 
         Args:
             signatures: The signature of each step's batch.
-            updates: The update plan of each step; empty where all steps do the same.
+            updates: The update plan of each step; empty if all steps do the same.
         """
         return (self._number, self._transform, *signatures, *updates)
 
     def cause(self, key: tuple[Any, ...], steps: int, met: set[Any]) -> str:
-        """Why a call needs a graph of its own, for the report.
+        """Explain why a call needs a graph of its own, for the report.
 
         Args:
-            key: Its key.
-            steps: The number of its steps.
-            met: The keys of the graphs that there are.
+            key: The key of the graph.
+            steps: The number of steps in the graph.
+            met: The keys of the graphs captured so far.
         """
         if not met:
             return "it is the first step"

@@ -1,7 +1,7 @@
 """`StepMethods`: the pieces of a step that a subclass of `Model` may override or call.
 
-Steps are traced, as a `tf.function` is: their Python runs while the graph is made, not once a batch, and a value on
-the device can't be read inside.
+Steps are traced, like a `tf.function`: their Python runs while a graph is captured, and can't read a value from the
+device. For later batches the graph is replayed, without the Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .failures import layer_failure, misfit
 
 
 class EngineSlot:
-    """The one private name of a model. Everything else that an object of the user's subclass keeps is the user's."""
+    """The one private attribute of a model. All other private names belong to the user's subclass."""
 
     def __get__(self, model: Any, kind: type | None = None) -> Engine:
         if model is None:
@@ -63,7 +63,7 @@ class StepMethods:
             )
 
     def __call__(self, x: Any) -> Any:
-        """Call the module on a batch, on the side where the batch is: host in, host out.
+        """Call the module on a batch. A batch on the host gives outputs on the host.
 
         Args:
             x: A tensor or array, a tuple or list of them (passed as positional arguments) or a dict (by keyword).
@@ -72,11 +72,11 @@ class StepMethods:
             The module's output. For host data after `fit` this waits for the device, and no gradient flows.
 
         Raises:
-            BatchError: The module takes other arguments, or a layer of it fails, as it does for rows of another shape
-                than it was made for.
+            BatchError: The module takes other arguments, or one of its layers fails, e.g. on rows of the wrong shape.
         """
         engine = self._engine
         placement, name = engine.state.placement, engine.config.precision
+        # Between replays the module's tensors are empty; a trace has put its own values there.
         if not tracing():
             engine.state.write_back()
         leaves, spec = tree_flatten(as_tensors(x))
@@ -101,20 +101,20 @@ class StepMethods:
                 raise
             raise BatchError(reason) from error
         except RuntimeError as error:
-            if type(error) is not RuntimeError:  # an error with a class of its own is no matter of shapes
+            if type(error) is not RuntimeError:  # wrong shapes give a plain RuntimeError
                 raise
             raise BatchError(layer_failure(self.module, x, error)) from error
         return fetch(y_pred, "outputs") if from_host and not tracing() else y_pred
 
     def train_step(self, batch: Any) -> dict[str, Tensor]:
-        """Update the weights once. Override it for a training of your own.
+        """Update the weights once. Override this for a custom training step.
 
         Args:
-            batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, or whatever your data yield, with its tensors on the
+            batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, or whatever your data yield, with tensors on the
                 device.
 
         Returns:
-            Scalars by name, each the mean over the batch. The logs are their running means over the epoch's rows, and
+            Scalars by name, each the mean over the batch. The logs are their running means over the epoch's rows, plus
             the metrics.
         """
         x, y, sample_weight = unpack(batch)
@@ -125,7 +125,7 @@ class StepMethods:
         return {"loss": loss}
 
     def test_step(self, batch: Any) -> dict[str, Tensor]:
-        """Evaluate one batch: as `train_step`, but nothing learns. No gradients are kept in it."""
+        """Evaluate one batch: as `train_step`, but without gradients and without an update."""
         x, y, sample_weight = unpack(batch)
         y_pred = self(x)
         loss = self.compute_loss(x, y, y_pred, sample_weight)
@@ -133,7 +133,7 @@ class StepMethods:
         return {"loss": loss}
 
     def predict_step(self, batch: Any) -> Any:
-        """Compute the outputs for a batch: a tensor or a nest of tensors, whose first dimension is the batch's rows."""
+        """Compute the outputs for a batch: a tensor or a nest of tensors, with the batch's rows as first dimension."""
         x, _, _ = unpack(batch)
         return self(x)
 
@@ -141,7 +141,7 @@ class StepMethods:
         """Compute the loss of a batch, a scalar in float32. Several losses are summed by weight, and each is logged.
 
         Args:
-            x: The inputs; a loss of your own may use them.
+            x: The inputs, for a loss of your own.
             y: The targets, e.g. classes of shape `(batch,)`.
             y_pred: The module's output.
             sample_weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape
@@ -149,7 +149,7 @@ class StepMethods:
 
         Raises:
             NotCompiledError: `compile` was given no loss.
-            ArgumentError, DataError: There are losses for other outputs than the module returns, or the data target.
+            ArgumentError, DataError: The losses are for other outputs than those of the module or of the targets.
             LabelError: A label of this batch is outside the module's classes.
         """
         engine = self._engine
@@ -170,7 +170,7 @@ class StepMethods:
 
         Args:
             loss: A scalar.
-            optimizer: The optimizer (default: the one of `compile`); one of your own holds parameters of this module.
+            optimizer: The optimizer, over parameters of this module (default: the one of `compile`).
 
         Raises:
             NotCompiledError: There is no optimizer.
@@ -184,14 +184,15 @@ class StepMethods:
         loss.backward()
         own.step(engine.context)
         if not engine.state.placement.on_host:
-            optimizer.zero_grad()  # gradients are not kept: they would be outputs of the graph, as large as the weights
+            optimizer.zero_grad()  # kept gradients would be outputs of the graph, as large as the weights
+        # Pinned last, as results: else the partitioner may split the next step's inputs.
         engine.state.device.pin(own.tensors, engine.state.placement)
 
     def update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Add a batch to the metrics of `compile`.
 
         Args:
-            x: The inputs; metrics of your own may use them.
+            x: The inputs, for metrics of your own.
             y: The targets.
             y_pred: The module's output.
             sample_weight: As in `compute_loss`. Only metrics in `weighted_metrics` weigh, as in Keras.

@@ -1,4 +1,4 @@
-"""`OptimizerState`: one optimizer, with all that its steps change besides the weights."""
+"""`OptimizerState`: one optimizer, and everything that its steps change besides the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .context import StepContext
 
 
 class OptimizerState:
-    """One optimizer, with all that its steps change besides the weights.
+    """One optimizer, and everything that its steps change besides the weights.
 
     Args:
         optimizer: The optimizer.
@@ -26,9 +26,9 @@ class OptimizerState:
 
     Attributes:
         optimizer: The optimizer.
-        rates: Its learning rates on the device; None on the host, and before the first step there.
+        rates: The learning rates on the device; None on the host, and before the first step on the device.
         accumulator: The gradients summed so far, with `accumulate_steps`.
-        ema: The moving averages of its weights, with `use_ema`.
+        ema: The moving averages of the weights, with `use_ema`.
     """
 
     def __init__(self, optimizer: Optimizer, config: CompileConfig) -> None:
@@ -38,7 +38,7 @@ class OptimizerState:
         self.ema: EMA | None = None
 
     def create(self) -> None:
-        """Create all tensors before the first step, so that the first step and the second have one graph."""
+        """Create all tensors before the first step, so that the first two steps share one graph."""
         create_state(self.optimizer)
         if self._config.gradients.accumulate_steps > 1 and self.accumulator is None:
             self.accumulator = Accumulator(self.optimizer)
@@ -50,13 +50,13 @@ class OptimizerState:
         self.rates = DeviceRates(self.optimizer, placement)
 
     def send_rates(self, steps: list[list[float]]) -> list[Tensor]:
-        """Send the rates of the next steps to the device, see `DeviceRates.send`."""
+        """Send the rates of the next steps to the device; see `DeviceRates.send`."""
         assert self.rates is not None
         return self.rates.send(steps)
 
     @property
     def kept(self) -> list[Accumulator | EMA]:
-        """The accumulator and the averages, those that there are."""
+        """The accumulator and the averages, if they exist."""
         return [part for part in (self.accumulator, self.ema) if part is not None]
 
     @property
@@ -69,10 +69,10 @@ class OptimizerState:
         ]
 
     def step(self, context: StepContext) -> None:
-        """Update the weights from the parameters' gradients, inside a step, as far as its update plan says.
+        """Update the weights from the gradients, as the step's update plan says.
 
         Args:
-            context: The step under way.
+            context: The running step.
         """
         plan, learned = context.update, parameters(self.optimizer)
         if self.accumulator is not None:
@@ -81,6 +81,7 @@ class OptimizerState:
                 self.accumulator.release()
         if not plan.takes_step:
             return
+        # Clipped after the release: the limits are for the mean gradient over all accumulated rows.
         self._config.gradients.clip(learned)
         with nullcontext() if self.rates is None else self.rates.stepping():
             self.optimizer.step()
@@ -88,7 +89,7 @@ class OptimizerState:
             self.ema.update(self._config.ema.momentum, plan.overwrites)
 
     def tensors_by_name(self, own: str, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """The live tensors by the names that checkpoints give them.
+        """Return the live tensors, by their names in checkpoints.
 
         Args:
             own: The optimizer's name.
@@ -106,7 +107,7 @@ class OptimizerState:
         return found
 
     def options(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """The optimizer's options and numbers, as JSON holds them.
+        """Return the optimizer's options and numbers, as JSON holds them.
 
         Args:
             names: The parameters' names by their `id`.
@@ -125,7 +126,7 @@ class OptimizerState:
         }
 
     def check_options(self, own: str, names: Mapping[int, str], given: Mapping[str, Any]) -> None:
-        """Make sure that saved options are of an optimizer of this class with these groups.
+        """Check that saved options are of an optimizer of this class with these groups.
 
         Args:
             own: The optimizer's name.
@@ -133,25 +134,25 @@ class OptimizerState:
             given: The options of a checkpoint.
 
         Raises:
-            CheckpointMismatchError: They are of another optimizer.
+            CheckpointMismatchError: The options are of another optimizer.
         """
         kind = type(self.optimizer).__name__
         if kind != given["class"]:
             raise CheckpointMismatchError(
-                f"the checkpoint is of {given['class']}, and {own} is {kind}: compile with the same optimizer, or take "
-                "over the weights only, with load_weights"
+                f"the checkpoint is of {given['class']}, and {own} is {kind}: compile with the same optimizer, or load "
+                "the weights alone, with load_weights"
             )
         groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         before = [group["params"] for group in given["groups"]]
         if groups != before:
             sizes = [[len(group) for group in which] for which in (before, groups)]
             raise CheckpointMismatchError(
-                f"the parameter groups of {own} ({kind}) are others: {sizes[0]} parameters then, {sizes[1]} now, or "
-                "other ones. Build the groups as they were"
+                f"the parameter groups of {own} ({kind}) differ: {sizes[0]} parameters then, {sizes[1]} now, or "
+                "different ones. Build the groups as before"
             )
 
     def load_options(self, names: Mapping[int, str], given: Mapping[str, Any]) -> None:
-        """Take over saved options and numbers.
+        """Load saved options and numbers.
 
         Args:
             names: The parameters' names by their `id`.
@@ -167,7 +168,7 @@ class OptimizerState:
                 self.optimizer.state[parameter].update(numbers)
 
     def adopt(self, own: str, named: Mapping[str, nn.Parameter], given: Mapping[str, Tensor]) -> None:
-        """Take over state that the optimizer makes in its first step only, and hasn't made yet.
+        """Load state that the optimizer creates only in its first step, and hasn't created yet.
 
         Args:
             own: The optimizer's name.

@@ -1,4 +1,4 @@
-"""In which floating-point format a module computes."""
+"""The floating-point formats in which a module computes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MATMUL_PRECISIONS = ("default", "high", "highest")
 
 @dataclass(frozen=True)
 class Formats:
-    """In which formats a step of training has computed.
+    """The floating-point formats of a training step.
 
     Attributes:
-        products: Matrix products and convolutions; empty if none were seen.
-        weights: The parameters.
-        loss: The loss.
+        products: The dtypes of matrix products and convolutions; empty if none were seen.
+        weights: The dtypes of the parameters.
+        loss: The dtype of the loss; None if it isn't known.
     """
 
     products: frozenset[torch.dtype]
@@ -41,7 +41,7 @@ class Formats:
         return ", ".join(f"{name} in {_names(formats)}" for name, formats in parts.items() if formats)
 
     def fault(self, name: str) -> str:
-        """What is not as a precision should have it, or nothing.
+        """Explain how the dtypes contradict a precision; empty if they don't.
 
         Args:
             name: The precision.
@@ -62,7 +62,7 @@ class Formats:
 
 
 def check(name: str) -> str:
-    """The precision's name, or an error that says what to use instead.
+    """Check the name of a precision; the error says what to use instead.
 
     Args:
         name: `"fp32"`; `"bf16"`: matrix products in bfloat16 by autocast, weights and loss in float32; or
@@ -83,7 +83,7 @@ def check(name: str) -> str:
     if set_here:
         warnings.warn(
             f"the environment sets {', '.join(set_here)}, a retired way to ask for another precision, which changes "
-            "tensors behind PyTorch's back or does nothing. Unset it, and say precision='bf16' to compile",
+            "tensors behind PyTorch's back or does nothing. Unset it, and pass precision='bf16' to compile",
             stacklevel=3,
         )
     if name in PRECISIONS:
@@ -97,7 +97,7 @@ def check(name: str) -> str:
 
 
 def check_matmul(name: str) -> str:
-    """The name of a precision of float32 matrix products, or an error that lists them.
+    """Check the name of a precision of float32 matrix products, and return it.
 
     Example:
         >>> check_matmul("highest")
@@ -109,17 +109,17 @@ def check_matmul(name: str) -> str:
 
 
 def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which the module's forward pass runs.
+    """Return the context in which the module's forward pass runs.
 
     Args:
         name: A precision.
-        device: Where the module computes.
+        device: The device of the module.
     """
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=name == "bf16")
 
 
 def to_bfloat16(tensors: Iterable[Tensor]) -> None:
-    """Make float32 tensors bfloat16 ones in place: each stays the same object, so that ties and optimizers hold.
+    """Convert float32 tensors to bfloat16 in place: each stays the same object, so ties and optimizers stay valid.
 
     Args:
         tensors: Parameters and buffers; those of other dtypes are left alone.
@@ -131,7 +131,7 @@ def to_bfloat16(tensors: Iterable[Tensor]) -> None:
 
 
 def inputs(name: str, x: Any) -> Any:
-    """A module's inputs as it needs them.
+    """Return a module's inputs in the dtype that its precision needs.
 
     Args:
         name: A precision.

@@ -8,7 +8,7 @@ from typing import Any
 from ..data.batches import fields, tensors_of
 from ..runtime import Strict
 
-# Whole batches and a shorter last one, of a few buckets, are no fault; more shapes probably are.
+# Full batches and a shorter last one, in a few buckets, are normal; more shapes are probably a mistake.
 _MANY = 8
 
 _CURE = (
@@ -18,13 +18,13 @@ _CURE = (
 
 
 class ShapeWatch:
-    """Counts the shapes of the batches of one kind of step, and warns once if they are many.
+    """Counts the shapes of one role's batches, and warns once if there are many.
 
     Args:
-        role: The step, e.g. `"train"`.
+        role: The role of the step, e.g. `"train"`.
 
     Attributes:
-        changes: The change that made each new, by the batch's number: `"x had the shape (32, 8), and now (5, 8)"`.
+        changes: The change that made each shape new, by its number: `"x had the shape (32, 8), and now (5, 8)"`.
     """
 
     def __init__(self, role: str) -> None:
@@ -36,12 +36,12 @@ class ShapeWatch:
         """Note a batch.
 
         Args:
-            number: A number for its structure and shapes.
+            number: The number of the batch's structure and shapes.
             batch: A nest of tensors.
-            strict: Refuses a new shape.
+            strict: The policy on a new shape.
 
         Raises:
-            StrictError: Its shapes are new, and none may be.
+            StrictError: The shape is new, and the policy refuses it.
         """
         if number in self.changes:
             return
@@ -75,5 +75,5 @@ def _change(before: dict[str, tuple[str, Any]], now: dict[str, tuple[str, Any]])
 
 
 def _shapes(batch: Any) -> dict[str, tuple[str, Any]]:
-    """The shapes and dtypes of a batch's tensors by their fields."""
+    """Return the shapes and dtypes of a batch's tensors, by field."""
     return {name: (str(tuple(tensor.shape)), tensor.dtype) for name, tensor in tensors_of(fields(batch)).items()}

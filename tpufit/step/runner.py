@@ -1,7 +1,10 @@
 """`StepRunner`: runs the steps of one pass over data, and waits for none of them.
 
-One group of steps runs as one graph, whose inputs are one flat list of tensors. For each step in turn it holds the
-batch's tensors, in the order of the nest's leaves, and then a vector of learning rates for each attached optimizer.
+A group of steps runs as one graph. Its first two calls capture it: their Python is traced, compiled and compared. Later
+calls replay it: no Python of the step runs, and the weights' values are held apart from the user's tensors.
+
+The graph's inputs are one flat list of tensors. For each step in turn, the list has the batch's tensors, in the order
+of the nest's leaves, and then a vector of learning rates for each attached optimizer.
 `StepRunner._inputs` writes that list, and `StepRunner._body`, the Python that is traced, reads it.
 """
 
@@ -27,8 +30,8 @@ from .context import StepContext
 from .engine import Engine
 from .graph_key import PassKeys
 
-# For steps_per_execution="auto": to start a graph costs the host about 0.4 ms, which is little beside this. A graph of
-# more steps takes longer to compile.
+# For steps_per_execution="auto": starting a graph costs the host about 0.4 ms, little beside so many seconds of steps.
+# The number of steps is bounded because a longer graph takes longer to compile.
 _WORTH_STARTING = 0.005
 _MOST_JOINED = 16
 
@@ -38,9 +41,9 @@ class Tally:
     """The steps and rows of a pass so far.
 
     Attributes:
-        steps: The number of steps that have been started.
-        rows: The number of rows that they had.
-        batches: The number of batches of the pass that are done, with those before a resumption.
+        steps: The number of steps started.
+        rows: The number of rows in these steps.
+        batches: The number of batches done, including those before a resumption.
     """
 
     steps: int = 0
@@ -54,16 +57,16 @@ class StepRunner:
     Args:
         engine: The model's engine.
         role: `"train"`, `"eval"` or `"predict"`.
-        transform: The function that the data want applied to each batch on the device, or None (default).
-        warm: True if the data have been passed over before, so that no step should need a new graph (default False).
+        transform: The data's transform of each batch on the device (default: none).
+        warm: True if there was a pass over the data before, so that no step should need a new graph (default False).
 
     Attributes:
         role: The role.
-        send: Sends a batch to the device, ahead of its step.
+        send: The function that sends a batch to the device, ahead of its step.
         tally: The steps and rows of the pass so far.
-        group: The batches of the steps that were started last, or are being started.
-        inside: True while steps are being started. After an error it stays True: their work may be half done.
-        before_step: Called before each step of training, and may set rates; None if nobody wants it.
+        group: The batches of the steps started last, or being started.
+        inside: True while steps are being started. It stays True after an error: a step may be half done.
+        before_step: The function called before each training step, which may set rates; None if there is none.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class StepRunner:
         label_range = loss.label_range if loss is not None and role != "predict" else None
         now = strict if warm else LENIENT
         self.send = BatchSender(state.placement, engine.keys, role, now, label_range)
+        # Before the program is built: optimizer state is an input of the first step's graph.
         if role == "train":
             state.drop_gradients()
             for optimizer in state.named_optimizers().values() if not state.placement.on_host else ():
@@ -87,7 +91,7 @@ class StepRunner:
         if role not in engine.programs:
             engine.programs[role] = self._build()
         self._program, self._metrics = engine.programs[role]
-        # A program outlives the pass, with its graphs; each pass brings its own Python and policy.
+        # A program and its graphs outlive the pass; each pass brings its own Python and policy.
         self._program.begin_pass(self._python_state, strict)
         self._metrics.reset()
         self._metrics.on_finite = partial(self._note_finite, state.numbers.step)
@@ -96,7 +100,7 @@ class StepRunner:
 
     @property
     def is_current(self) -> bool:
-        """True if no other pass of this role has begun since: they share their sums."""
+        """True if no other pass of this role has begun since: passes of a role share their sums."""
         return self._engine.runners.get(self.role) is self
 
     def __call__(
@@ -109,7 +113,7 @@ class StepRunner:
 
         Args:
             group: Batches on the device; several must be of one structure.
-            pause: Gives a context in which nothing else is sent to the device.
+            pause: The function that returns a context in which nothing else is sent to the device.
             last: True if no batch of the pass comes after these.
 
         Returns:
@@ -119,11 +123,12 @@ class StepRunner:
             LabelError: A label of a batch is outside the module's classes.
         """
         engine, program, state = self._engine, self._program, self._engine.state
+        # First: `before_step` may change options that `refresh` looks at, and a bad label must raise before any change.
         inputs, seeds = self._inputs(group), self._seeds(len(group))
         if not program.traced_because and not state.placement.on_host:
             used = [own.optimizer for own in state.attached]
             self._keys.refresh(used, state.device.held, program.met)
-        # From here on an error may leave the step half done: the engine names its batches, and nothing is saved.
+        # From here on an error may leave the step half done, and nothing is saved: even `next_updates` already counts.
         self.inside, self.group, engine.latest = True, group, self
         updates = state.next_updates(len(group), last) if self.role == "train" else []
         key = self._keys.of([batch.signature for batch in group], updates)
@@ -136,10 +141,11 @@ class StepRunner:
             program.cause = self._keys.cause(key, len(group), program.met)
             with state.counters.traced((self.role, key), state.named_optimizers().values()):
                 outputs = program(key, inputs, seeds, body, pause)
-            engine.take_in_new_state()
+            engine.take_in_new_state()  # here only: a replayed step runs no Python that could create state
         if self.role == "train" and engine.observed.formats is None:
             engine.note_formats(program.products)
         self.inside = False
+        # Counted last: after an error the counts are those of the last whole group.
         rows = sum(batch.rows for batch in group)
         tally, numbers = self.tally, state.numbers
         tally.steps += len(group)
@@ -177,37 +183,37 @@ class StepRunner:
     # Logs
 
     def logs(self) -> LazyLogs:
-        """The logs of the pass so far; they wait for the device only if one is read."""
+        """Return the logs of the pass so far; they wait for the device only if one is read."""
         return self._metrics.lazy()
 
     def results(self) -> dict[str, Any]:
-        """The logs of the whole pass, as numbers. This is the pass's one wait for the device."""
+        """Return the logs of the whole pass, as numbers. This is the pass's one wait for the device."""
         return self._metrics.results("logs")
 
     def look(self) -> int | None:
-        """The first step of the `fit` whose logs are not finite, up to the last step. **This waits** for it."""
+        """Return the first step of the `fit` so far whose logs are not finite. **This waits** for the last step."""
         finite = self._metrics.finite
         if finite is not None:
             self._metrics.on_finite(to_host([finite], "finite")[0])
         return self._engine.log.first_bad_step
 
     def sums(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The sums of the pass so far, for a checkpoint: numbers, and tensors by name."""
+        """Return the sums of the pass so far, for a checkpoint: numbers, and tensors by name."""
         return self._metrics.state_dict()
 
     def load_sums(self, state: dict[str, Any], tensors: dict[str, Tensor], batches: int) -> None:
-        """Go on with the sums of a checkpoint, before the first step.
+        """Continue with the sums of a checkpoint, before the first step.
 
         Args:
-            state: The numbers that `sums` gave.
-            tensors: The tensors that it gave, on the host.
-            batches: The number of steps that they are of.
+            state: The numbers that `sums` returned.
+            tensors: The tensors that `sums` returned, on the host.
+            batches: The number of steps in the sums.
         """
         self._metrics.load_state_dict(state, tensors)
         self._metrics.on_finite = partial(self._note_finite, self._engine.state.numbers.step - batches)
 
     def take_sums(self) -> tuple[dict[str, Tensor], int]:
-        """The sums of the steps' logs since the last call, on the device, with the number of rows; they begin again."""
+        """Return the sums of the logs since the last call, on the device, and their rows; then begin new sums."""
         return self._metrics.take()
 
     def _note_finite(self, before: int, finite: Tensor) -> None:
@@ -224,9 +230,9 @@ class StepRunner:
     # One group of steps
 
     def _inputs(self, group: Sequence[DeviceBatch]) -> list[Tensor]:
-        """The inputs of a group's graph, see the top of this file; checks the labels of its batches on the way."""
+        """Return the inputs of a group's graph (see the top of this file), after checking the batches' labels."""
         loss, inputs = self._engine.config.loss, []
-        # Rates first: `before_step` may be about to set one, for the very step that it is called for.
+        # Rates first: `before_step` may set the rate of the very step it is called for, and precedes its errors.
         vectors = self._send_rates(len(group))
         for i, batch in enumerate(group):
             if batch.labels is not None and loss is not None:
@@ -236,7 +242,7 @@ class StepRunner:
         return inputs
 
     def _send_rates(self, steps: int) -> list[list[Tensor]]:
-        """Send the learning rates of the next steps to the device: a vector a step, for each attached optimizer."""
+        """Send the rates of the next steps to the device: for each attached optimizer, a vector a step."""
         attached = self._engine.state.attached
         if self.before_step is None:
             return [own.send_rates([optimizers.rates(own.optimizer)] * steps) for own in attached]
@@ -249,7 +255,7 @@ class StepRunner:
         return [own.send_rates(row) for row, own in zip(rates, attached, strict=True)]
 
     def _seeds(self, steps: int) -> list[int]:
-        """The seed of each step. Those of evaluations count backwards from -1: none of them is one of training's."""
+        """Return the seed of each step. Other roles than training count down from -1, so they share none with it."""
         numbers = self._engine.state.numbers
         first, direction = (numbers.step, 1) if self.role == "train" else (-1 - self.tally.steps, -1)
         return [step_seed(numbers.seed, first + direction * i) for i in range(steps)]
@@ -261,13 +267,13 @@ class StepRunner:
         inputs: list[Tensor],
         seed: Callable[[int], None],
     ) -> Any:
-        """Run the Python of a group's steps; this is what a program traces.
+        """Run the Python of a group's steps. A program traces this method.
 
         Args:
-            group: The batches, for their form. Their tensors are among the inputs.
-            updates: The update plan of each step; empty where all are whole updates.
+            group: The batches, for their structure; their tensors are among the inputs.
+            updates: The update plan of each step; empty if every step is a whole update.
             inputs: See the top of this file.
-            seed: Begins the random numbers of the step with a number.
+            seed: The function that seeds the random numbers of the step with this number.
 
         Returns:
             For `"predict"` the outputs of each batch, else the batches that metrics keep.
@@ -281,12 +287,14 @@ class StepRunner:
             for rates in vectors:
                 stack.enter_context(rates.in_step())
             for i, sent in enumerate(group):
-                seed(i)
+                seed(i)  # first, because the transform may draw random numbers
                 batch = sent.unpack(tensors)
                 if self._transform is not None:
                     batch = self._transform(batch)
+                # After the transform, which may change the labels.
                 if engine.options.class_weight is not None and self.role == "train":
                     batch = engine.options.class_weight.weigh(batch, engine.state.placement)
+                # In the order of `_inputs`: a batch's tensors, then its rates.
                 for rates in vectors:
                     rates.use(next(tensors))
                 context = StepContext(self._metrics, sent.rows, sent.labels, updates[i] if updates else UpdatePlan())
@@ -309,7 +317,7 @@ class StepRunner:
             return None
 
     def _hold_back(self, group: Sequence[DeviceBatch]) -> None:
-        """Let only so many steps be under way, and note what the one that was waited for says of finite logs."""
+        """Limit the steps under way, and note if the logs were finite up to the step that was waited for."""
         metrics = self._metrics
         finite = metrics.finite
         if metrics.tensors and not self._engine.state.placement.on_host:
@@ -344,7 +352,7 @@ def steps_worth_joining(seconds: float) -> int:
     """Choose the number of steps that should run as one graph.
 
     Args:
-        seconds: The time that one step takes alone.
+        seconds: The time of one step alone.
 
     Example:
         >>> [steps_worth_joining(seconds) for seconds in (0.0001, 0.0005, 0.002, 0.01)]

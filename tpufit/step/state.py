@@ -1,6 +1,7 @@
-"""`TrainState`: all that training changes, in one place: to move, reset, save, load and put back.
+"""`TrainState`: everything that training changes, in one place: to move, reset, save, load and put back.
 
-Whatever training comes to change belongs in `tensors`, for what lives on the device, or in `TrainNumbers`.
+New state belongs in `tensors` if it lives on the device, else in `TrainNumbers`. While graphs are replayed, a
+`DeviceState` holds the tensors' values, and the user's own tensors are empty until `write_back`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class TrainNumbers:
     """The numbers that training changes, on the host.
 
     Attributes:
-        step: The number of training steps since the model was made. The random numbers of a step are a function of it.
-        seed: The seed of the run, the other argument of that function.
-        updates: The number of the optimizer's steps since `compile`.
-        batches_waiting: The number of batches since the last of these, with `accumulate_steps`.
-        rows_seen: The number of rows of all steps of any kind.
-        chosen_steps: The steps per execution that `"auto"` has chosen, by role.
+        step: The number of training steps since the model was made. With the seed it sets a step's random numbers.
+        seed: The seed of the run.
+        updates: The number of optimizer steps since `compile`.
+        batches_waiting: The number of batches since the last optimizer step, with `accumulate_steps`.
+        rows_seen: The number of rows in all steps of any role.
+        chosen_steps: The `steps_per_execution` that `"auto"` has chosen, by role.
     """
 
     step: int = 0
@@ -47,8 +48,8 @@ class SavedState(NamedTuple):
     """The state of training, as a checkpoint keeps it.
 
     Attributes:
-        weights: The module's tensors by name; two names of a tied one have the same object.
-        training: The other tensors, by names of our own.
+        weights: The module's tensors by name; the names of a tied tensor share one object.
+        training: The other tensors, by names of tpufit's own.
         numbers: The numbers, as JSON holds them.
         optimizers: The options and numbers of each optimizer, as JSON holds them.
     """
@@ -60,19 +61,19 @@ class SavedState(NamedTuple):
 
 
 class TrainState:
-    """All that training changes: weights, buffers, optimizers' states, accumulated gradients, averages, numbers.
+    """Everything that training changes: weights, buffers, optimizer states, accumulated gradients, averages, numbers.
 
     Args:
-        owner: The user's model: its module trains, with every optimizer among its attributes.
+        owner: The user's model, whose module and optimizers train.
         config: The arguments of `compile`.
-        before: The state before this `compile`, which leaves the tensors where they are.
+        before: The state before this `compile`; its tensors stay in place (default: none).
 
     Attributes:
         placement: The cores that hold the tensors, or the host.
         device: The values of the tensors while graphs are replayed.
         optimizers: The state of each optimizer met so far.
         counters: The optimizers' counts that stay on the host.
-        numbers: The numbers.
+        numbers: The numbers that training changes.
     """
 
     def __init__(self, owner: Any, config: CompileConfig, before: TrainState | None = None) -> None:
@@ -90,26 +91,26 @@ class TrainState:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The module, and those of the loss."""
+        """The module, and the modules of the loss."""
         return [self._owner.module, *self._config.loss_modules]
 
     def named_optimizers(self) -> dict[str, Optimizer]:
-        """The optimizer of `compile` and the user's own, by the names of the model's attributes, as checkpoints do."""
+        """Return the optimizer of `compile` and the user's own, by attribute name, as in checkpoints."""
         return dict(_optimizers_in(vars(self._owner)))
 
     def of(self, optimizer: Optimizer) -> OptimizerState:
-        """The state of an optimizer."""
+        """Return the state of an optimizer."""
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = OptimizerState(optimizer, self._config)
         return self.optimizers[optimizer]
 
     def attach(self, optimizer: Optimizer) -> OptimizerState:
-        """The state of an optimizer, ready to step; one that is met for the first time is moved to the cores."""
+        """Return the state of an optimizer, ready to step; at the first call it is moved to the cores."""
         own = self.of(optimizer)
         if own.rates is None and not self.placement.on_host:
             own.create()
             move(own.device_tensors(), self.placement)
-            own.put_rates(self.placement)
+            own.put_rates(self.placement)  # last: rates mark it as attached
         return own
 
     @property
@@ -118,7 +119,8 @@ class TrainState:
         return [own for own in self.optimizers.values() if own.rates is not None]
 
     def tensors(self) -> tuple[dict[int, Tensor], dict[int, str]]:
-        """Every tensor that training changes, and the names of the modules' tensors, both by `id`."""
+        """Return every tensor that training changes, and the names of the modules' tensors, both by `id`."""
+        # Always in the same order: graphs take and return the state as a flat list.
         names: dict[int, str] = {}
         tensors: dict[int, Tensor] = {}
         for module in self.modules:
@@ -134,14 +136,15 @@ class TrainState:
     # Where it is
 
     def move_to(self, placement: Placement) -> bool:
-        """Move every tensor in place, and compile nothing for it.
+        """Move every tensor in place, without compiling anything.
 
         Args:
             placement: The cores to move to, or the host.
 
         Returns:
-            True if the tensors are others than before, or elsewhere: graphs that were captured are void.
+            True if the tensors or their place changed: captured graphs are void then.
         """
+        # Before the tensors are listed: held values would stay behind, and empty tensors would be moved.
         self.write_back()
         for optimizer in self.named_optimizers().values():
             self.of(optimizer).create()
@@ -156,7 +159,7 @@ class TrainState:
         return True
 
     def write_back(self) -> None:
-        """Put the current values into the user's own tensors and counts.
+        """Put the current values into the user's own tensors and the optimizers' counts.
 
         Raises:
             StateLostError: A step failed on the device, and the weights are lost with it.
@@ -165,10 +168,10 @@ class TrainState:
         self.counters.catch_up()
 
     def take_in_new(self) -> bool:
-        """After a step was traced, take in the state that it made, as the first step of some optimizers does.
+        """Adopt the state that a traced step has created, as the first step of some optimizers does.
 
         Returns:
-            True if there was any: the graphs captured so far don't know of it.
+            True if there was any: the graphs captured so far lack it.
         """
         tensors, _ = self.tensors()
         if len(tensors) == len(self.device.tensors):
@@ -178,16 +181,16 @@ class TrainState:
         return True
 
     def reset(self, weights: Mapping[int, Tensor]) -> None:
-        """Return to the host as before the first step, with other weights, after a step that has cost the weights.
+        """Return to the host as before the first step, with other weights, after a failed step lost the old ones.
 
-        The module and the loss keep their tensor objects; optimizers lose their state, gradients and averages are gone.
+        The module and the loss keep their tensor objects. Optimizer states, gradients and averages are dropped.
 
         Args:
-            weights: Host tensors by the `id` of the module's or the loss's tensor that they are for, of its shape and
-                dtype. Tensors that aren't lost may be left out, and then keep their values.
+            weights: Host tensors of the right shape and dtype, by the `id` of the module's or the loss's tensor. One
+                that isn't lost may be left out, and keeps its value.
 
         Raises:
-            StateLostError: A lost one was left out. Nothing has changed.
+            StateLostError: A lost tensor was left out. Nothing has changed.
         """
         owned = {id(t): (name, t) for module in self.modules for name, t in _tensors(module)}
         lost = {id(self.device.tensors[index]) for index in self.device.lost}
@@ -195,9 +198,9 @@ class TrainState:
         if missing:
             raise StateLostError(
                 f"{few(missing)} can't be brought back: lost with a step that failed on the device, and not among the "
-                "weights given. Begin with a new module"
+                "given weights. Start with a new module"
             )
-        self.device.revive()
+        self.device.revive()  # only now: every lost value is sure to be replaced below
         kept = [tensor for key, (_, tensor) in owned.items() if key not in weights]
         values = dict(zip(map(id, kept), to_host(kept, "state"), strict=True)) | dict(weights)
         for key, (_, tensor) in owned.items():
@@ -210,7 +213,7 @@ class TrainState:
         self.placement, self.device = HOST, DeviceState([])
 
     def renew(self) -> None:
-        """Forget the tensors that were held: `compile` has replaced their values, as by another dtype."""
+        """Forget the held tensors: `compile` has replaced their values, e.g. by another dtype."""
         self.device = DeviceState([])
 
     def _forget_rates(self) -> None:
@@ -220,14 +223,14 @@ class TrainState:
     # Steps
 
     def next_updates(self, steps: int, last: bool) -> list[UpdatePlan]:
-        """Plan what the next steps do with their gradients.
+        """Plan the use of the next steps' gradients.
 
         Args:
             steps: The number of steps.
-            last: True if the last of them ends its epoch, after which no gradient is left over.
+            last: True if the last step ends its epoch, which leaves no gradient over.
 
         Returns:
-            One plan a step; empty where all steps do the same.
+            One plan a step; empty if all steps do the same.
         """
         every, ema, now = self._config.gradients.accumulate_steps, self._config.ema, self.numbers
         overwrite = ema.overwrite_frequency if ema is not None else None
@@ -245,7 +248,7 @@ class TrainState:
         return plans
 
     def drop_gradients(self) -> None:
-        """Forget gradients that were left over by an epoch that was broken off."""
+        """Drop the gradients left over from an epoch that was broken off."""
         if not self.numbers.batches_waiting:
             return
         self.numbers.batches_waiting = 0
@@ -255,10 +258,10 @@ class TrainState:
             copy_into(tensors, [torch.zeros(t.shape, dtype=t.dtype) for t in tensors], self.placement)
 
     def swap_ema(self, to: bool | None = None) -> None:
-        """Exchange the weights and their moving averages. Nothing is copied.
+        """Swap the weights and their moving averages. Nothing is copied.
 
         Args:
-            to: True if the module shall have the averages afterwards (default: the ones it hasn't now).
+            to: True puts the averages into the module, False the weights (default: whichever it doesn't have).
         """
         for own in self.optimizers.values():
             if own.ema is not None and own.ema.swapped != to:
@@ -277,12 +280,12 @@ class TrainState:
     # To disk and back
 
     def state_dict(self) -> SavedState:
-        """The state as a checkpoint keeps it. The tensors are the live ones, wherever they are.
+        """Return the state as a checkpoint keeps it, with the live tensors, wherever they are.
 
         Raises:
             WeightsError: The module keeps something in its state that isn't a tensor.
         """
-        self.write_back()
+        self.write_back()  # before the tensors are listed: held ones are empty
         names, now = self._names(), self.numbers
         named = self.named_optimizers()
         swapped = {n: ema.swapped for n, o in named.items() if (ema := self.of(o).ema) is not None}
@@ -295,14 +298,15 @@ class TrainState:
         )
 
     def load_state_dict(self, saved: SavedState) -> None:
-        """Take over the state of a checkpoint, where the tensors are now.
+        """Load the state of a checkpoint into the tensors, wherever they are.
 
         Args:
             saved: The state of a model over the same net, compiled in the same way.
 
         Raises:
-            CheckpointMismatchError: It is of another net or another optimizer. Nothing has been changed then.
+            CheckpointMismatchError: The checkpoint is of another net or optimizer. Nothing has changed.
         """
+        # All checks come before the first change.
         weights, names, named = named_tensors(self._owner.module), self._names(), self.named_optimizers()
         check_weights(weights, saved.weights)
         if named.keys() != saved.optimizers.keys():
@@ -313,6 +317,7 @@ class TrainState:
             self.of(optimizer).check_options(name, names, saved.optimizers[name])
         _check_training(self._training_tensors(), saved.training)
 
+        # Before the training tensors are listed, so that the adopted ones are among them.
         parameters = dict(self._owner.module.named_parameters())
         for name, optimizer in named.items():
             self.of(optimizer).adopt(name, parameters, saved.training)
@@ -331,10 +336,10 @@ class TrainState:
                 ema.swapped = saved.numbers["swapped"].get(name, False)
 
     def reset_to(self, saved: SavedState) -> None:
-        """Return to the host with the weights of a checkpoint, as `reset` does; `load_state_dict` does the rest.
+        """Return to the host with a checkpoint's weights, as `reset` does; `load_state_dict` loads the rest.
 
         Raises:
-            CheckpointMismatchError: It is of another net.
+            CheckpointMismatchError: The checkpoint is of another net.
         """
         own = named_tensors(self._owner.module)
         check_weights(own, saved.weights)
@@ -347,7 +352,7 @@ class TrainState:
         return {id(parameter): name for name, parameter in self._owner.module.named_parameters()}
 
     def _training_tensors(self) -> dict[str, Tensor]:
-        """The live tensors besides the module's `state_dict`, by the names that checkpoints give them."""
+        """Return the live tensors outside the module's `state_dict`, by their names in checkpoints."""
         module, names = self._owner.module, self._names()
         saved = {id(tensor) for tensor in named_tensors(module).values()}
         found = {f"buffer/{name}": b for name, b in module.named_buffers() if id(b) not in saved}
@@ -360,12 +365,12 @@ class TrainState:
     # To undo a trial
 
     def snapshot(self) -> Snapshot:
-        """A copy of everything, to put it back after a trial. **This waits** for the device, once."""
+        """Copy everything, to put it back after a trial. **This waits** for the device, once."""
         self.write_back()
         owner, optimizers = self._owner, list(self.named_optimizers().values())
         modules = [part for module in self.modules for part in module.modules()]
-        # Of modules not only the modes: a flag may say whether a layer has seen its first batch, and a buffer may be
-        # replaced by another tensor. Of the model the attributes that the user's own steps keep.
+        # All attributes of modules, not only modes: a flag may say that a layer has seen its first batch, and a buffer
+        # may be replaced by another tensor. Those of the model too: the user's own steps may change them.
         dicts = [_copied(vars(part)) for part in (owner, *modules)] + [_copied(part._buffers) for part in modules]
         dicts += [_copied(group) for optimizer in optimizers for group in optimizer.param_groups]
         states = [_copied(optimizer.state) for optimizer in optimizers]
@@ -383,7 +388,7 @@ class TrainState:
         )
 
     def put_back(self, before: Snapshot) -> None:
-        """Make everything what it was, whatever has happened since. Graphs that were captured since are void."""
+        """Restore everything, whatever has happened since. Graphs captured since are void."""
         self.device.revive()  # no lost value is read any more: all of them are replaced below
         self.write_back()
         for now, kept in before.dicts:
@@ -399,17 +404,17 @@ class TrainState:
 
 
 class Snapshot(NamedTuple):
-    """All that training changes, at one moment.
+    """Everything that training changes, at one moment.
 
-    The values are on the host: on the device they would need as much memory again as the whole state has, which a net
-    that just fits doesn't leave, and they might be lost with the state when a step fails there.
+    The values are on the host: on the device they would double the memory of the state, which a net that just fits
+    can't spare, and a failed step might lose them along with the state.
 
     Attributes:
-        dicts: The dicts that keep Python objects, each with a copy of its items.
-        swapped: Each optimizer with averages, and True if these are in the weights' place.
+        dicts: The dicts of Python objects, each with a copy of its items.
+        swapped: Each optimizer state with averages, and True if these are in the weights' place.
         tensors: The tensors.
-        values: Their values.
-        numbers: The numbers.
+        values: The values of the tensors, on the host.
+        numbers: The numbers that training changes.
         random: The state of the host's random numbers.
     """
 
@@ -426,12 +431,12 @@ def _copied(values: MutableMapping[Any, Any]) -> tuple[MutableMapping[Any, Any],
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of a module, with their names."""
+    """Return the parameters and buffers of a module, with their names."""
     return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _optimizers_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers among the attributes of a model, and in lists, tuples and dicts there, by name."""
+    """Yield the optimizers among a model's attributes, and in lists, tuples and dicts there, by name."""
     for name, value in attributes.items():
         if isinstance(value, Optimizer):
             yield name, value

@@ -1,4 +1,4 @@
-"""A module's tensors by name, and the comparison of given ones with them."""
+"""A module's tensors by name, and their comparison with given weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..errors import CheckpointMismatchError, WeightsError, few
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module's `state_dict`, themselves rather than detached, so that ties show as one object.
+    """Return the tensors of a module's `state_dict`, not detached, so that a tied tensor is one object.
 
     Raises:
-        WeightsError: The module keeps something else in its state, which only a pickle could hold.
+        WeightsError: The module's state has something other than tensors, which only a pickle could hold.
     """
     state = module.state_dict(keep_vars=True)
     foreign = [name for name, value in state.items() if not isinstance(value, Tensor)]
@@ -69,7 +69,7 @@ def match_weights(
 
 
 def check_weights(own: Mapping[str, Tensor], given: Mapping[str, Tensor], dtypes: bool = True) -> None:
-    """Make sure that a checkpoint's weights are those of a module.
+    """Check that a checkpoint's weights fit a module.
 
     Args:
         own: The module's tensors by name.
@@ -77,7 +77,7 @@ def check_weights(own: Mapping[str, Tensor], given: Mapping[str, Tensor], dtypes
         dtypes: True (default) if their dtypes must agree too.
 
     Raises:
-        CheckpointMismatchError: They don't fit; the message names the differences.
+        CheckpointMismatchError: The weights don't fit; the message names the differences.
     """
     try:
         match_weights(own, given)
@@ -94,7 +94,7 @@ def check_weights(own: Mapping[str, Tensor], given: Mapping[str, Tensor], dtypes
 
 
 def _parted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Names of one and the same tensor whose given values differ: the last one loaded would silently win."""
+    """Return the names of one tied tensor with different given values: the last one loaded would silently win."""
     first: dict[int, str] = {}
     found = []
     for name, tensor in own.items():

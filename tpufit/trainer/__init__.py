@@ -1,1 +1,1 @@
-"""The loops over epochs and batches."""
+"""The loops over epochs and batches. `tpufit.step` explains the words capture, replay, hold and expose."""

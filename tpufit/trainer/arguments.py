@@ -40,10 +40,10 @@ class TrainingData:
     class_weight: Mapping[int, float] | None = None
 
     def weigher(self, engine: Engine) -> ClassWeight | None:
-        """The class weights, checked.
+        """Return the class weights, checked.
 
         Raises:
-            ArgumentError: They can't be used with several outputs, or are no weights.
+            ArgumentError: The weights are used with several outputs, or are no weights.
         """
         if self.class_weight is None:
             return None
@@ -55,7 +55,7 @@ class TrainingData:
         return weigher
 
     def stream(self, placement: Placement, cores: Cores, seed: int) -> Stream:
-        """The stream of the global batches to train on."""
+        """Return the stream of the global batches to train on."""
         return stream(
             self.x,
             self.y,
@@ -90,13 +90,13 @@ class ValidationData:
     def build(
         self, placement: Placement, cores: Cores, batch_size: int | None, train_steps: int | None
     ) -> Validation | None:
-        """The data to validate on and the schedule; None if there is nothing to validate on.
+        """Return the data to validate on and the schedule; None if there is nothing to validate on.
 
         Args:
             placement: The placement of steps.
             cores: The cores of the process.
             batch_size: The training's batch size, which validation takes if it has none of its own.
-            train_steps: The number of steps of an epoch, if that is known.
+            train_steps: The number of steps in an epoch, if known.
         """
         if self.data is None:
             if self.step_freq is not None:
@@ -135,10 +135,10 @@ class Schedule:
         return self.max_time.total_seconds() if isinstance(self.max_time, timedelta) else self.max_time
 
     def policy(self, engine: Engine) -> Strict:
-        """The policy on whatever makes steps slow; its errors name the user's line.
+        """Return the policy on whatever makes steps slow. Its errors name the user's line.
 
         Raises:
-            ArgumentError: `strict`, and steps that run eagerly.
+            ArgumentError: `strict` is set, but steps run eagerly.
         """
         if self.strict and engine.config.run_eagerly:
             raise ArgumentError(
@@ -161,7 +161,7 @@ def evaluation_stream(
     steps: int | None,
     name: str = "validation_data",
 ) -> Stream:
-    """The stream of the global batches to evaluate on.
+    """Return the stream of the global batches to evaluate on.
 
     Args:
         data: `(x, y)`, `(x, y, sample_weight)`, or anything that yields these.
@@ -184,7 +184,7 @@ def evaluation_stream(
 
 
 def require_compiled(engine: Engine, method: str) -> None:
-    """Make sure that there are the optimizer, the loss and the metrics that a method needs.
+    """Check that the model has the optimizer and the loss that a method needs.
 
     Args:
         engine: The model's engine.
@@ -203,7 +203,7 @@ def require_compiled(engine: Engine, method: str) -> None:
 
 
 def callback_list(engine: Engine, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:
-    """The callbacks with a progress bar, unless there is one or none is wanted: a silent one would cost time."""
+    """Return the callbacks, with a progress bar if one is wanted and missing: a silent one would cost time."""
     wanted = params["verbose"] and not any(isinstance(callback, ProgbarLogger) for callback in callbacks)
     progress = [ProgbarLogger()] if wanted else []
     # The engine's model is the user's own, with all that callbacks may touch.
@@ -212,7 +212,7 @@ def callback_list(engine: Engine, callbacks: list[Any], params: dict[str, Any]) 
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """The argument `callbacks` as a list."""
+    """Return the argument `callbacks` as a list."""
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]

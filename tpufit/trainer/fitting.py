@@ -30,9 +30,9 @@ def run_fit(
 
     Args:
         engine: The model's engine.
-        train: The data.
-        validation: The validation.
-        schedule: The course.
+        train: The training data.
+        validation: The validation data and their schedule.
+        schedule: The epochs, the limits and the checkpoint to resume from.
         callbacks: The user's callbacks.
         verbose: The argument of `fit`.
         cores: The argument of `fit`.
@@ -41,13 +41,16 @@ def run_fit(
     verbosity, given = resolve_verbose(verbose), as_list(callbacks)
     options = FitOptions(schedule.policy(engine), train.weigher(engine))
     resumed = find_checkpoint(schedule.resume, given)
+    # A resumed run keeps its seed, which the order of the data depends on.
     seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
+    # Only now: a process can settle its cores once, so bad arguments must be found before.
     settled = start(cores, f"fit(cores={cores!r})")
     placement = engine.place_on(settled)
     train, validation = validation.split_off(train)
     data = train.stream(placement, settled, seed)
     held_out = validation.build(placement, settled, train.batch_size, data.steps)
     schedule.apply_limit([data] if held_out is None else [data, held_out.stream])
+    # Before the move, which can't write back values that a failed step has lost.
     if resumed is not None and engine.state.device.lost:
         engine.reset_to(saved_state(resumed))
     engine.move_to(placement)
@@ -59,6 +62,7 @@ def run_fit(
     history = History()
     params = {"epochs": schedule.epochs, "steps": data.steps, "verbose": verbosity}
     everyone = callback_list(engine, [*given, history], params)
+    # Last: an error above leaves the history and the report of the `fit` before.
     engine.begin_fit(history, options, seed)
     epochs = range(schedule.initial_epoch, schedule.epochs)
     try:
@@ -69,7 +73,7 @@ def run_fit(
 
 
 def scale_rates(engine: Engine, cores: Cores) -> list[float]:
-    """Multiply the learning rates by the factor of the cores, once. Returns the rates from before."""
+    """Multiply the learning rates by the factor of the cores, once, and return the rates from before."""
     optimizer = engine.model.optimizer
     if optimizer is None:
         raise NotCompiledError("there is no optimizer: call model.compile(optimizer='adamw', ...) first")
@@ -79,7 +83,7 @@ def scale_rates(engine: Engine, cores: Cores) -> list[float]:
 
 
 def _headline(engine: Engine, cores: Cores, size: int | None, before: list[float]) -> str:
-    """One line that says what is scaled, and how: cores, batch, rate and precision."""
+    """Return the line that says how `fit` scales: cores, batch, learning rate and precision."""
     batch = f"batch {size} x {cores.count} = {size * cores.count}" if size else f"{cores.count} batches a step"
     assert engine.model.optimizer is not None
     after = optimizers.rates(engine.model.optimizer)

@@ -1,4 +1,4 @@
-"""`Interruption`: SIGTERM and Ctrl-C as a wish that is granted when a step is over, so that nothing is torn."""
+"""`Interruption`: notes SIGTERM and Ctrl-C, so that training ends between two steps and no step is torn."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _nothing() -> None: ...
 
 
 class Interruption:
-    """While it is entered, the first SIGTERM and the first SIGINT are only noted; a second one does what it always did.
+    """A context in which the first SIGTERM and the first SIGINT are only noted; a second one acts as usual.
 
-    It takes over where Python's own handlers are in force, and in the main thread, the only one that gets signals.
-    Handlers of the user's own stay.
+    It replaces Python's own handlers only, and only in the main thread, which alone gets signals. Handlers of the
+    user's own stay.
 
     Attributes:
-        wakes: Called when a signal comes, to end a wait for something other than the device.
+        wakes: The function called when a signal comes, to end a wait for anything but the device.
 
     Example:
         >>> with Interruption() as interruption:
@@ -42,7 +42,7 @@ class Interruption:
 
     @property
     def wanted(self) -> bool:
-        """Whether a signal has come."""
+        """True if a signal has come."""
         return self._signal is not None
 
     def leave(self) -> NoReturn:
@@ -70,10 +70,10 @@ class Interruption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
-        self._give_back(number)
+        self._give_back(number)  # before anything else, so that a second signal always gets through
         self.wakes()
-        with suppress(OSError):  # nobody may be listening any more
-            os.write(2, _NOTES[signal.Signals(number)])  # print is not to be used here: it may be at work right now
+        with suppress(OSError):  # stderr may be closed
+            os.write(2, _NOTES[signal.Signals(number)])  # not print: the signal may have interrupted one
 
     def _give_back(self, number: int) -> None:
         signal.signal(number, self._before.pop(number))

@@ -11,20 +11,20 @@ fit
             on_train_batch_end          its logs wait only if one is read
             if a validation inside the epoch is due
                 evaluate                on_test_begin ... on_test_end, one wait
-            save what callbacks asked for, which waits for the device
+            save what callbacks requested, which waits for the device
             leave the epoch if a callback asked to stop
             leave for good after SIGTERM or Ctrl-C, and save first
         read the epoch's logs           the epoch's one wait for the device
         if validation is due            unless there has been one after the epoch's last step
             evaluate                    on_test_begin ... on_test_end, one wait
         on_epoch_end                    with the logs of the epoch's last validation, if there was one
-        save what callbacks asked for
+        save what callbacks requested
         leave if a callback asked to stop
     wait until everything is saved
     on_train_end                        of every callback, also after an error
 
-A `fit` that goes on from a checkpoint begins like any other. Once the callbacks have begun, and with them the epoch if
-the checkpoint is from the middle of one, everything is made what it was.
+A resumed `fit` begins like any other. The checkpoint is loaded once the callbacks have begun, and the epoch too if the
+checkpoint is from the middle of one: loaded earlier, it would be overwritten by what they begin with.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ def fit(
         callbacks: The callbacks to tell.
         epochs: The epochs' numbers, from 0.
         max_time: The time after which training ends, with the batch under way, in seconds (default: none).
-        resumed: The checkpoint to go on from; the epochs before its own are left out (default: none).
+        resumed: The checkpoint to resume from; the epochs before its own are skipped (default: none).
     """
     model = engine.model
     model.stop_training = model.out_of_time = False
-    engine.state.swap_ema(to=False)
-    model.module.eval()  # the mode that it is left in, ready to be used
+    engine.state.swap_ema(to=False)  # a callback may have left the averages in the weights' place
+    model.module.eval()  # `closing` restores this mode at the end, ready for use
     with closing(callbacks, engine), Interruption() as interruption:
         training = _Training(engine, train, validation, callbacks, epochs.stop, max_time, interruption)
+        # The callbacks begin before the resumption, so that the checkpoint overrides what they begin with.
         callbacks.call("on_train_begin")
         begun = Progress(epochs.start) if resumed is None else training.begin_from(resumed, epochs.start)
         logs: dict[str, Any] = {}
@@ -82,7 +83,7 @@ def fit(
                 if training.ends():
                     break
             training.manager.finish()
-        engine.state.finish_ema()
+        engine.state.finish_ema()  # after the last checkpoint, which needs the weights that training goes on with
         callbacks.call("on_train_end", logs)
 
 
@@ -108,9 +109,9 @@ class _Training:
         self._advised = False
 
     def begin_from(self, checkpoint: Checkpoint, first: int) -> Progress:
-        """Go on from a checkpoint, now or, if it is from the middle of an epoch, once that has begun."""
+        """Load a checkpoint, or keep it until its epoch has begun if it is from the middle of one."""
         begun = progress_of(checkpoint, first)
-        if begun.stopped and self._epochs <= begun.epochs:  # it had come to its end
+        if begun.stopped and self._epochs <= begun.epochs:  # a callback had ended it, and no more epochs are wanted
             begun = replace(begun, epoch=self._epochs)
         if begun.batches is None or begun.epoch >= self._epochs:
             self.manager.go_on(checkpoint)
@@ -119,13 +120,14 @@ class _Training:
         return begun
 
     def run_epoch(self, epoch: int) -> dict[str, Any]:
-        """Train for one epoch, and validate if it is time to. Returns the epoch's logs."""
+        """Train for one epoch, validate if that is due, and return the epoch's logs."""
         self._callbacks.call("on_epoch_begin", epoch)
         run = StepRunner(self._engine, "train", self._train.device_transform, warm=self._train.passed)
         logs = self._go_on(epoch, run)
         if logs is None:
             logs = self._train_on(epoch, run)
         if self._validations is not None:
+            # Noted before: if a signal ends the validation, the checkpoint says that only the validation is left.
             self._note(epoch, run.tally.batches, trained=logs)
             logs |= self._validations.close(epoch, run.tally.batches)
             self._leave_if_interrupted()
@@ -135,13 +137,13 @@ class _Training:
         return logs
 
     def ends(self) -> bool:
-        """True if training ends after this batch or epoch. All hosts decide it together."""
+        """True if training ends after this batch or epoch. All hosts decide together."""
         model = self._engine.model
         model.out_of_time = self._deadline is not None and perf_counter() > self._deadline
         return bool(agree(model.stop_training or model.out_of_time or self._interruption.wanted))
 
     def _go_on(self, epoch: int, run: StepRunner) -> dict[str, Any] | None:
-        """If a checkpoint is from this epoch, go on from it. Returns the epoch's logs if only its validation is due."""
+        """Load the checkpoint if it is from this epoch. Return the epoch's logs if only its validation is left."""
         resumed, self._resumed = self._resumed, None
         if resumed is None:
             return None
@@ -155,14 +157,15 @@ class _Training:
         return dict(progress.trained)
 
     def _train_on(self, epoch: int, run: StepRunner) -> dict[str, Any]:
-        """Run the steps of an epoch, or the rest of them. Returns their logs."""
+        """Run the steps of an epoch, or the rest of them, and return their logs."""
         engine, model, validations = self._engine, self._engine.model, self._validations
 
         def validate_and_save(pause: Pause = nullcontext) -> None:
+            # Validation comes before the save: a resumed run would repeat it otherwise.
             if validations is not None and validations.is_due_inside(run.tally.batches):
-                with pause():  # the evaluation's first steps are captured, and nothing else may be sent meanwhile
+                with pause():  # its first steps are captured, while nothing else may be sent to the device
                     validations.run(run.tally.batches)
-                run.note_hooks()
+                run.note_hooks()  # those of the validation may have changed the optimizer
             self._note(epoch, run.tally.batches, run)
 
         def stop(pause: Pause) -> bool:
@@ -174,15 +177,15 @@ class _Training:
 
         model.module.train()
         began, waited = perf_counter(), 0.0
-        validate_and_save()  # a checkpoint may be from a step after which a validation was broken off
+        validate_and_save()  # the checkpoint may be from a step whose validation was broken off
         if self._interruption.wanted:
-            self._train.epoch(epoch)  # so that it is where the epoch begins, or goes on; nothing is read
+            self._train.epoch(epoch)  # sets the position that a checkpoint saves; reads nothing
         else:
             loop = PassLoop("train", run, self._train, self._callbacks, stop, self._interruption, note_waited)
             waited = loop(epoch, look_ahead=engine.config.gradients.accumulate_steps > 1)
         self._leave_if_interrupted()
         if model.out_of_time:
-            self.manager.save_now()  # here, and not at the epoch's end: the rest of it is still to be trained on
+            self.manager.save_now()  # here, not at the epoch's end: the rest of the epoch is still to be trained on
         logs = run.results()
         elapsed = perf_counter() - began - (validations.take_seconds() if validations is not None else 0.0)
         engine.log.passes.append(Pass("train", run.tally.steps, run.tally.rows, elapsed, waited))
@@ -193,7 +196,7 @@ class _Training:
         return logs
 
     def _note(self, epoch: int, batches: int | None = None, run: StepRunner | None = None, trained: Any = None) -> None:
-        """Tell the manager how far training is, and save if that was asked for."""
+        """Tell the manager how far training is; it saves if a callback has requested that."""
         validated = None if self._validations is None or batches is None else self._validations.last
         stopped = self._engine.model.stop_training
         self.manager.at(Progress(epoch, batches, trained, validated, stopped, self._epochs), run)

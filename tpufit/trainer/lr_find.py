@@ -21,20 +21,20 @@ from ..optimizers import set_rate
 from ..runtime import agree, fetch
 from ..step import DeviceBatch, Engine, StepRunner
 
-# So many steps are started between two waits for their losses; a training that diverges takes that many for nothing.
+# The number of steps between two waits for their losses; diverged training wastes at most so many.
 _WINDOW = 10
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Which rates are tried, and how their losses are read.
+    """The rates to try, and the rules for reading their losses.
 
     Attributes:
         start_lr: The first rate.
-        end_lr: The last one.
-        steps: How many; each is the one before times the same factor.
-        stop_factor: The smoothed loss ends it that is more than so many times the lowest.
-        smoothing: How much of the average of the losses before is kept at each step, from 0 to below 1.
+        end_lr: The last rate.
+        steps: The number of rates; each is the one before times a constant factor.
+        stop_factor: The sweep ends when the smoothed loss exceeds so many times the lowest one.
+        smoothing: The share of the running average that each step keeps, from 0 to below 1.
 
     Raises:
         ArgumentError: A value out of its range.
@@ -63,7 +63,7 @@ class Sweep:
 
     @property
     def rates(self) -> list[float]:
-        """The rates, in their order."""
+        """The rates, in order."""
         return [float(rate) for rate in np.geomspace(self.start_lr, self.end_lr, self.steps)]
 
 
@@ -72,13 +72,13 @@ class LRCurve:
     """The loss at each learning rate of a `Model.lr_find`.
 
     Attributes:
-        lrs: The rates, actual ones; of several groups that of the first.
-        losses: The loss of each step's batch, from before its update.
-        smoothed: Their exponential moving average, corrected for its beginning.
-        suggestion: The rate at which the smoothed loss falls most steeply over the rate's logarithm, earlier by the few
-            steps that an average lags behind (4, for a smoothing of 0.9); or None if the loss never fell. The first
-            tenth of the points is left out, as the average knows few losses there, and all from the lowest point on,
-            where training breaks down. A fall smaller than twice the losses' scatter is none.
+        lrs: The actual rates; with several groups, those of the first.
+        losses: The loss of each step's batch, before its update.
+        smoothed: The exponential moving average of the losses, bias-corrected.
+        suggestion: The rate at which the smoothed loss falls most steeply over the rate's logarithm, moved back by the
+            steps that the average lags behind (4, for a smoothing of 0.9); None if the loss never fell. The first tenth
+            of the points is left out, as the average has few losses there, and so is everything from the lowest point
+            on, where training breaks down. A fall smaller than twice the losses' scatter doesn't count.
 
     Example:
         >>> curve = LRCurve.of([0.001, 0.01, 0.1, 1.0, 10.0], [2.0, 1.9, 1.0, 0.8, 5.0], smoothing=0.0)
@@ -95,13 +95,13 @@ class LRCurve:
     def of(
         cls, lrs: Sequence[float], losses: Iterable[float], smoothing: float, stop_factor: float = math.inf
     ) -> LRCurve:
-        """The curve of some losses, up to the one at which training broke down.
+        """Build the curve of some losses, up to the one at which training broke down.
 
         Args:
             lrs: The rates.
-            losses: A loss for each. No more are asked for once one is infinite or not a number, or the curve has ended.
+            losses: A loss for each rate. No more are read once one is infinite or not a number, or the curve has ended.
             smoothing: See `Sweep`.
-            stop_factor: See `Sweep`; a loss that is below 0 by then never ends it.
+            stop_factor: See `Sweep`; without effect once the lowest smoothed loss is negative.
         """
         read: list[float] = []
         smoothed: list[float] = []
@@ -117,7 +117,7 @@ class LRCurve:
                 break
         rates = list(lrs[: len(read)])
         steepest = _steepest(read, smoothed)
-        # The average shows a sudden change at once, and a steady one as late as what is averaged is old: the middle.
+        # The average shows a sudden change at once, and a steady one as late as its mean age: take the middle.
         lag = round(smoothing / (1 - smoothing) / 2)
         return cls(rates, read, smoothed, None if steepest is None else rates[max(0, steepest - lag)])
 
@@ -141,7 +141,7 @@ class LRCurve:
             ax.axvline(self.suggestion, linestyle="--", color="gray", label=f"suggestion: {self.suggestion:.2g}")
         ax.set(xscale="log", xlabel="learning rate", ylabel="loss")
         if self.smoothed:
-            # Where training breaks down the loss may be a thousand times what it was, and nothing else would be seen.
+            # Where training breaks down, the loss may grow a thousandfold, and nothing else would be visible.
             lowest = min(self.smoothed)
             fall = max(self.smoothed[: self.smoothed.index(lowest) + 1]) - lowest
             if fall:
@@ -151,13 +151,13 @@ class LRCurve:
 
 
 def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
-    """Train at the rates of a sweep, and put everything back as it was.
+    """Train at the rates of a sweep, then restore everything.
 
     Args:
-        engine: The engine of the model to train; it is where it shall be trained.
-        data: The batches; if they end too early they start over.
+        engine: The engine of the model to train, already on its cores.
+        data: The batches; they start over if they end too early.
         sweep: The rates.
-        seed: The seed that the steps' random numbers are a function of, with their numbers.
+        seed: The seed of the steps' random numbers.
     """
     rates, before, bad = sweep.rates, engine.state.snapshot(), engine.log.first_bad_step
     try:
@@ -180,7 +180,7 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
 
 
 def _losses(engine: Engine, run: StepRunner, feed: Prefetcher[DeviceBatch], rates: Sequence[float]) -> Iterator[float]:
-    """The loss of a step at each rate. **This waits** for the device, once for so many."""
+    """Yield the loss of a step at each rate. **This waits** for the device, once for several steps."""
     optimizer = engine.model.optimizer
     assert optimizer is not None
     for first in range(0, len(rates), _WINDOW):
@@ -200,7 +200,7 @@ def _losses(engine: Engine, run: StepRunner, feed: Prefetcher[DeviceBatch], rate
 
 
 def _whole_batches(data: Stream) -> Iterator[Any]:
-    """The batches of pass after pass, but for a last one that is short: at another size the curve would jump."""
+    """Yield the batches of pass after pass, without a short last one: at another size the curve would jump."""
     for number in count():
         size, held = 0, None
         for batch in data.epoch(number):
@@ -216,13 +216,13 @@ def _rows(batch: Any) -> int:
 
 
 def _steepest(losses: Sequence[float], smoothed: Sequence[float]) -> int | None:
-    """Where the smoothed losses fall most steeply, or None; see `LRCurve`."""
+    """Return the index at which the smoothed losses fall most steeply, or None; see `LRCurve`."""
     if len(smoothed) < 3:
         return None
     first, lowest = len(smoothed) // 10, int(np.argmin(smoothed))
     if first >= lowest:
         return None
-    scatter = float(np.std(np.diff(losses[first : lowest + 1]))) / math.sqrt(2)  # whatever their trend is
+    scatter = float(np.std(np.diff(losses[first : lowest + 1]))) / math.sqrt(2)  # differences leave out the trend
     if smoothed[first] - smoothed[lowest] <= max(2 * scatter, 1e-3 * abs(smoothed[first])):
         return None
     return first + int(np.argmin(np.gradient(smoothed)[first:lowest]))

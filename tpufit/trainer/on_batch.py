@@ -1,4 +1,4 @@
-"""Single batches, for training loops of the user's own: `train_on_batch`, `test_on_batch`, `predict_on_batch`."""
+"""Single batches, for custom training loops: `train_on_batch`, `test_on_batch`, `predict_on_batch`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def run_on_batch(
     Args:
         engine: The model's engine.
         role: `"train"`, `"eval"` or `"predict"`.
-        parts: The inputs, the targets and the weights; the latter two may be None.
+        parts: The inputs, the targets and the sample weights; the latter two may be None.
         cores: The argument of the method.
         method: The method's name, for errors.
 
     Returns:
-        The runner, whose logs go on from one call to the next, and the outputs of the step.
+        The runner, whose logs go on from call to call, and the outputs of the step.
     """
     run = _runner(engine, role, start(cores, f"{method}(cores={cores!r})"))
     used = max(i for i, part in enumerate(parts) if part is not None or i == 0) + 1
@@ -40,12 +40,12 @@ def run_on_batch(
 
 
 def reset(engine: Engine) -> None:
-    """Let the logs of all three methods begin again."""
+    """Restart the logs of all three methods."""
     engine.batch_runners.clear()
 
 
 def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
-    """The runner of single batches: a new one if another pass has run meanwhile, or the metrics were reset."""
+    """Return the runner of single batches: a new one after another pass, or after the metrics were reset."""
     placement = engine.place_on(cores)
     run = engine.batch_runners.get(role)
     if run is None or placement != engine.state.placement or not run.is_current:

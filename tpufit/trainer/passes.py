@@ -1,4 +1,4 @@
-"""One pass over data: the loop that training, evaluation and prediction share, and the latter two.
+"""One pass over data: the loop that training, evaluation and prediction share, with `evaluate` and `predict`.
 
 pass
     for each group of steps that run as one graph
@@ -32,23 +32,23 @@ from .interruption import Interruption
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
 _OUTPUTS_IN_FLIGHT = 2
 
-# A context in which nothing is sent to the device but by whoever entered it.
+# A function that returns a context in which nobody else sends anything to the device.
 Pause = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
 class PassLoop:
-    """One pass over data, with everybody who has a say in it.
+    """One pass over data.
 
     Args:
         name: `"train"`, `"test"` or `"predict"`, as in the names of hooks.
-        run: Runs its steps.
+        run: The runner of the pass's steps.
         data: The data.
         callbacks: The callbacks to tell.
-        stop: Asked after each group: True leaves the pass. It is given a context that keeps the prefetcher quiet.
-        interruption: Ends the wait for data when a signal comes; None outside of `fit`.
-        waited: Takes, after each group, the time that the pass has waited for data so far, in seconds.
-        collect: Takes the outputs of each group.
+        stop: The function called after each group, with a `Pause`; True ends the pass.
+        interruption: The signals, which end a wait for data (default: none, outside `fit`).
+        waited: The function called before each batch's end hook with the wait for data so far, in seconds.
+        collect: The function called with the outputs of each group (default: none).
     """
 
     name: str
@@ -65,10 +65,10 @@ class PassLoop:
 
         Args:
             epoch: The number of the epoch, from 0 (default 0).
-            look_ahead: True to find out which group is the last one, by keeping one back (default False).
+            look_ahead: True to know the last group when it runs, by keeping one group back (default False).
 
         Returns:
-            The time that it waited for data, in seconds.
+            The time spent waiting for data, in seconds.
         """
         run, callbacks, data = self.run, self.callbacks, self.data
         begin, end = f"on_{self.name}_batch_begin", f"on_{self.name}_batch_end"
@@ -87,11 +87,11 @@ class PassLoop:
                     run.note_hooks()
                 outputs = step(group, feed.paused, last)
                 if tells_end:
-                    if self.waited is not None:
+                    if self.waited is not None:  # first, because the hook may read `input_bound`
                         self.waited(feed.times.waited)
                     self._tell_end(end, len(group), outputs)
                     run.note_hooks()
-                if self.collect:
+                if self.collect:  # before `stop`, which may leave the pass
                     self.collect(outputs)
                 if self.stop(feed.paused):
                     break
@@ -103,7 +103,7 @@ class PassLoop:
         return times.waited
 
     def _step_hook(self) -> Callable[[], None]:
-        """The hook `on_train_step_begin`, which counts the steps itself: several may run as one graph."""
+        """Return the call of `on_train_step_begin`. It counts steps itself, because several may run as one graph."""
         started = self.run.tally.batches
 
         def begin_step() -> None:
@@ -131,10 +131,10 @@ def evaluate(
         engine: The engine of the model to evaluate.
         data: The data.
         callbacks: The callbacks to tell.
-        interruption: Breaks it off after the batch under way, inside `fit`.
+        interruption: The signals, which end it after the current batch (default: none, outside `fit`).
 
     Returns:
-        The loss and the metrics over exactly the rows of the data; empty if it was broken off.
+        The loss and the metrics over exactly the rows of the data; empty if a signal ended it.
     """
     model = engine.model
     model.stop_evaluating = False
@@ -162,7 +162,7 @@ def predict(engine: Engine, data: Stream, callbacks: CallbackList, take: Callabl
         engine: The engine of the model that predicts.
         data: The data.
         callbacks: The callbacks to tell.
-        take: Takes the outputs of each batch, on the host, in order. No more than a few others wait meanwhile.
+        take: The function called with each batch's outputs, on the host, in order. Few others wait meanwhile.
     """
     model = engine.model
     model.stop_predicting = False
@@ -190,9 +190,10 @@ def predict(engine: Engine, data: Stream, callbacks: CallbackList, take: Callabl
 
 @contextmanager
 def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
-    """Whatever happens, end the callbacks, put the weights back, and leave each layer in the mode that it began in."""
+    """Whatever happens, end the callbacks, expose the weights, and restore the mode of each layer."""
     with modes_kept(engine.model.module):
         try:
+            # Innermost, so that callbacks get the error that the user gets.
             with engine.noticing_loss():
                 yield
         except BaseException as error:
@@ -204,7 +205,7 @@ def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Leave each layer in the mode, training or not, that it began in."""
+    """Restore the mode of each layer, training or not, at the end."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -215,7 +216,7 @@ def modes_kept(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _ending(feed: BatchReader[DeviceBatch], interruption: Interruption | None) -> Iterator[None]:
-    """Let a signal end the wait for data, which may be long. Batches that were read by then are not run."""
+    """Let a signal end a wait for data, which may be long. Batches already read are not run."""
     if interruption is None:
         yield
         return
@@ -228,9 +229,9 @@ def _ending(feed: BatchReader[DeviceBatch], interruption: Interruption | None) -
 
 
 def _groups(feed: Iterable[DeviceBatch], size: Callable[[], int]) -> Iterator[list[DeviceBatch]]:
-    """Group the batches that run as one graph: of one structure, and no more than `size` says at the time.
+    """Yield groups of batches to run as one graph: of one structure, and at most `size()` of them.
 
-    Batches that don't fill a group run one by one: a graph for each smaller size would have to be compiled.
+    Batches that don't fill a group run one by one: each smaller size would need a graph of its own.
     """
     group: list[DeviceBatch] = []
     for batch in feed:
@@ -245,7 +246,7 @@ def _groups(feed: Iterable[DeviceBatch], size: Callable[[], int]) -> Iterator[li
 
 
 def _knowing_the_last(groups: Iterator[list[DeviceBatch]], look: bool) -> Iterator[tuple[list[DeviceBatch], bool]]:
-    """Say of each group if it is the last one. Only `look` keeps a group back to find out."""
+    """Yield each group, and True with the last one if `look`, which keeps a group back to know it."""
     if not look:
         yield from ((group, False) for group in groups)
         return

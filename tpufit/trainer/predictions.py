@@ -1,4 +1,4 @@
-"""What `predict` gives: the rows of all batches as NumPy arrays, in memory once, or in files as large as the disk."""
+"""The result of `predict`: the rows of all batches as NumPy arrays, in memory once, or in files."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..utils.npy_file import NpyFile
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """A host tensor as an array over the same memory; bfloat16, which NumPy lacks, becomes float32."""
+    """Return a host tensor as an array over the same memory; bfloat16, which NumPy lacks, becomes float32."""
     array: NDArray[Any] = (tensor.float() if tensor.dtype is bfloat16 else tensor).detach().numpy()
     return array
 
 
 class Predictions:
-    """Joins the outputs of batches, one batch after another. Each row is held once.
+    """Joins the outputs of batches, in order. Each row is in memory only once.
 
     Args:
-        batches: How many batches there will be, if that is known: then an array in memory is allocated once.
+        batches: The number of batches (default: unknown); if known, an array in memory is allocated once.
         files: The path of a `.npy` file for the rows, or a nest of paths in the form of the outputs (default: memory).
 
     Raises:
@@ -54,14 +54,14 @@ class Predictions:
                 raise ArgumentError(f"out must be a path ending in '.npy', or a nest of such paths, got {path!r}")
 
     def add(self, outputs: Any) -> None:
-        """Take the outputs of a batch.
+        """Add the outputs of a batch.
 
         Args:
-            outputs: A nest of host tensors, shape `(rows, ...)`; of one without dimensions each batch makes a row.
+            outputs: A nest of host tensors, shape `(rows, ...)`; a tensor without dimensions is one row.
 
         Raises:
-            DataError: The rows have another shape than those before.
-            ArgumentError: The files aren't of the outputs' form.
+            DataError: The rows differ in shape from those before.
+            ArgumentError: The nest of files isn't that of the outputs.
         """
         leaves, spec = tree_flatten(outputs)
         if self._spec is None:
@@ -72,9 +72,9 @@ class Predictions:
             column.add(np.atleast_1d(as_array(leaf)) if isinstance(leaf, Tensor) else leaf)
 
     def result(self) -> Any:
-        """The rows of all batches, in a nest as the outputs are; None if nothing was added.
+        """Return the rows of all batches, in the outputs' nest; None if nothing was added.
 
-        Those in files are mapped into memory, to be read.
+        Rows in files are mapped into memory, for reading.
         """
         if self._spec is None:
             return None
@@ -82,7 +82,7 @@ class Predictions:
 
     @contextmanager
     def committed(self) -> Iterator[Predictions]:
-        """A context after which the files are there. If it is left by an error, none of them is."""
+        """Put the files in place at the end of this context, or none of them after an error."""
         with self._open:
             yield self
             for column in self._columns:
@@ -101,20 +101,20 @@ class Predictions:
 
 
 class _Column(Protocol):
-    """One of the outputs."""
+    """One output of several."""
 
     def add(self, part: Any) -> None:
-        """Take a batch's part of it."""
+        """Add a batch's part."""
 
     def finish(self) -> None:
-        """All batches have come."""
+        """End the output: all batches have come."""
 
     def result(self) -> Any:
-        """All of it."""
+        """Return the whole output."""
 
 
 class _Items:
-    """What is no tensor: a list of one item a batch."""
+    """An output that is no tensor: a list of one item a batch."""
 
     def __init__(self) -> None:
         self._items: list[Any] = []
@@ -130,7 +130,7 @@ class _Items:
 
 
 class _InMemory:
-    """An array that is as large as it will be from the first batch on, or grows by its own reallocation."""
+    """An array, allocated once if the number of batches is known, else grown by reallocation."""
 
     def __init__(self, batches: int | None) -> None:
         self._batches = batches or 1
@@ -157,12 +157,12 @@ class _InMemory:
 
     def _resize(self, rows: int) -> None:
         assert self._array is not None
-        # Nobody else holds it. Where the system can, the memory is moved without a copy.
+        # Nobody else refers to it. Where the system can, it moves the memory without a copy.
         self._array.resize((rows, *self._array.shape[1:]), refcheck=False)
 
 
 class _InFile:
-    """A `.npy` file that is written from its beginning to its end."""
+    """A `.npy` file, written from beginning to end."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

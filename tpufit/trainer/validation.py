@@ -30,7 +30,7 @@ class Validation:
     every: int | None = None
 
     def is_due(self, epoch: int) -> bool:
-        """True if the epoch (from 0) ends with a validation."""
+        """True if an epoch (from 0) ends with a validation."""
         return (epoch + 1) % self.due == 0 if isinstance(self.due, int) else epoch + 1 in self.due
 
 
@@ -44,10 +44,10 @@ class Validations:
         engine: The engine that trains.
         validation: The data and the schedule.
         callbacks: The callbacks to tell.
-        interruption: Breaks one off; it is then as if it had never begun.
+        interruption: The signals, which break a validation off; it then counts as never begun.
 
     Attributes:
-        last: The epoch's last one: the number of the epoch's batches before it, and its logs.
+        last: The epoch's last validation: the number of the epoch's batches before it, and its logs.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Validations:
         self._seconds = 0.0
 
     def is_due_inside(self, batches: int) -> bool:
-        """True if one is due inside the epoch, after so many batches, of which several may have come at once."""
+        """True if a validation is due after so many of the epoch's batches; several may have come at once."""
         every = self._validation.every
         return every is not None and self.last["batches"] // every < batches // every
 
@@ -72,12 +72,12 @@ class Validations:
         self._seconds += perf_counter() - began
 
     def take_seconds(self) -> float:
-        """The time that the validations inside the epoch have taken, in seconds; it begins at 0 again."""
+        """Return the time of the validations inside the epoch, in seconds, and begin at 0 again."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def close(self, epoch: int, batches: int) -> dict[str, Any]:
-        """The logs of the epoch's last validation, which runs now if it is due; empty if there was none."""
+        """Validate if that is due, and return the logs of the epoch's last validation; empty if there was none."""
         if self._validation.is_due(epoch) and self.last["batches"] != batches:
             self.run(batches)
         logs, self.last = self.last["logs"], _NOT_YET
@@ -86,11 +86,11 @@ class Validations:
 
 
 def steps_between(freq: int | float, steps: int | None) -> int:
-    """The number of steps between two validations inside an epoch.
+    """Return the number of steps between two validations inside an epoch.
 
     Args:
         freq: The argument `validation_step_freq`: a number of steps, or as a float a share of an epoch.
-        steps: The number of steps of an epoch, if that is known.
+        steps: The number of steps in an epoch, if known.
 
     Raises:
         ArgumentError: The number is never reached, or the share can't be computed.
