@@ -7,7 +7,7 @@ they are entries of one device vector, so that a new rate needs no new graph.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,9 +48,12 @@ class DeviceRates:
             self._vectors = to_device([torch.tensor(rates) for rates in steps], self._placement)
         return self._vectors[: len(steps)]
 
-    def in_step(self) -> AbstractContextManager[None]:
-        """A context in which steps are traced: in the end the groups have their Python numbers back."""
-        return self._restoring("lr")
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """A context in which steps are traced: the groups point at the device's rates, and get their numbers back."""
+        with self._restoring("lr"):
+            self.use(self._vectors[0])
+            yield
 
     def use(self, vector: Tensor) -> None:
         """Point the groups at the rates of one step, inside it: its graph then computes from its input."""
