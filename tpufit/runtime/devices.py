@@ -54,7 +54,7 @@ class Cores:
 
 @dataclass(frozen=True)
 class _Request:
-    count: int | None  # None: whatever there is
+    count: int | None  # None: all that there are
     index: int | None
 
 
@@ -192,11 +192,10 @@ def _import_runtime() -> Any:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
         logging.disable(logging.WARNING)
         try:
-            torch_xla = importlib.import_module("torch_xla")
+            importlib.import_module("torch_xla")
         finally:
             logging.disable(logging.NOTSET)
-    else:
-        torch_xla = sys.modules["torch_xla"]
+    torch_xla = sys.modules["torch_xla"]
     importlib.import_module("torch_xla.runtime")
     # It puts a GRU of its own in PyTorch's place, whose backward pass needs JAX on several cores.
     nn.GRU = getattr(nn.GRU, "_orig", nn.GRU)  # type: ignore[misc]

@@ -137,7 +137,7 @@ def variables(facts: Facts) -> Iterator[Row]:
 
 
 def holders(facts: Facts) -> Iterator[Row]:
-    others = {pid: command for pid, command in facts.holders.items() if pid != facts.own}
+    others = {pid: command for pid, command in facts.holders.items() if pid != facts.process.pid}
     if others:
         cure = "a TPU serves one process: end them yourself (kill, or restart their notebook); doctor ends nothing"
         yield _row("who holds the TPU", describe(others), error=cure)
@@ -146,14 +146,14 @@ def holders(facts: Facts) -> Iterator[Row]:
 
 
 def process(facts: Facts) -> Iterator[Row]:
-    if facts.foreign:
+    if facts.process.foreign:
         cure = (
             "don't touch torch_xla before tpufit (xla_device(), .to('xla')): a process that has computed on one device "
             "can't go to many. In doubt restart the kernel"
         )
         yield _row("this process", "torch_xla was imported before tpufit needed it", warning=cure)
-    elif facts.settled:
-        yield _row("this process", f"computes on {facts.settled}; so no training was tried in another")
+    elif facts.process.settled:
+        yield _row("this process", f"computes on {facts.process.settled}; so no training was tried in another")
 
 
 def memory(facts: Facts) -> Iterator[Row]:
