@@ -22,7 +22,7 @@ from .ops.lowerings import lower_missing
 from .trace_watch import users_line
 
 CoresArgument = int | str | list[int] | None
-"""What `cores=` takes: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
+"""The values of `cores=`: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
 
 
 @dataclass(frozen=True)
