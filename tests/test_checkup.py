@@ -8,7 +8,7 @@ import pytest
 
 from tpufit.diagnostics.checkup import table
 from tpufit.diagnostics.checkup.checks import CHECKS
-from tpufit.diagnostics.checkup.facts import Facts
+from tpufit.diagnostics.checkup.facts import Facts, Process
 from tpufit.diagnostics.checkup.trial import ALL, Trial
 from tpufit.utils.hardware import CHIPS
 
@@ -63,8 +63,8 @@ def test_a_sound_machine_has_nothing_to_be_cured():
         ({"environ": {"PT_XLA_DEBUG": "1"}}, "environment", "warning", "every step slow"),
         ({"holders": {17: "python old.py"}}, "who holds the TPU", "error", "17 .python old.py.*doctor ends nothing"),
         ({"holders": {1: "python me.py"}}, "who holds the TPU", "ok", "this process"),
-        ({"foreign": True}, "this process", "warning", "xla_device"),
-        ({"settled": "8 cores (XLA:TPU)"}, "this process", "ok", "computes on 8 cores"),
+        ({"process": Process(foreign=True)}, "this process", "warning", "xla_device"),
+        ({"process": Process(settled="8 cores (XLA:TPU)")}, "this process", "ok", "computes on 8 cores"),
         ({"memory": {"RAM": 64 << 30, "the container (cgroup)": 1 << 30}}, "host memory", "error", "1 GiB by the cont"),
         ({"memory": {"RAM": 3 << 30}}, "host memory", "warning", "3 GiB by RAM"),
         ({"cpus": 2, "chips": (V3,) * 4}, "CPUs", "warning", "CachedDataset"),

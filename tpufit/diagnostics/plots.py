@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_TEXT = 30  # so many classes may have their numbers written into a confusion matrix
+_MOST_TEXT = 30  # a confusion matrix of more classes has no numbers written into it
 
 
 def new_axes(count: int = 1, side: tuple[float, float] = (5.0, 3.5)) -> tuple[Figure, list[Axes]]:
     """Axes side by side in a new figure, in the style of all pictures here.
 
     Args:
-        count: How many (default 1).
+        count: The number of axes (default 1).
         side: The width and height of each, in inches.
 
     Returns:
@@ -44,10 +44,10 @@ def new_axes(count: int = 1, side: tuple[float, float] = (5.0, 3.5)) -> tuple[Fi
 
 
 def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Figure:
-    """Draw the logs of a training over its epochs: a picture for each, with validation beside training.
+    """Draw the logs of a training over its epochs, each in a picture of its own, with validation beside training.
 
     Args:
-        lines: For each log its epochs and its values; `val_loss` goes into the picture of `loss`.
+        lines: The epochs and the values of each log; `val_loss` goes into the picture of `loss`.
 
     Returns:
         Matplotlib's `Figure`.
@@ -81,18 +81,18 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Figu
 def confusion_matrix(matrix: Any, labels: Sequence[object] | None = None) -> Figure:
     """Draw a confusion matrix: a row for each true class, a column for each predicted one.
 
-    Cells are the darker the larger their share of the row is, so that rare classes are seen as well.
+    The darkness of a cell is its share of the row, so that rare classes show as well.
 
     Args:
         matrix: Counts or shares of shape `(classes, classes)`, as `torchmetrics.ConfusionMatrix` computes them.
-        labels: What the classes are called (default: their numbers, from 0).
+        labels: The names of the classes (default: their numbers, from 0).
 
     Returns:
         Matplotlib's `Figure`.
 
     Raises:
         ImportError: Matplotlib is not installed.
-        ArgumentError: Another shape, or another number of labels.
+        ArgumentError: The matrix has another shape, or there is another number of labels.
 
     Example:
         >>> figure = confusion_matrix([[8, 2], [1, 9]], labels=["cat", "dog"])

@@ -1,4 +1,4 @@
-"""The table of a module's layers: what they put out, their parameters, and what these take of memory."""
+"""The table of a module's layers: their outputs, their parameters, and the memory that these take."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _WIDTH = 120  # columns
 
 
 def table(module: nn.Module, outputs: Mapping[str, str] | None = None) -> str:
-    """The layers of a module that hold parameters or have none inside, and the totals, as text.
+    """Make a table of the layers that hold parameters or contain no other layer, and of the totals, as text.
 
     Args:
         module: Any module. A tensor that several layers share is counted at the first.
-        outputs: The shapes of the layers' outputs, as `noting_outputs` gives them (default: not known yet).
+        outputs: The shapes of the layers' outputs, from `noting_outputs` (default: not known yet).
 
     Example:
         >>> print(table(nn.Linear(2, 3), {"": "8x3"}))
@@ -46,11 +46,11 @@ def table(module: nn.Module, outputs: Mapping[str, str] | None = None) -> str:
 
 
 def memory(module: nn.Module, state: Iterable[Tensor]) -> str:
-    """What a training keeps in the memory of each core, but for what its steps need beside: activations and batches.
+    """The memory that a training keeps on each core, without the activations and batches of its steps.
 
     Args:
-        module: The module, of which each core has all.
-        state: What else training keeps: the optimizer's state, sums of gradients, averages; empty if not known yet.
+        module: The module, whole on every core.
+        state: The rest of the training's state: the optimizer's, sums of gradients, averages; empty if not known yet.
 
     Example:
         >>> memory(nn.Linear(2, 3), [])
@@ -68,11 +68,11 @@ def memory(module: nn.Module, state: Iterable[Tensor]) -> str:
 
 @contextmanager
 def noting_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
-    """Note the shapes of what the layers that are called inside put out, each when it is called first.
+    """Note the output shapes of the layers that are called inside, each at its first call.
 
     Args:
-        module: Its layers are looked at, wherever they are called.
-        found: Takes the shapes by the layers' names.
+        module: The module of the layers.
+        found: Takes the shapes, by the layers' names.
 
     Example:
         >>> import torch
@@ -99,7 +99,7 @@ def noting_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
 
 
 def _notes(layer: str, named: Mapping[str, Tensor], owners: dict[int, str]) -> str:
-    """Which of a layer's parameters are another layer's too, or don't learn; the others become its own."""
+    """Notes on a layer's parameters that are another layer's too, or don't learn; the others become its own."""
     notes = []
     for name, parameter in named.items():
         owner = owners.setdefault(id(parameter), f"{layer}.{name}".removeprefix("."))

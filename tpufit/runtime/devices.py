@@ -22,7 +22,7 @@ from .ops.lowerings import lower_missing
 from .trace_watch import users_line
 
 CoresArgument = int | str | list[int] | None
-"""What `cores=` takes: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
+"""The values of `cores=`: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Cores:
 
 @dataclass(frozen=True)
 class _Request:
-    count: int | None  # None: whatever there is
+    count: int | None  # None: all that there are
     index: int | None
 
 
@@ -192,11 +192,10 @@ def _import_runtime() -> Any:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
         logging.disable(logging.WARNING)
         try:
-            torch_xla = importlib.import_module("torch_xla")
+            importlib.import_module("torch_xla")
         finally:
             logging.disable(logging.NOTSET)
-    else:
-        torch_xla = sys.modules["torch_xla"]
+    torch_xla = sys.modules["torch_xla"]
     importlib.import_module("torch_xla.runtime")
     # It puts a GRU of its own in PyTorch's place, whose backward pass needs JAX on several cores.
     nn.GRU = getattr(nn.GRU, "_orig", nn.GRU)  # type: ignore[misc]

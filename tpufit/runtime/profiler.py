@@ -9,7 +9,7 @@ def start_profile(folder: str | os.PathLike[str]) -> None:
     """Begin to record. Only one profile can be recorded at a time in a process.
 
     Args:
-        folder: Where to write it, as `plugins/profile/<time>/*.xplane.pb` and `*.trace.json.gz`.
+        folder: The folder to write to, as `plugins/profile/<time>/*.xplane.pb` and `*.trace.json.gz`.
     """
     import torch_xla.debug.profiler as profiler
 

@@ -13,7 +13,7 @@ import operator
 import random
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,12 @@ _FACTS = 10_000
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _OTHER = object()
+_FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    ((np.generic, itertools.count), repr),
+    (random.Random, lambda value: hash(value.getstate())),
+    (np.random.Generator, lambda value: repr(value.bit_generator.state)),
+    (np.random.RandomState, lambda value: repr(value.get_state(legacy=False))),
+)
 
 # The attributes of every module. Only the mode among them is a matter of the user's.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
@@ -171,18 +177,11 @@ def _plain(value: Any) -> Any:
         # For a large one its identity, and the number of changes that PyTorch has made to it.
         small = (value.numel() if isinstance(value, Tensor) else value.size) <= _ITEMS
         return repr(value.tolist()) if small else (id(value), getattr(value, "_version", 0))
-    if isinstance(value, np.generic):
-        return repr(value)
-    if isinstance(value, random.Random):
-        return hash(value.getstate())
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
+    for kind, form in _FORMS:
+        if isinstance(value, kind):
+            return form(value)
     if isinstance(value, torch.Generator) and value.device.type == "cpu":
         return hash(value.get_state().numpy().tobytes())
-    if isinstance(value, itertools.count):
-        return repr(value)
     if isinstance(value, Iterator) and not isinstance(value, types.GeneratorType):
         return operator.length_hint(value, -1)
     return _OTHER

@@ -116,28 +116,22 @@ def hosts(facts: Facts) -> Iterator[Row]:
 
 def variables(facts: Facts) -> Iterator[Row]:
     left = "left from a run of several processes; fit removes the first two here before it starts"
+    retired = "torch_xla obeys some behind PyTorch's back, and ignores others: unset them, compile(precision='bf16')"
     divided = "these divide the TPU among several processes, and tpufit is one: unset them, or the start may hang"
     for names, cure in (
-        (
-            _OF_OLD_GUIDES,
-            "these were for XRT, which torch_xla dropped: unset them. Only PJRT_DEVICE=TPU is needed",
-        ),
+        (_OF_OLD_GUIDES, "these were for XRT, which torch_xla dropped: unset them. Only PJRT_DEVICE=TPU is needed"),
         (_OF_ANOTHER_RUN, left if facts.place == "Kaggle" and facts.chips else divided),
         (_OF_A_CHOICE, "not all cores are shown to this process: unset it if you want them"),
         (_SHARDING, "tpufit divides batches itself, and these interfere: unset them"),
         (_SLOWING, "these make every step slow: unset them when you have found the fault"),
-        (
-            tuple(retired_variables(facts.environ)),
-            "torch_xla obeys some of these behind PyTorch's back, and ignores others: unset them, and use "
-            "compile(precision='bf16')",
-        ),
+        (tuple(retired_variables(facts.environ)), retired),
     ):
         if found := ", ".join(f"{name}={facts.environ[name]}" for name in names if facts.environ.get(name)):
             yield _row("environment", found, warning=cure)
 
 
 def holders(facts: Facts) -> Iterator[Row]:
-    others = {pid: command for pid, command in facts.holders.items() if pid != facts.own}
+    others = {pid: command for pid, command in facts.holders.items() if pid != facts.process.pid}
     if others:
         cure = "a TPU serves one process: end them yourself (kill, or restart their notebook); doctor ends nothing"
         yield _row("who holds the TPU", describe(others), error=cure)
@@ -146,14 +140,14 @@ def holders(facts: Facts) -> Iterator[Row]:
 
 
 def process(facts: Facts) -> Iterator[Row]:
-    if facts.foreign:
+    if facts.process.foreign:
         cure = (
             "don't touch torch_xla before tpufit (xla_device(), .to('xla')): a process that has computed on one device "
             "can't go to many. In doubt restart the kernel"
         )
         yield _row("this process", "torch_xla was imported before tpufit needed it", warning=cure)
-    elif facts.settled:
-        yield _row("this process", f"computes on {facts.settled}; so no training was tried in another")
+    elif facts.process.settled:
+        yield _row("this process", f"computes on {facts.process.settled}; so no training was tried in another")
 
 
 def memory(facts: Facts) -> Iterator[Row]:

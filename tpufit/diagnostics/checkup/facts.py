@@ -17,6 +17,21 @@ _PACKAGES = ("torch", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu")
 
 
 @dataclass(frozen=True)
+class Process:
+    """This process.
+
+    Attributes:
+        pid: Its id.
+        settled: Its cores, in words, or nothing if none are settled.
+        foreign: True if torch_xla was imported in it before tpufit needed it.
+    """
+
+    pid: int = 1
+    settled: str = ""
+    foreign: bool = False
+
+
+@dataclass(frozen=True)
 class Facts:
     """The facts that the checks go by. The defaults are those of a sound laptop, so that a test names only the faults.
 
@@ -28,9 +43,7 @@ class Facts:
         place: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`.
         chips: The TPU chips on the PCI bus.
         holders: The commands of the processes that have a TPU open, by process id.
-        own: The id of this process.
-        settled: The cores of this process, in words, or nothing if none are settled.
-        foreign: True if torch_xla was imported in this process before tpufit needed it.
+        process: This process.
         memory: The bytes that this process may use, by the source of each limit.
         cpus: The number of CPUs that it may use.
         disk: Free bytes where caches and checkpoints go by default.
@@ -44,9 +57,7 @@ class Facts:
     place: str = "a machine without a TPU"
     chips: tuple[hardware.Chip, ...] = ()
     holders: Mapping[int, str] = field(default_factory=dict)
-    own: int = 1
-    settled: str = ""
-    foreign: bool = False
+    process: Process = Process()
     memory: Mapping[str, int] = field(default_factory=lambda: {"RAM": 64 << 30})
     cpus: int = 16
     disk: int = 100 << 30
@@ -71,9 +82,7 @@ def gather(train: bool, timeout: float) -> Facts:
         place=hardware.place(),
         chips=tuple(hardware.chips()),
         holders=hardware.holders(),
-        own=os.getpid(),
-        settled=str(cores or ""),
-        foreign=cores is None and "torch_xla" in sys.modules,
+        process=Process(os.getpid(), str(cores or ""), cores is None and "torch_xla" in sys.modules),
         memory=hardware.memory(),
         cpus=hardware.cpus(),
         disk=shutil.disk_usage(os.getcwd()).free,
