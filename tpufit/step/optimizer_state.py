@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointMismatchError
 from ..optimizers import EMA, Accumulator, DeviceRates, create_state, device_state, parameters
-from ..runtime import Placement
 from ..utils.json_codec import is_plain
 from .config import CompileConfig
 from .context import StepContext
@@ -44,15 +43,6 @@ class OptimizerState:
             self.accumulator = Accumulator(self.optimizer)
         if self._config.ema is not None and self.ema is None:
             self.ema = EMA(self.optimizer)
-
-    def put_rates(self, placement: Placement) -> None:
-        """Put the learning rates on the cores, as inputs of the steps' graphs."""
-        self.rates = DeviceRates(self.optimizer, placement)
-
-    def send_rates(self, steps: list[list[float]]) -> list[Tensor]:
-        """Send the rates of the next steps to the device; see `DeviceRates.send`."""
-        assert self.rates is not None
-        return self.rates.send(steps)
 
     @property
     def kept(self) -> list[Accumulator | EMA]:
@@ -180,10 +170,6 @@ class OptimizerState:
             key, _, name = rest.partition("/")
             if owner == own and name in named and key not in self.optimizer.state.get(named[name], {}):
                 self.optimizer.state[named[name]][key] = value.clone()
-
-    def device_tensors(self) -> list[Tensor]:
-        """The tensors of the optimizer's own state that belong on the device."""
-        return device_state(self.optimizer)
 
 
 def _plain(value: Any) -> Any:

@@ -126,7 +126,7 @@ class StepRunner:
         # First: `before_step` may change options that `refresh` looks at, and a bad label must raise before any change.
         inputs, seeds = self._inputs(group), self._seeds(len(group))
         if not program.traced_because and not state.placement.on_host:
-            used = [own.optimizer for own in state.attached]
+            used = [optimizer for optimizer, _ in state.attached]
             self._keys.refresh(used, state.device.held, program.met)
         # From here on an error may leave the step half done, and nothing is saved: even `next_updates` already counts.
         self.inside, self.group, engine.latest = True, group, self
@@ -245,14 +245,14 @@ class StepRunner:
         """Send the rates of the next steps to the device: for each attached optimizer, a vector a step."""
         attached = self._engine.state.attached
         if self.before_step is None:
-            return [own.send_rates([optimizers.rates(own.optimizer)] * steps) for own in attached]
+            return [sent.send([optimizers.rates(optimizer)] * steps) for optimizer, sent in attached]
         rates: list[list[list[float]]] = [[] for _ in attached]
         for _ in range(steps):
             self.before_step()
-            for row, own in zip(rates, attached, strict=True):
-                row.append(optimizers.rates(own.optimizer))
+            for row, (optimizer, _) in zip(rates, attached, strict=True):
+                row.append(optimizers.rates(optimizer))
         self._keys.note_hooks()
-        return [own.send_rates(row) for row, own in zip(rates, attached, strict=True)]
+        return [sent.send(row) for row, (_, sent) in zip(rates, attached, strict=True)]
 
     def _seeds(self, steps: int) -> list[int]:
         """Return the seed of each step. Other roles than training count down from -1, so they share none with it."""
@@ -283,7 +283,7 @@ class StepRunner:
         with ExitStack() as stack:
             if not engine.observed.shapes:
                 stack.enter_context(noting_outputs(engine.model.module, engine.observed.shapes))
-            vectors = [own.rates for own in engine.state.attached if own.rates is not None]
+            vectors = [rates for _, rates in engine.state.attached]
             for rates in vectors:
                 stack.enter_context(rates.in_step())
             for i, sent in enumerate(group):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointMismatchError, StateLostError, few
-from ..optimizers import HostCounters, UpdatePlan
+from ..optimizers import DeviceRates, HostCounters, UpdatePlan, device_state
 from ..runtime import HOST, DeviceState, Placement, copies, copy_into, launch, move, swap_value, to_host
 from ..utils.random import RNGState
 from .config import CompileConfig
@@ -109,14 +109,14 @@ class TrainState:
         own = self.of(optimizer)
         if own.rates is None and not self.placement.on_host:
             own.create()
-            move(own.device_tensors(), self.placement)
-            own.put_rates(self.placement)  # last: rates mark it as attached
+            move(device_state(optimizer), self.placement)
+            own.rates = DeviceRates(optimizer, self.placement)  # last: rates mark it as attached
         return own
 
     @property
-    def attached(self) -> list[OptimizerState]:
+    def attached(self) -> list[tuple[Optimizer, DeviceRates]]:
         """The optimizers with rates on the device. Each step takes a vector of rates for each, in this order."""
-        return [own for own in self.optimizers.values() if own.rates is not None]
+        return [(optimizer, own.rates) for optimizer, own in self.optimizers.items() if own.rates is not None]
 
     def tensors(self) -> tuple[dict[int, Tensor], dict[int, str]]:
         """Return every tensor that training changes, and the names of the modules' tensors, both by `id`."""
@@ -129,7 +129,7 @@ class TrainState:
                 tensors.setdefault(id(tensor), tensor)
         known = {**dict.fromkeys(self.named_optimizers().values()), **dict.fromkeys(self.optimizers)}
         for optimizer in known:
-            tensors |= {id(t): t for t in self.of(optimizer).device_tensors()}
+            tensors |= {id(t): t for t in device_state(optimizer)}
         tensors |= {id(t): t for own in self.optimizers.values() for part in own.kept for t in part.tensors}
         return tensors, names
 
@@ -321,7 +321,7 @@ class TrainState:
         parameters = dict(self._owner.module.named_parameters())
         for name, optimizer in named.items():
             self.of(optimizer).adopt(name, parameters, saved.training)
-        move((t for optimizer in named.values() for t in self.of(optimizer).device_tensors()), self.placement)
+        move((t for optimizer in named.values() for t in device_state(optimizer)), self.placement)
         training = self._training_tensors()
         values = [saved.weights[name] for name in weights] + [saved.training[name] for name in training]
         copy_into([*weights.values(), *training.values()], values, self.placement)

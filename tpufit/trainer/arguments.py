@@ -56,17 +56,8 @@ class TrainingData:
 
     def stream(self, placement: Placement, cores: Cores, seed: int) -> Stream:
         """Return the stream of the global batches to train on."""
-        return stream(
-            self.x,
-            self.y,
-            self.sample_weight,
-            batch_size=self.batch_size,
-            cores=cores.count,
-            shuffle=self.shuffle,
-            seed=seed,
-            steps=self.steps_per_epoch,
-            local_shards=placement.local_shards,
-        )
+        how = {"shuffle": self.shuffle, "seed": seed, "steps": self.steps_per_epoch}
+        return _stream((self.x, self.y, self.sample_weight), self.batch_size, placement, cores, **how)
 
 
 @dataclass(frozen=True)
@@ -172,15 +163,11 @@ def evaluation_stream(
         name: The name of the data in errors.
     """
     parts = data if isinstance(data, tuple) and 2 <= len(data) <= 3 else (data,)
-    return stream(
-        *parts,
-        batch_size=batch_size,
-        cores=cores.count,
-        steps=steps,
-        restart=True,
-        local_shards=placement.local_shards,
-        name=name,
-    )
+    return _stream(parts, batch_size, placement, cores, steps=steps, restart=True, name=name)
+
+
+def _stream(data: Any, batch_size: int | None, placement: Placement, cores: Cores, **how: Any) -> Stream:
+    return stream(*data, batch_size=batch_size, cores=cores.count, local_shards=placement.local_shards, **how)
 
 
 def require_compiled(engine: Engine, method: str) -> None:
