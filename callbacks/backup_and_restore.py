@@ -1,7 +1,5 @@
 """`BackupAndRestore`: a `fit` that was broken off goes on where it was, when it is called again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """`CallbackList`: calls the hooks that callbacks override, and ends all callbacks when something raises."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`CSVLogger`: the logs of every epoch as rows of a CSV file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

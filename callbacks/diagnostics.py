@@ -1,7 +1,5 @@
 """`Diagnostics`: names the causes of a slow `fit` at its end, if there are any."""
 
-from __future__ import annotations
-
 from ._support.terminal import say
 from .base import Callback, Logs
 

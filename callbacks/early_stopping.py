@@ -1,7 +1,5 @@
 """`EarlyStopping`: ends training when a log stops getting better."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 

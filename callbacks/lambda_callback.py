@@ -1,7 +1,5 @@
 """`LambdaCallback`: a callback made of functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

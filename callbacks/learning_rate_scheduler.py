@@ -1,7 +1,5 @@
 """`LearningRateScheduler`: a function that gives each epoch its rate."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

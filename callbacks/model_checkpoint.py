@@ -1,7 +1,5 @@
 """`ModelCheckpoint`: saves the state of training, or weights alone, while training goes on."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Mapping

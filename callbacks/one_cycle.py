@@ -1,7 +1,5 @@
 """`OneCycle`: the learning rate rises to a peak and falls again, once, over the whole training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 

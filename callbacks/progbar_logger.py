@@ -1,7 +1,5 @@
 """`ProgbarLogger`: the progress bar, or plain lines where there is no terminal."""
 
-from __future__ import annotations
-
 import time
 
 from rich.console import Console

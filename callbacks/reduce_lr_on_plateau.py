@@ -1,7 +1,5 @@
 """`ReduceLROnPlateau`: a smaller learning rate when a log stops getting better."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

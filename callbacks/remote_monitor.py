@@ -1,7 +1,5 @@
 """`RemoteMonitor`: the logs of every epoch, sent to a server."""
 
-from __future__ import annotations
-
 import json
 import urllib.parse
 import urllib.request

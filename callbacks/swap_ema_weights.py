@@ -1,7 +1,5 @@
 """`SwapEMAWeights`: validation and prediction with the moving average of the weights."""
 
-from __future__ import annotations
-
 from .base import Callback, Logs
 
 

@@ -1,7 +1,5 @@
 """`TensorBoard`: the logs of a training, as files that TensorBoard shows."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`TerminateOnNaN`: ends training when a loss is not a finite number."""
 
-from __future__ import annotations
-
 from ._support.terminal import say
 from .base import Callback, Logs
 

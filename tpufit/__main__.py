@@ -1,7 +1,5 @@
 """`python -m tpufit doctor` checks this machine. Its exit status is 1 if a row is an error, else 0, warnings or not."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -34,8 +34,6 @@ TpufitError
 `-- CallbackError (RuntimeError)        a callback's hook raised; the cause is chained to it
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """`Model`: Keras's `compile`, `fit`, `evaluate` and `predict` around any `torch.nn.Module`, and `load`."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence

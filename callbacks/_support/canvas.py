@@ -1,7 +1,5 @@
 """The place where a line that changes is drawn: in a terminal, or in a notebook's cell."""
 
-from __future__ import annotations
-
 import io
 import sys
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """`CheckpointPath`: the place of a checkpoint. With no model and no disk."""
 
-from __future__ import annotations
-
 import os
 import re
 import string

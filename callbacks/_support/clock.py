@@ -1,7 +1,5 @@
 """`Clock`: something done again and again while the program is busy elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from threading import Event, Thread
 

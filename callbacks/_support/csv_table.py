@@ -1,7 +1,5 @@
 """`CSVFile`: a table in a file that grows by rows, and by columns too. With no hooks and no model."""
 
-from __future__ import annotations
-
 import csv
 import os
 from collections.abc import Iterable, Mapping

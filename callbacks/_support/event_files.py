@@ -1,7 +1,5 @@
 """TensorBoard's event files, taken back to the step from which a training is resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

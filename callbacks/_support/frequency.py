@@ -1,7 +1,5 @@
 """`Frequency`: something that is done at every so many training steps. With no hooks and no model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ...errors import ArgumentError

@@ -1,7 +1,5 @@
 """`Monitor`: follows a log, and knows which value is best. With no hooks and no model."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

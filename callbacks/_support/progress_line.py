@@ -1,7 +1,5 @@
 """`ProgressLine`: the text of one line of progress, with no terminal."""
 
-from __future__ import annotations
-
 from rich.text import Text
 
 from .scalars import as_text

@@ -1,7 +1,5 @@
 """`SaveRule`: says when a checkpoint is due. With no hooks, no model and no disk."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 from .frequency import Frequency, batches

@@ -1,7 +1,5 @@
 """The logs that are single numbers, and numbers as text for people."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

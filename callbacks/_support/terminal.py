@@ -1,7 +1,5 @@
 """Standard output: a console that can draw on it if it is a terminal, and a line of text."""
 
-from __future__ import annotations
-
 import sys
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """`CheckpointDirectory`: a run's folder of checkpoints, of which it keeps the newest and the best."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`CheckpointManager`: takes the checkpoints of a `fit` between its steps, and resumes a `fit` from one."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The checkpoint that `fit(resume=...)` or `tpufit.load` asks for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 A checkpoint is committed as a whole: it is written beside its place, synced, sealed by its manifest, and renamed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Weights in one file: safetensors, written beside their target and committed by rename. Nothing is ever unpickled."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping

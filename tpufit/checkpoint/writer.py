@@ -1,7 +1,5 @@
 """`AsyncCheckpointWriter`: writes checkpoints on a thread of its own, while training goes on."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`python -m tpufit.data warm module:dataset` makes a cache ahead of the training, on a machine without a TPU."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from operator import attrgetter

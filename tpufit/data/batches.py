@@ -1,7 +1,5 @@
 """One batch: a nest (tuples, lists, dicts) of host tensors, made of tensors, arrays and numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`PadToBuckets`: batches of texts or other sequences in a few lengths, so that a few graphs serve for all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`InlineReader`: batches read by the loop itself, for quick data; and `Pace`, which decides what data are quick."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The order of the rows, as a function of (seed, epoch), and the rows of a batch that a process reads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

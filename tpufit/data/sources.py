@@ -4,8 +4,6 @@ An offset says how far a pass has come, as the source counts: in rows where any 
 batches.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

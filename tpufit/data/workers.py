@@ -1,7 +1,5 @@
 """Reading a `DataLoader`: its workers are forked safely, and named when they die or hang."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Iterator

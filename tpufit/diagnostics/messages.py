@@ -1,7 +1,5 @@
 """Sentences about numbers that show a fault, each with its cure; nothing where there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from ..utils.hardware import cpus

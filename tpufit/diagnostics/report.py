@@ -1,7 +1,5 @@
 """`Report`: the work of a model's steps, the time that it took, and a sentence about each fault."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

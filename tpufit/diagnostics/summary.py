@@ -1,7 +1,5 @@
 """The table of a module's layers: their outputs, their parameters, and the memory that these take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """`build`: the loss of a model, from the arguments of `compile`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from ..errors import ArgumentError, NotCompiledError

@@ -1,7 +1,5 @@
 """`LossByOutput`: a loss for each output of a module."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

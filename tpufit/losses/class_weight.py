@@ -1,7 +1,5 @@
 """`ClassWeight`: weights of rows by their classes, looked up on the device inside the step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any

@@ -1,7 +1,5 @@
 """`Loss`: a loss as the step uses it, and the check of labels that the device can't make."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Outputs of a module, by name or by position: their parts of a nest, and the form that a nest must have."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights of samples: shaped for the values that they multiply, and picked for an output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`build`: the metrics of a model, from the arguments of `compile`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

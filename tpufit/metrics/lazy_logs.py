@@ -1,7 +1,5 @@
 """`LazyLogs`: a batch's logs, which wait for the device only when one is read."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Callable, Sequence
 from typing import Any

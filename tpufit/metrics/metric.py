@@ -1,7 +1,5 @@
 """`Metric`: one metric of a model. The device updates it inside the steps; the host computes it, once a pass."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Metrics by name: one table, a row a name; and `MetricName`, which resolves a name by the shapes of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Sums stay on the device, inside the step's graph; they are read once a pass, or 
 torchmetrics then computes on the host, from sums over exactly the rows that were seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

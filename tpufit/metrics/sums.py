@@ -1,7 +1,5 @@
 """`SumTable`: the sums that the steps of a pass add to, on the device."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ..runtime import Placement, to_device

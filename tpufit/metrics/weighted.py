@@ -1,7 +1,5 @@
 """`WeightedMean`: metrics that are means over elements, by the elements' weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Gradients between the backward pass and the optimizer's step: summed over batches, and clipped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial

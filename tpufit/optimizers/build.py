@@ -1,7 +1,5 @@
 """`build`: the optimizer of a model; and the tensors beside its parameters, created before the first step."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping

@@ -4,8 +4,6 @@ The rates in `param_groups` stay Python numbers, to be read and set by anyone at
 they are entries of one device vector, so that a new rate needs no new graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """`EMA`: an exponential moving average of the weights, kept on the device by the step itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

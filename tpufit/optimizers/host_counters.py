@@ -1,7 +1,5 @@
 """`HostCounters`: the counts of optimizers that stay on the host."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Learning rates in an optimizer's `param_groups`, and the keys that tpufit adds to these."""
 
-from __future__ import annotations
-
 from torch.optim import Optimizer
 
 _RATIO = "lr_ratio"  # the proportion of a group's rate to the first group's

@@ -4,8 +4,6 @@ Nothing else of the package is used outside, and nothing outside names torch_xla
 `tests/test_backend.py` holds the package to it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar

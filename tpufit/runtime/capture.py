@@ -4,8 +4,6 @@ The body of a step runs here over lazy tensors: each operation is only noted. So
 reason beside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`DeviceState`: the tensors that training changes, and their values while graphs are replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

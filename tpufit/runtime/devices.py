@@ -4,8 +4,6 @@ Nothing is imported or started before that: the runtime reads the number of virt
 when it starts, and can't change it later, nor go from one core to many.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

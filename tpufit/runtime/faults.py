@@ -1,7 +1,5 @@
 """Errors of torch_xla, XLA and libtpu, put into a sentence that names the cure."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

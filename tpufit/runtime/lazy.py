@@ -1,7 +1,5 @@
 """Lazy tensors: torch_xla's tensors that may still wait to be computed, and the memory that they have on the device."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 

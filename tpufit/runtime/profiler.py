@@ -1,7 +1,5 @@
 """A profile of the host's and the device's work, by the runtime's own profiler."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -6,8 +6,6 @@ more. Only if that gives the same graph with the same constants, from another ba
 then on, without any of the step's Python. A step that can't be shown to be equal is traced on every call.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext

@@ -4,8 +4,6 @@ A graph that is replayed runs no Python. So a step that changes any of these can
 steps needs another graph.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """`Strict`: the one policy that makes errors of things that slow steps down."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..errors import StrictError

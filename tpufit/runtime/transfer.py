@@ -4,8 +4,6 @@ Everything is moved by torch_xla's transfer calls and never by `Tensor.to`: a 0-
 as a constant, frozen at its first value, where a transferred one is an input of the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any

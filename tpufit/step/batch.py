@@ -1,7 +1,5 @@
 """`DeviceBatch`: a batch on the device, and `BatchSender`, which puts it there ahead of its step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple

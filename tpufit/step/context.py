@@ -1,7 +1,5 @@
 """`StepContext`: the facts about the running step that `train_step`'s helpers need."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -47,23 +47,6 @@ from .state import SavedState, Snapshot, TrainState
 # The number of passes kept for reports.
 _PASSES_TOLD = 1000
 
-# The attributes of `Model` itself. No step depends on them, and `fit` changes some: as state of the user's Python they
-# would only force new graphs.
-_OURS = frozenset(
-    [
-        "module",
-        "optimizer",
-        "metrics",
-        "history",
-        "input_bound",
-        "out_of_time",
-        "stop_training",
-        "stop_evaluating",
-        "stop_predicting",
-        "_engine",
-    ]
-)
-
 
 class UserModel(Protocol):
     """The part of the user's model that the engine and the loops use; `Model` documents the attributes."""
@@ -85,6 +68,11 @@ class UserModel(Protocol):
 
     def predict_step(self, batch: Any) -> Any:
         """Compute the outputs for a batch."""
+
+
+# The attributes of `Model` itself. No step depends on them, and `fit` changes some: as state of the user's Python they
+# would only force new graphs.
+_OURS = {*UserModel.__annotations__, "metrics", "_engine"}
 
 
 class Runner(Protocol):

@@ -1,7 +1,5 @@
 """The messages of a step's errors: a batch doesn't fit the module, or a step failed on the device."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from traceback import walk_tb

@@ -4,8 +4,6 @@ Steps are traced, like a `tf.function`: their Python runs while a graph is captu
 device. For later batches the graph is replayed, without the Python.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

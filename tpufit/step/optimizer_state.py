@@ -1,7 +1,5 @@
 """`OptimizerState`: one optimizer, and everything that its steps change besides the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any

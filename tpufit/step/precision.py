@@ -1,7 +1,5 @@
 """The floating-point formats in which a module computes."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """`ShapeWatch`: warns of batches of too many shapes, because each new one costs a graph."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

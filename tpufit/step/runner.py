@@ -8,8 +8,6 @@ of the nest's leaves, and then a vector of learning rates for each attached opti
 `StepRunner._inputs` writes that list, and `StepRunner._body`, the Python that is traced, reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass

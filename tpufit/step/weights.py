@@ -1,7 +1,5 @@
 """A module's tensors by name, and their comparison with given weights."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """`run_fit`: from the arguments of `Model.fit` to the loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

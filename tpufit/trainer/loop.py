@@ -27,8 +27,6 @@ A resumed `fit` begins like any other. The checkpoint is loaded once the callbac
 checkpoint is from the middle of one: loaded earlier, it would be overwritten by what they begin with.
 """
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Single batches, for custom training loops: `train_on_batch`, `test_on_batch`, `predict_on_batch`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

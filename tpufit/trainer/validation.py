@@ -1,7 +1,5 @@
 """`Validation`: the data to validate on and the schedule, and `Validations`, which runs them inside a `fit`."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import dataclass
 from time import perf_counter

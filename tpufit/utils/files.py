@@ -1,7 +1,5 @@
 """Files that are whole or not there, written beside their target and committed by a rename; and locks on folders."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -4,8 +4,6 @@ All of it is read from files that Linux keeps. The functions take their root, so
 a folder.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import warnings

@@ -1,7 +1,5 @@
 """Nests of plain values and tensors, as JSON and a file of tensors can hold them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 

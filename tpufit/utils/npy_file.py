@@ -1,7 +1,5 @@
 """`NpyFile`: an array on disk that grows by rows, in the memory of one batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, BinaryIO
 

@@ -1,7 +1,5 @@
 """Sizes, dtypes and tables as text for people. No torch here: the doctor must also run where it can't be loaded."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console, RenderableType

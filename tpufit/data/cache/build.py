@@ -4,8 +4,6 @@ Workers are spawned, never forked: a fork would share the file positions of the 
 the threads of an XLA that already runs. So source and transform are pickled, and looked up by name in the worker.
 """
 
-from __future__ import annotations
-
 import errno
 import linecache
 import multiprocessing

@@ -4,8 +4,6 @@ The values of globals and the code of installed packages are not looked at. Thei
 probe (`maker.probe`), or the user tells of it by another `version`.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

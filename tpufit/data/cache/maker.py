@@ -1,7 +1,5 @@
 """Making the samples of a cache: each from its own random numbers, so that it is the same whoever makes it."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Reading the rows of a batch out of a cache: from its mapped files, or from memory."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Sequence

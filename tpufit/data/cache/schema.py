@@ -1,7 +1,5 @@
 """The form of samples in a cache: nests of tuples, lists and dicts, whose leaves have a fixed shape and dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

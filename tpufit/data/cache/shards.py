@@ -1,7 +1,5 @@
 """One file of a cache: a safetensors file with a column for each field, and a checksum for each block of rows."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator, Mapping

@@ -8,8 +8,6 @@
 | `training` | the code that this process runs |
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from rich.console import Console

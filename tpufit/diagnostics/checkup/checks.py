@@ -1,7 +1,5 @@
 """The checks: each is a function from facts to rows, and gives the cure for a fault in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

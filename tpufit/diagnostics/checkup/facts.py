@@ -1,7 +1,5 @@
 """`gather`: the facts of this machine, without a judgement and without starting the runtime in this process."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The process of a trial: `python -m tpufit.diagnostics.checkup.training 8` trains on 8 cores, and prints JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """A training of a few steps in a process of its own, which has one number of cores for life, and may be aborted."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Operations and their lowerings: torch_xla computes an operation that has none on the host."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ XLA has one operation for all four, for which every core first gathers all rows.
 rows are: for batch norm a few numbers per channel travel between cores, for the others nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
