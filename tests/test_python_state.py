@@ -197,7 +197,7 @@ def test_what_a_callback_changes_in_a_dict_takes_effect():
     def scaling(net, h):
         return h * net.options["scale"]
 
-    with pytest.warns(UserWarning, match=r"compiled anew 4 times because Net.options\['scale'\] changed"):
+    with pytest.warns(UserWarning, match=r"compiled 4 times because Net.options\['scale'\] changed"):
         cause, history = train(scaling, [Anneal()], epochs=6)
     assert not cause
     assert history == train(scaling, [Anneal()], epochs=6, jit_compile=False)[1]

@@ -81,7 +81,7 @@ def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores,
     assert not (tmp_path / "bad.safetensors").exists()
 
     model.module.greedy = False
-    with pytest.warns(UserWarning, match="the optimizer begins anew"):
+    with pytest.warns(UserWarning, match="the optimizer starts without state"):
         model.load_weights(tmp_path / "good.safetensors")
     assert all(one is other for one, other in zip(model.module.parameters(), tensors, strict=True))
     fresh = large(jit_compile=jit_compile)
