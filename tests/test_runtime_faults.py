@@ -80,7 +80,7 @@ def test_each_text_has_its_sentence_first_and_itself_below(text, kind, sentence)
 
 def test_a_full_memory_says_what_is_in_it_and_what_to_try():
     said = str(translate(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), LOAD))
-    assert "weights 2 GiB, optimizer 4 GiB, gradients 2 GiB, batch 256 MiB; what is left are activations" in said
+    assert "weights 2 GiB, optimizer 4 GiB, gradients 2 GiB, batch 256 MiB; the rest are activations" in said
     assert "a smaller batch_size (32) with compile(accumulate_steps=2)" in said
     assert "compile(precision='bf16')" in said and "an optimizer with less state" in said
     small = Load(role="predict", rows=8, cores=8, weights=1, learns=1, optimizer=0, batch=1, precision="bf16")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from . import counters
 from .device_state import DeviceState
 from .graph import Graph, Sums, recognise, template_of
-from .lazy import by_memory, drop, launch, pending_elsewhere, pending_indices, same_memory
+from .lazy import by_memory, drop, launch, pending, pending_elsewhere, same_memory
 from .placement import Placement
 from .trace_watch import Watch
 from .transfer import swap_value
@@ -116,7 +116,7 @@ class Target:
         except BaseException:
             tensors = self.state.tensors
             # Before the pending work is dropped: afterwards lost tensors can't be told from others.
-            self.state.lose(pending_indices(tensors))
+            self.state.lose(pending(tensors))
             returned = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
             drop([*returned, *self.sums.tensors, *(tensors if self.state.lost else ())])
             raise
@@ -221,7 +221,7 @@ class Capture:
         memory = by_memory({"sum": sums.begun}) | self._memory
         leaves, spec = tree_flatten(self.outputs)
         template, computed = template_of(leaves, memory)
-        changed, summed = pending_indices(state), pending_indices(sums.tensors)
+        changed, summed = pending(state), pending(sums.tensors)
         roots = [*(state[i] for i in changed), *(sums.tensors[i] for i in summed), *computed]
         # A tensor that the body left elsewhere becomes an output too. Left pending it would be computed later, from
         # memory that the graph has written over.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StateLostError
-from .lazy import handles, is_pending, launch, pending_indices, wait
+from .lazy import handles, launch, pending, wait
 from .placement import Placement, Sharding
 from .transfer import copy_into, swap_value, to_host
 
@@ -104,10 +104,10 @@ class DeviceState:
 
         **This waits** where there are any.
         """
-        pending = any(is_pending(self.tensors))
-        if pending:
+        begun = pending(self.tensors)
+        if begun:
             launch(placement, "transfer")
-        if pending or self._versions != [tensor._version for tensor in self.tensors]:
+        if begun or self._versions != [tensor._version for tensor in self.tensors]:
             wait("changed weights")  # a tensor that is still to be computed has no memory to compare
             self.part(placement)
 
@@ -158,7 +158,7 @@ class DeviceState:
         known = self.lost
         there = [i for i, tensor in enumerate(tensors) if tensor.device.type == "xla" and i not in known]
         # An error in a step's Python may have left tensors half traced; the device has no part in that.
-        traced = {there[i] for i in pending_indices([tensors[i] for i in there])}
+        traced = {there[i] for i in pending([tensors[i] for i in there])}
         for i in there:
             if i not in traced:
                 try:

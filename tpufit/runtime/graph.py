@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from .device_state import DeviceState, replaced
-from .lazy import handles, is_pending
+from .lazy import handles, pending
 from .transfer import to_host
 
 
@@ -158,7 +158,7 @@ def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) ->
     for leaf in leaves:
         kind = leaf
         if isinstance(leaf, Tensor) and leaf.device.type == "xla":
-            if is_pending([leaf])[0]:
+            if pending([leaf]):
                 kind = _COMPUTED
                 computed.append(leaf)
             else:

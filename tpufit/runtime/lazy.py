@@ -35,17 +35,13 @@ def wait(reason: str) -> None:
         torch_xla._XLAC._xla_wait_device_ops([])
 
 
-def is_pending(tensors: Sequence[Tensor]) -> list[bool]:
-    """True for each tensor on the device that has no value yet."""
+def pending(tensors: Sequence[Tensor]) -> list[int]:
+    """The indices of the tensors that have no value yet. All must be on the device."""
     import torch_xla
 
-    # torch_xla refuses an empty list.
-    return list(torch_xla._XLAC._check_tensor_need_materialization(tensors)) if tensors else []
-
-
-def pending_indices(tensors: Sequence[Tensor]) -> list[int]:
-    """The indices of the tensors that have no value yet."""
-    return [i for i, pending in enumerate(is_pending(tensors)) if pending]
+    if not tensors:  # which torch_xla refuses
+        return []
+    return [i for i, waits in enumerate(torch_xla._XLAC._check_tensor_need_materialization(tensors)) if waits]
 
 
 def handles(tensors: Sequence[Tensor]) -> list[int]:
@@ -82,7 +78,7 @@ def pending_elsewhere(known: Iterable[Tensor]) -> list[Tensor]:
     own = {id(tensor) for tensor in known}
     objects = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and id(o) not in own]
     tensors = [t for t in objects if t.is_xla]  # unlike `device`, it is also there for a tensor without a device
-    found = [tensors[i] for i in pending_indices(tensors)]
+    found = [tensors[i] for i in pending(tensors)]
     return sorted(found, key=torch_xla._XLAC._xla_get_tensor_id)
 
 

@@ -19,7 +19,11 @@ from .placement import Placement, Sharding
 Shardings = Mapping[int, Sharding]
 """The shardings of tensors, by their `id`. One that is missing is whole on every core."""
 
+Names = Mapping[int, str]
+"""The names of tensors, by their `id`."""
+
 _ALL_WHOLE: Shardings = {}
+_NAMELESS: Names = {}
 
 
 def to_device(
@@ -109,10 +113,7 @@ def copies(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
 
 
 def move(
-    tensors: Iterable[Tensor],
-    placement: Placement,
-    names: Mapping[int, str] | None = None,
-    shardings: Shardings = _ALL_WHOLE,
+    tensors: Iterable[Tensor], placement: Placement, names: Names = _NAMELESS, shardings: Shardings = _ALL_WHOLE
 ) -> None:
     """Move tensors to a placement in place: each stays the same Python object, so ties and references hold.
 
@@ -130,7 +131,6 @@ def move(
     moving = [t for t in tensors if t.device.type != here]
     if not moving:
         return
-    names = names or {}
     _refuse_shared_memory(moving, names)
     wanted = [shardings.get(id(tensor), Sharding.WHOLE) for tensor in moving]
     values = to_host(moving, "state") if placement.on_host else to_device(moving, placement, wanted)
@@ -191,7 +191,7 @@ def copy_into(
             target.data = value
 
 
-def _refuse_shared_memory(tensors: Sequence[Tensor], names: Mapping[int, str]) -> None:
+def _refuse_shared_memory(tensors: Sequence[Tensor], names: Names) -> None:
     owners: dict[int, Tensor] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel():
