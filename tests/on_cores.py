@@ -68,6 +68,12 @@ def timeout_of(item: pytest.Item) -> float:
     return item.get_closest_marker("cores").kwargs.get("timeout", TIMEOUT)
 
 
+def environment_of(item: pytest.Item) -> dict[str, str]:
+    """The environment of a test's process. One that is alone has XLA as users have it: it may be about what XLA does."""
+    alone = item.get_closest_marker("cores").kwargs.get("alone")
+    return {**os.environ, **({"XLA_FLAGS": ""} if alone else {})}
+
+
 class Child:
     """Leaves out the tests for other numbers of cores, and writes the journal."""
 
@@ -150,7 +156,11 @@ class Parent:
             with (
                 output.open("wb") as out,
                 process_group(
-                    self._command(items, journal.path), cwd=self.config.rootpath, stdout=out, stderr=out
+                    self._command(items, journal.path),
+                    cwd=self.config.rootpath,
+                    env=environment_of(items[0]),
+                    stdout=out,
+                    stderr=out,
                 ) as child,
             ):
                 ended = ends(child, journal.deadline)
