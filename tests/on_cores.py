@@ -69,7 +69,7 @@ def timeout_of(item: pytest.Item) -> float:
 
 
 def environment_of(item: pytest.Item) -> dict[str, str]:
-    """The environment of a test's process. One that is alone has XLA as users have it: it may be about what XLA does."""
+    """The environment of a test's process. One that is alone has XLA's own flags: it may be about what XLA does."""
     alone = item.get_closest_marker("cores").kwargs.get("alone")
     return {**os.environ, **({"XLA_FLAGS": ""} if alone else {})}
 
