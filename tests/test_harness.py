@@ -92,6 +92,29 @@ def test_each_number_of_cores_has_one_process(nested, pytester):
     assert len(set.union(*pids.values())) == 3
 
 
+def test_files_share_a_process_but_for_tests_that_are_to_be_alone(nested, pytester):
+    other = """
+import os, pytest
+from test_inner import note
+@pytest.mark.cores(8)
+def test_shares(): note("shares", 8)
+@pytest.mark.cores(8, alone=True)
+def test_is_alone(cores): note("alone", cores + 1000)
+"""
+    (pytester.path / "tests/test_other.py").write_text(other)
+    nested(NOTES).assert_outcomes(passed=9)
+    names, pids = notes(pytester.path)
+    assert ("shares", 8) in names and ("alone", 1008) in names
+    assert {cores: len(of_it) for cores, of_it in pids.items()} == {0: 1, 1: 1, 8: 1, 1008: 1}
+    assert len(set.union(*pids.values())) == 4
+
+
+def test_soak_on_some_numbers_of_cores(nested, pytester):
+    source = NOTES.replace("@pytest.mark.cores(1, 8)", "@pytest.mark.cores(1, 8)\n@pytest.mark.soak_on(8)")
+    nested(source, "-m", "soak").assert_outcomes(passed=2, deselected=5)
+    assert notes(pytester.path)[0] == [("words", 8)] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -221,13 +244,14 @@ def test_a_process_that_leaves_early_is_a_failure(nested, leave, cause):
     result.stdout.fnmatch_lines([f"*ended in this test: it ended with {cause}"])
 
 
-def test_no_third_process_is_started(nested):
+def test_no_third_process_is_started_for_a_file(nested, pytester):
+    (pytester.path / "tests/test_other.py").write_text("import pytest\n@pytest.mark.cores(2)\ndef test_passes(): pass")
     source = "".join(
         f"@pytest.mark.cores(2)\ndef test_{name}(): {body}\n"
         for name, body in [("a", "os.abort()"), ("b", "os.abort()"), ("c", "pass")]
     )
     result = nested(source)
-    result.assert_outcomes(failed=2, errors=1)
+    result.assert_outcomes(failed=2, errors=1, passed=1)
     result.stdout.fnmatch_lines(["*_ ERROR at setup of test_c?cores2? _*", "not run: two processes died *"])
 
 
