@@ -1,4 +1,4 @@
-"""Where batches come from: one class for each form of data. `batches` makes one pass over it.
+"""The sources of batches: one class for each form of data. `batches` makes one pass over it.
 
 An offset says how far a pass has come, as the source counts: in rows where any row can be read, else in the data's own
 batches.

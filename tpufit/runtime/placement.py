@@ -20,7 +20,7 @@ from .faults import translate
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor lies over the cores.
+    """The layout of a tensor over the cores.
 
     Attributes:
         axis: The dimension that is split over the cores; None (default): the tensor is whole on every core.
