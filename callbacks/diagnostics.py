@@ -1,6 +1,6 @@
 """`Diagnostics`: names the causes of a slow `fit` at its end, if there are any."""
 
-from ._support.terminal import say
+from ..utils.terminal import say
 from .base import Callback, Logs
 
 

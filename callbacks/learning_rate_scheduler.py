@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ._support.terminal import say
+from ..utils.terminal import say
 from .base import Logs, RateCallback
 
 

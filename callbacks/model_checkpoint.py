@@ -9,11 +9,11 @@ from typing import Any
 
 from ..checkpoint import AsyncCheckpointWriter, CheckpointDirectory, Score
 from ..errors import ArgumentError, CheckpointNotWrittenError
+from ..utils.terminal import say
 from ._support.checkpoint_path import CheckpointPath
 from ._support.monitor import Monitor
 from ._support.save_rule import SaveRule
 from ._support.scalars import as_scalar, as_text
-from ._support.terminal import say
 from .base import Callback, Logs
 
 

@@ -7,11 +7,11 @@ from rich.text import Text
 
 from ..errors import ArgumentError
 from ..runtime import capture_began
+from ..utils.terminal import can_draw, standard_output
 from ._support.canvas import Canvas, canvas_of, print_line
 from ._support.clock import Clock
 from ._support.progress_line import ProgressLine
 from ._support.scalars import scalars
-from ._support.terminal import can_draw, standard_output
 from .base import Callback, Logs
 
 # Seconds between two drawings. Each reads logs, so it also bounds how often the bar may wait for the device.

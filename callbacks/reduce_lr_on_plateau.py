@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ArgumentError
+from ..utils.terminal import say
 from ._support.monitor import Monitor
-from ._support.terminal import say
 from .base import Logs, RateCallback
 
 

@@ -1,6 +1,6 @@
 """`TerminateOnNaN`: ends training when a loss is not a finite number."""
 
-from ._support.terminal import say
+from ..utils.terminal import say
 from .base import Callback, Logs
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from .terminal import can_draw
+from ...utils.terminal import can_draw
 
 
 class Canvas(Protocol):

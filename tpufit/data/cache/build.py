@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ...errors import ArgumentError, CacheBusyError, CacheDiskFullError, CacheError, DataError
 from ...utils.files import DISK_FULL, HeldError, Lock, drop_drafts
 from ...utils.hardware import cpus
+from ...utils.terminal import standard_output
 from .maker import Maker, alone
 from .manifest import Manifest
 
@@ -125,10 +125,8 @@ def _rows(manifest: Manifest, files: Sequence[int]) -> int:
 
 @contextmanager
 def _bar(rows: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    # Not misled by FORCE_COLOR: in a log that can't be drawn on, the bar is one line at the end.
-    console = Console(force_terminal=None if sys.stdout.isatty() else False)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("samples"), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not shown) as progress:
+    with Progress(*columns, console=standard_output(), disable=not shown) as progress:
         task = progress.add_task("", total=rows)
         yield lambda made: progress.advance(task, made)
 
