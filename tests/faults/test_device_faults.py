@@ -37,7 +37,7 @@ class Greedy(nn.Module):
     def forward(self, x):
         h = self.layers(x) * self.scale
         if self.greedy:
-            numbers = torch.arange(2**19, device=h.device) * h.sum()
+            numbers = torch.arange(2**19, device=h.device) * h.sum().detach()
             h = h + (numbers[:, None] - numbers).sort(1).values[0, :4]
         return h
 
