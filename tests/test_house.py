@@ -22,8 +22,6 @@ FRIENDLY_ATTRIBUTES = {
     "_defaults": "of a torchmetrics metric: its sums as they begin",
     "_update_count": "of a torchmetrics metric: else it warns that nothing was added",
     "_fields": "of a named tuple: part of its documented interface",
-    "_replace": "of a named tuple: part of its documented interface",
-    "_asdict": "of a named tuple: part of its documented interface",
     "_getframe": "of sys: the caller's line",
     "_orig": "of torch_xla's GRU: PyTorch's own",
     "_task_info": "of a DataLoader's iterator: the worker that has a batch",
