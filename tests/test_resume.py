@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -312,6 +313,22 @@ def test_an_error_of_a_callback_keeps_what_was_done(cores, tmp_path):
     expected = trained(cores, "arrays", COMPILE["adamw"], extra=[faulty])
     options = {"extra": [faulty, ModelCheckpoint(tmp_path, on_exception=True)], "resume": True}
     assert_equal(trained(cores, "arrays", COMPILE["adamw"], **options), expected)
+
+
+def test_metrics_that_keep_the_same_batches_are_saved_in_the_middle_of_an_epoch(cores, tmp_path):
+    def trained(**options):
+        torch.manual_seed(0)
+        model = tpufit.Model(nn.Linear(8, 3))
+        model.compile("sgd", "cross_entropy", ["auroc", torchmetrics.AUROC(task="multiclass", num_classes=3)])
+        torch.manual_seed(1)
+        history = model.fit(X, Y, BATCH // cores, EPOCHS, verbose=0, cores=cores, **options).history
+        return {name: values[-1] for name, values in history.items()}
+
+    expected = trained()
+    keep = ModelCheckpoint(tmp_path, save_freq=3, keep_last=None)
+    assert trained(callbacks=[keep]) == expected
+    again = ModelCheckpoint(tmp_path / "again")
+    assert trained(resume=tmp_path / "step-0000000006", callbacks=[again]) == expected  # from within the second epoch
 
 
 def test_the_best_and_a_named_one(cores, tmp_path):

@@ -96,7 +96,7 @@ def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> N
         OSError: The store refused.
     """
     weights, metadata = untied(checkpoint.weights)
-    training = {name: tensor.contiguous() for name, tensor in checkpoint.training.items()}
+    training = _apart(checkpoint.training)
     state = json.dumps(checkpoint.state)
 
     # Written last: a folder with a manifest is whole, and the hashes are those of the files on disk.
@@ -122,6 +122,17 @@ def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> N
         _STATE: lambda path: _write_text(path, state),
     }
     store.commit(name, files, seal)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same values, each in memory of its own, as a file needs them: two metrics may keep one batch."""
+    apart: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if memory in taken else tensor.contiguous()
+        taken.add(memory)
+    return apart
 
 
 def read(folder: str | os.PathLike[str]) -> Checkpoint:
