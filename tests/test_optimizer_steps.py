@@ -185,5 +185,5 @@ def test_an_option_that_keeps_changing_is_said(cores):
 
     model = tpufit.Model(net())
     model.compile(RATE_IS_AN_INPUT["sgd momentum"], "cross_entropy", scale_lr=None)
-    with pytest.warns(UserWarning, match="compiled anew 4 times because momentum in the optimizer's param_groups"):
+    with pytest.warns(UserWarning, match="compiled 4 times because momentum in the optimizer's param_groups"):
         model.fit(X[:96], Y[:96], 16 // cores, 1, verbose=0, callbacks=[Always()], cores=cores)
