@@ -628,3 +628,27 @@ def test_deep_copies_of_a_trained_module_are_ordinary(cores):
     trained, *_ = train(cores, epochs=1)
     twin = copy.deepcopy(trained.to_cpu())
     assert torch.isfinite(twin(torch.from_numpy(X[:4]))).all()
+
+
+class Views(nn.Module):
+    """Puts out views of one tensor, and keeps one, as attention heads and poolers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = nn.Linear(6, 4), None
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.kept = h[:, 3]
+        return h[:, 0], *h.chunk(2, 1)
+
+
+def test_views_are_predicted_and_kept(cores):
+    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    model = tpufit.Model(Views())
+    first, left, right = model.predict(x, 16 // cores, verbose=0, cores=cores)
+    module = model.to_cpu()
+    with torch.no_grad():
+        expected = module(x)
+    for found, wanted in zip((first, left, right), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)

@@ -17,6 +17,7 @@ FRIENDS = {
 }
 FRIENDLY_ATTRIBUTES = {
     "_buffers": "of an nn.Module: which buffers there are, also those that were replaced",
+    "_is_view": "of a tensor: whether its memory is another's",
     "_version": "of a tensor: how often it was changed in place",
     "_make_subclass": "of torch.Tensor: a parameter over another's value",
     "_defaults": "of a torchmetrics metric: its sums as they begin",

@@ -280,5 +280,10 @@ class Capture:
             tensor.data = self._target.state.values[i]
         left = self._roots[len(self._roots) - len(self._results) :]
         for tensor, value in zip(left, self._results, strict=True):
-            swap_value(tensor, value, requires_grad=False)
+            if (
+                tensor._is_view() and not tensor.requires_grad
+            ):  # as `h[:, 0]` of a prediction: PyTorch swaps no such view
+                tensor.data = value
+            else:
+                swap_value(tensor, value, requires_grad=False)
         return self.outputs
