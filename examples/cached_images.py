@@ -126,7 +126,7 @@ def main():
 
     print("\nWith a cache")
     begun = time.perf_counter()
-    cached = tpufit.data.images(folder, SIZE, args.run_dir / f"cache-{args.count}", device_transform=augment)
+    cached = tpufit.data.presize(folder, SIZE, args.run_dir / f"cache-{args.count}", device_transform=augment)
     print(f"decoded once in {time.perf_counter() - begun:.1f} s (nothing, if it was there)")
     fast = train(cached, photos.classes, args, batch_size=64)
     print(f"\nwithout the cache: {plain:,.0f} samples/s")

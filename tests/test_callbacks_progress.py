@@ -346,7 +346,7 @@ def test_a_real_terminal():
     out = in_a_terminal(
         "import sys, time\n"
         "from types import SimpleNamespace\n"
-        "from tpufit.callbacks.progress import ProgbarLogger, resolve_verbose\n"
+        "from tpufit.callbacks.progbar_logger import ProgbarLogger, resolve_verbose\n"
         "progress = ProgbarLogger()\n"
         "progress.set_params({'epochs': 1, 'steps': 3, 'verbose': resolve_verbose('auto')})\n"
         "progress.set_model(SimpleNamespace(input_bound=None, rows_seen=0))\n"
@@ -368,7 +368,7 @@ def test_errors_that_go_to_a_file_stay_there(tmp_path):
     out = in_a_terminal(
         "import sys\n"
         "from types import SimpleNamespace\n"
-        "from tpufit.callbacks.progress import ProgbarLogger\n"
+        "from tpufit.callbacks.progbar_logger import ProgbarLogger\n"
         "progress = ProgbarLogger()\n"
         "progress.set_params({'epochs': 1, 'steps': 3, 'verbose': 1})\n"
         "progress.set_model(SimpleNamespace(input_bound=None, rows_seen=0))\n"

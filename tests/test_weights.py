@@ -61,7 +61,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 def test_killed_while_writing_leaves_the_old_file(run_python, tmp_path):
     code = """
     import os, signal, safetensors.torch, torch
-    from tpufit.weights import write_weights
+    from tpufit.checkpoint import write_weights
     write_weights("w.safetensors", {"x": torch.ones(1000)})
     real = safetensors.torch.save_file
     def half(tensors, path, metadata):
