@@ -32,8 +32,11 @@ print(json.dumps([history.history, model.evaluate(images, labels, verbose=0, ret
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "dropout", "tolerance"),
-    [("nn.Identity()", 0.0, 1e-5), ("nn.Identity()", 0.2, 1e-5), ("nn.GroupNorm(2, 8)", 0.0, 1e-5)],
-    ids=["plain", "dropout", "group norm"],
+    [
+        pytest.param("nn.Identity()", 0.0, 1e-5, id="plain", marks=pytest.mark.soak),
+        pytest.param("nn.Identity()", 0.2, 1e-5, id="dropout"),
+        pytest.param("nn.GroupNorm(2, 8)", 0.0, 1e-5, id="group norm", marks=pytest.mark.soak),
+    ],
 )
 def test_one_and_eight_cores_are_equal(run_python, tmp_path, norm, dropout, tolerance):
     import numpy as np

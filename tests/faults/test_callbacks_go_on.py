@@ -36,6 +36,7 @@ COUNTED = """
     """
 
 
+@pytest.mark.soak
 def test_early_stopping_and_a_falling_rate_in_a_new_process(run_python):
     expected = run_python(COUNTED.format(leave=-1, keep=False, resume=False), env=children.ENV)
     assert expected.returncode == 0, expected.stderr

@@ -15,8 +15,7 @@ from tpufit.callbacks import Callback, ModelCheckpoint
 from tpufit.errors import StateLostError
 from tpufit.runtime import device_state, graph
 
-# Alone: what a step that is too large for the memory ends in depends on how XLA compiles it.
-pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False, alone=True)
+pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(256, 12)).astype("float32")

@@ -59,6 +59,7 @@ def test_saves_validation_and_a_slow_disk_change_nothing(tmp_path, run_python):
     assert len(set(digests.values())) == 1, digests
 
 
+@pytest.mark.soak
 def test_fifty_steps_with_saves_and_validation_compile_nothing_more(run_python):
     ended = run_python(
         """
@@ -173,6 +174,7 @@ def test_whatever_is_left_out_of_a_checkpoint_is_missed(run_python, cores):
     assert "going on from step 6 is not bit-exact: torch_xla: 2.7.1 -> 2." in lines[-1]
 
 
+@pytest.mark.soak
 def test_on_four_cores_instead_of_eight(run_python):
     saved = run_python("from training import *; run(8, 'run', every=6)", env=children.ENV)
     assert saved.returncode == 0, saved.stderr
