@@ -35,7 +35,7 @@ def left(request):
 @pytest.mark.parametrize(
     ("cores", "name"),
     [
-        pytest.param(cores, name, id=f"cores{cores}-{name}", marks=[] if name in QUICK else pytest.mark.soak)
+        pytest.param(cores, name, id=f"{name}-{cores}", marks=[] if name in QUICK else pytest.mark.soak)
         for cores in goldens.CORES
         for name in goldens.ITEMS
     ],
