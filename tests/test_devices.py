@@ -54,7 +54,7 @@ def test_a_core_that_is_not_there(monkeypatch):
         start([4])
 
 
-@pytest.mark.parametrize("cores", [0, -1, 1.0, True, "eight", "1,", [], [0, 1], [-1], [True], {"a": 1}])
+@pytest.mark.parametrize("cores", [0, -1, 1.0, True, "eight", "1,", [], [0, 1], [-1], [True], {"a": 1}], ids=repr)
 def test_what_is_no_number_of_cores(monkeypatch, cores):
     fake = fake_torch_xla.install(monkeypatch)
     with pytest.raises(ArgumentError, match="cores must be 'auto'"):
