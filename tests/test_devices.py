@@ -26,6 +26,7 @@ def start(cores):
 @pytest.mark.parametrize(
     ("cores", "count", "index"),
     [("auto", 4, 0), (None, 4, 0), (4, 4, 0), ("4", 4, 0), (1, 1, 0), ("1", 1, 0), ([0], 1, 0), ([3], 1, 3)],
+    ids=repr,  # "cores7", as pytest would say, is the mark of a test for seven cores
 )
 def test_what_a_tpu_of_four_cores_can_be(monkeypatch, cores, count, index):
     fake = fake_torch_xla.install(monkeypatch, devices=4)
@@ -62,7 +63,7 @@ def test_what_is_no_number_of_cores(monkeypatch, cores):
     assert fake.calls == []  # nothing was started for it
 
 
-@pytest.mark.parametrize(("cores", "virtual"), [("auto", 1), (8, 8), ("3", 3), ([5], 6)])
+@pytest.mark.parametrize(("cores", "virtual"), [("auto", 1), (8, 8), ("3", 3), ([5], 6)], ids=repr)
 def test_a_cpu_has_as_many_cores_as_are_asked_for(monkeypatch, cores, virtual):
     fake = fake_torch_xla.install(monkeypatch, platform="CPU", devices=virtual)
     assert start(cores).count == (1 if cores == [5] else virtual)
