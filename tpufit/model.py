@@ -31,7 +31,7 @@ from .checkpoint import save as save_checkpoint
 from .data import stream
 from .diagnostics.report import Report
 from .diagnostics.summary import memory, noting_outputs, table
-from .errors import ArgumentError, CheckpointMismatchError, CheckpointNotWrittenError, NotCompiledError, WeightsError
+from .errors import ArgumentError, CheckpointMismatchError, CheckpointNotWrittenError, WeightsError
 from .losses import LossArgument, LossByOutput, LossWeightsArgument
 from .metrics import MetricsArgument
 from .optimizers import OptimizerArgument
@@ -822,15 +822,11 @@ class Model(StepMethods):
         A new rate takes effect at the next step and costs nothing: it is an input of the graph. `model.optimizer` has
         the same attribute, as in Keras's guides.
         """
-        if self.optimizer is None:
-            raise NotCompiledError("there is no optimizer: call model.compile(optimizer='adamw', ...) first")
-        return optimizers.rates(self.optimizer)[0]
+        return optimizers.rates(optimizers.required(self.optimizer))[0]
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        if self.optimizer is None:
-            raise NotCompiledError("there is no optimizer: call model.compile(optimizer='adamw', ...) first")
-        optimizers.set_rate(self.optimizer, float(rate))
+        optimizers.set_rate(optimizers.required(self.optimizer), float(rate))
 
     def higher_is_better(self, name: str) -> bool | None:
         """Say if a log gets better as it rises, for callbacks with `mode="auto"`.

@@ -5,4 +5,4 @@ from .build import NAMES, OptimizerArgument, build, create_state, device_state, 
 from .device_rates import DeviceRates
 from .ema import EMA, EMAConfig
 from .host_counters import HostCounters
-from .rates import RATE_KEYS, rates, scale_rates, scaled_rates, set_rate
+from .rates import RATE_KEYS, rates, required, scale_rates, scaled_rates, set_rate

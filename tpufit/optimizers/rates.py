@@ -2,6 +2,8 @@
 
 from torch.optim import Optimizer
 
+from ..errors import NotCompiledError
+
 _RATIO = "lr_ratio"  # the proportion of a group's rate to the first group's
 _FACTOR = "lr_factor"  # the factor that `scale_rates` has multiplied the rate by
 _SCALED = "scaled_lr"  # the rate that it gave
@@ -9,6 +11,13 @@ _SCALED = "scaled_lr"  # the rate that it gave
 
 # The keys of a group that hold its rate, and where the rate came from: tpufit's, and PyTorch's own.
 RATE_KEYS = ("lr", "initial_lr", _RATIO, _FACTOR, _SCALED)
+
+
+def required(optimizer: Optimizer | None) -> Optimizer:
+    """Return the optimizer, or raise `NotCompiledError` if `compile` was given none."""
+    if optimizer is None:
+        raise NotCompiledError("there is no optimizer: call model.compile(optimizer='adamw', ...) first")
+    return optimizer
 
 
 def rates(optimizer: Optimizer) -> list[float]:

@@ -8,7 +8,6 @@ from .. import optimizers
 from ..callbacks import History
 from ..callbacks.progbar_logger import resolve_verbose
 from ..checkpoint import find_checkpoint, saved_state
-from ..errors import NotCompiledError
 from ..runtime import Cores, CoresArgument, start
 from ..step import Engine, FitOptions
 from . import loop
@@ -72,9 +71,7 @@ def run_fit(
 
 def scale_rates(engine: Engine, cores: Cores) -> list[float]:
     """Multiply the learning rates by the factor of the cores, once, and return the rates from before."""
-    optimizer = engine.model.optimizer
-    if optimizer is None:
-        raise NotCompiledError("there is no optimizer: call model.compile(optimizer='adamw', ...) first")
+    optimizer = optimizers.required(engine.model.optimizer)
     before = optimizers.rates(optimizer)
     optimizers.scale_rates(optimizer, engine.config.rate_factor(cores.count))
     return before
