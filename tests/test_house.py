@@ -27,6 +27,7 @@ FRIENDLY_ATTRIBUTES = {
     "_orig": "of torch_xla's GRU: PyTorch's own",
     "_task_info": "of a DataLoader's iterator: the worker that has a batch",
     "_rcvd_idx": "of a DataLoader's iterator: the batch that comes next",
+    "_is_compiling_flag": "of torch.compiler: as torch.export sets it",
     "_engine": "of a model: `load` fills it, in model.py",
     "_XLAC": "of torch_xla: its bindings",
     "_C": "of torch: its bindings",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ..utils.compiling import compiling
 from . import counters
 from .device_state import DeviceState
 from .graph import Graph, Sums, recognise, template_of
@@ -99,7 +100,7 @@ class Target:
         try:
             # In this thread: if a backward pass ran on the CPU before torch_xla was imported, autograd has no thread
             # for its device, and ends in an internal error.
-            with self.inside(), watch, torch.autograd.set_multithreading_enabled(False):
+            with self.inside(), watch, compiling(True), torch.autograd.set_multithreading_enabled(False):
                 return body(inputs, lambda i: torch_xla._XLAC._xla_set_rng_seed(seeds[i], device))
         finally:
             _now.tracing = False

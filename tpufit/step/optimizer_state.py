@@ -1,7 +1,8 @@
 """`OptimizerState`: one optimizer, and everything that its steps change besides the weights."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointMismatchError
 from ..optimizers import EMA, Accumulator, DeviceRates, create_state, device_state, parameters
+from ..utils.compiling import compiling
 from ..utils.json_codec import is_plain
 from .config import CompileConfig
 from .context import StepContext
@@ -33,6 +35,7 @@ class OptimizerState:
         self.rates: DeviceRates | None = None
         self.accumulator: Accumulator | None = None
         self.ema: EMA | None = None
+        self._take: Callable[..., Any] | None = None  # the optimizer's own step, while `taking_steps` hides it
 
     def create(self) -> None:
         """Create all tensors before the first step, so that the first two steps share one graph."""
@@ -56,25 +59,74 @@ class OptimizerState:
             *(tensor for part in self.kept for tensor in part.tensors),
         ]
 
-    def step(self, context: StepContext) -> None:
+    @contextmanager
+    def taking_steps(self, context: StepContext, on_step: Callable[[], None]) -> Iterator[None]:
+        """A context in which the user's own `optimizer.step()` does what `apply_gradients` does.
+
+        Gradients that a step clears before it uses them are dropped at its end: no other step can see them, and they
+        would be outputs of its graph, as large as the weights.
+
+        Args:
+            context: The running step.
+            on_step: The function called after each step of the optimizer.
+        """
+        optimizer, before = self.optimizer, dict(vars(self.optimizer))
+        take, zero_grad = optimizer.step, optimizer.zero_grad
+        cleared = used = False
+
+        @wraps(take)  # a scheduler looks for a mark of its own on it
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            nonlocal used
+            loss = self.step(context, closure)
+            on_step()
+            used = cleared
+            return loss
+
+        @wraps(zero_grad)
+        def clear(set_to_none: bool = True) -> None:
+            nonlocal cleared
+            cleared = True
+            zero_grad(set_to_none)
+
+        self._take = take
+        vars(optimizer).update(step=step, zero_grad=clear)
+        try:
+            yield
+            if used and self.rates is not None:
+                zero_grad()
+        finally:
+            self._take = None
+            for name in ("step", "zero_grad"):
+                vars(optimizer).pop(name)
+                vars(optimizer).update({name: before[name]} if name in before else {})
+
+    def step(self, context: StepContext, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights from the gradients, as the step's update plan says.
 
         Args:
             context: The running step.
+            closure: The function that computes the gradients, for an optimizer that calls one itself (default: none).
+                They are neither summed nor clipped.
+
+        Returns:
+            The closure's loss; None without one.
         """
         plan, learned = context.update, parameters(self.optimizer)
-        if self.accumulator is not None:
+        if self.accumulator is not None and closure is None:
             self.accumulator.add(context.rows)
             if plan.takes_step:
                 self.accumulator.release()
         if not plan.takes_step:
-            return
+            return None
         # Clipped after the release: the limits are for the mean gradient over all accumulated rows.
-        self._config.gradients.clip(learned)
-        with nullcontext() if self.rates is None else self.rates.stepping():
-            self.optimizer.step()
+        if closure is None:
+            self._config.gradients.clip(learned)
+        # PyTorch's optimizers were measured as they are, not as they are compiled.
+        with nullcontext() if self.rates is None else self.rates.stepping(), compiling(False):
+            result = (self._take or self.optimizer.step)(*([] if closure is None else [closure]))
         if self.ema is not None and self._config.ema is not None:
             self.ema.update(self._config.ema.momentum, plan.overwrites)
+        return result
 
     def tensors_by_name(self, own: str, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return the live tensors, by their names in checkpoints.

@@ -296,7 +296,8 @@ class StepRunner:
                 for rates in vectors:
                     rates.use(next(tensors))
                 context = StepContext(self._metrics, sent.rows, sent.labels, updates[i] if updates else UpdatePlan())
-                with engine.tracing(context):
+                steps = engine.state.taking_steps(context) if self.role == "train" else nullcontext()
+                with engine.tracing(context), steps:
                     outputs.append(self._step(batch, sent.rows))
         return outputs if self.role == "predict" else self._metrics.kept
 

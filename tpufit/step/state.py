@@ -7,7 +7,9 @@ New state belongs in `tensors` if it lives on the device, else in `TrainNumbers`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from ..optimizers import DeviceRates, HostCounters, UpdatePlan, device_state
 from ..runtime import HOST, DeviceState, Placement, copies, copy_into, launch, move, swap_value, to_host
 from ..utils.random import RNGState
 from .config import CompileConfig
+from .context import StepContext
 from .optimizer_state import OptimizerState
 from .weights import check_weights, named_tensors
 
@@ -112,6 +115,22 @@ class TrainState:
             move(device_state(optimizer), self.placement)
             own.rates = DeviceRates(optimizer, self.placement)  # last: rates mark it as attached
         return own
+
+    def pin(self, own: OptimizerState) -> None:
+        """Keep the sharding of what a step of an optimizer has changed: else XLA may split the next step's inputs."""
+        self.device.pin(own.tensors, self.placement)
+
+    @contextmanager
+    def taking_steps(self, context: StepContext) -> Iterator[None]:
+        """A context for a training step's Python, see `OptimizerState.taking_steps`.
+
+        Args:
+            context: The running step.
+        """
+        with ExitStack() as stack:
+            for own in self.optimizers.values():
+                stack.enter_context(own.taking_steps(context, partial(self.pin, own)))
+            yield
 
     @property
     def attached(self) -> list[tuple[Optimizer, DeviceRates]]:
