@@ -2,11 +2,11 @@
 
 import math
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ArgumentError
+from ...utils.users_code import warn
 from .scalars import as_scalar
 
 # Words in the names of logs that get better as they rise, or as they fall, for logs whose metric doesn't say.
@@ -101,10 +101,9 @@ class Monitor:
             if not self._warned:
                 self._warned = True
                 known = ", ".join(sorted(logs or {})) or "none"
-                warnings.warn(
+                warn(
                     f"{asker} can't find {self.name!r} in the logs and does nothing without it. Available: {known}. "
                     "A val_* log needs validation_data, and is there only after epochs that validate",
-                    stacklevel=3,
                 )
             return None
         value = as_scalar(logs[self.name])

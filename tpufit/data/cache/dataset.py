@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from ...errors import (
     UnknownNameError,
     require_whole,
 )
+from ...utils.users_code import warn
 from .build import Workers, build, check_room, exclusive
 from .fingerprint import describe
 from .maker import Maker, alone, probe
@@ -356,10 +356,9 @@ def _plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool)
     digest: str | None = probe(maker, rows)
     if again and probe(maker, rows) != digest:
         digest = None
-        warnings.warn(
+        warn(
             "the same sample made twice isn't the same: it has random numbers other than those of `random`, "
             "numpy.random and torch, which depend on the seed. Files that are made again will differ",
-            stacklevel=3,
         )
     source, transform = describe(maker.source), describe(maker.transform)
     sizes = cut(rows * copies, sum(field.row_bytes for field in fields), shard_mb)
