@@ -123,7 +123,7 @@ class ModelCheckpoint(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Learn from the metric which values are better, and make sure that the run directory can be written to."""
         if self.save_best_only or self.checkpoints is not None:
-            self._followed.settle(self.model.higher_is_better(self.monitor))
+            self._followed.settle(self.model.higher_is_better(self.monitor), self.model.metrics_names)
         self._rule.saved(monotonic())
         if self.checkpoints is not None:
             self.checkpoints.run.open()

@@ -53,10 +53,10 @@ def counted(count: int, noun: str) -> str:
     """Count things, for a message.
 
     Example:
-        >>> counted(1, "batch"), counted(0, "batch"), counted(1234, "row")
-        ('1 batch', '0 batches', '1,234 rows')
+        >>> counted(1, "batch"), counted(0, "epoch"), counted(1234, "batch")
+        ('1 batch', '0 epochs', '1,234 batches')
     """
-    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith(('ch', 's')) else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith(('tch', 'ss')) else 's'}"
 
 
 class TpufitError(Exception):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ..errors import ArgumentError, DataError, require_whole
+from ..errors import ArgumentError, DataError, counted, require_whole
 from ..utils.users_code import warn
 from .batches import count_rows, host_array
 from .cache import CachedDataset
@@ -314,5 +314,7 @@ def _is_arrays(x: Any, y: Any) -> bool:
 def _rows_to_train_on(rows: int, share: float) -> int:
     first = int(rows * (1 - share))
     if not 0 < first < rows:
-        raise DataError(f"validation_split={share} of {rows} rows leaves none to train on, or none to validate on")
+        raise DataError(
+            f"validation_split={share} of {counted(rows, 'row')} leaves none to train on, or none to validate on"
+        )
     return first

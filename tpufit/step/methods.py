@@ -7,6 +7,7 @@ device. For later batches the graph is replayed, without the Python.
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -77,6 +78,9 @@ class StepMethods:
         """
         engine = self._engine
         placement, name = engine.state.placement, engine.config.precision
+        if torch.is_inference_mode_enabled() and not placement.on_host:  # there torch_xla can't make a tensor
+            with torch.inference_mode(False), torch.no_grad():
+                return self(x, training)
         # Between replays the module's tensors are empty; a trace has put its own values there.
         if not tracing():
             engine.state.write_back()

@@ -26,6 +26,7 @@ from ...errors import (
     CacheMismatchError,
     DataError,
     UnknownNameError,
+    counted,
     require_whole,
 )
 from ...utils.users_code import warn
@@ -283,7 +284,7 @@ class CachedDataset(Dataset[Any]):
         return CacheInfo(kept.rows, kept.copies, kept.files, absent, size, self._path, kept.fingerprint)
 
     def __repr__(self) -> str:
-        return f"CachedDataset({len(self)} samples, {str(self._path)!r})"
+        return f"CachedDataset({counted(len(self), 'sample')}, {str(self._path)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_reader", "_opening")}
