@@ -49,6 +49,10 @@ class TrainedModel(Protocol):
         """Put weights into the module, wherever it is."""
 
     @property
+    def metrics_names(self) -> list[str]:
+        """The names of the logs that `compile` asks for."""
+
+    @property
     def first_bad_step(self) -> int | None:
         """See the class."""
 

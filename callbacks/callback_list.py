@@ -1,12 +1,12 @@
 """`CallbackList`: calls the hooks that callbacks override, and ends all callbacks when something raises."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import ArgumentError, CallbackError
 from ..runtime import timing
+from ..utils.users_code import warn
 from .base import Callback, TrainedModel
 
 # The hooks that a loop calls, each with the number of arguments before `logs`.
@@ -175,7 +175,7 @@ class CallbackList:
                 method(*args)
             except Exception as error:
                 with contextlib.suppress(Warning):  # where warnings are errors, the first error still comes first
-                    warnings.warn(f"while ending after an error, {_says(callback, hook, error)}", stacklevel=3)
+                    warn(f"while ending after an error, {_says(callback, hook, error)}")
 
 
 def _check(callback: object) -> None:

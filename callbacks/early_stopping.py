@@ -92,7 +92,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = self.best_epoch = 0
         self.best_weights = None
         self._followed.reset()
-        self._followed.settle(self.model.higher_is_better(self.monitor))
+        self._followed.settle(self.model.higher_is_better(self.monitor), self.model.metrics_names)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Look at the log, and end training if patience has run out."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import plots
+from ..errors import counted
 from ._support.scalars import as_scalar
 from .base import Callback, Logs
 
@@ -36,6 +38,18 @@ class History(Callback):
         self.epoch: list[int] = []
         self.history: dict[str, list[Any]] = {}
         self._epochs: dict[str, list[int]] = {}  # those that each log's values are of
+
+    def __repr__(self) -> str:
+        logs = ", ".join(f"{name} {_short(values[-1])}" for name, values in self.history.items())
+        return f"History({counted(len(self.epoch), 'epoch')}{': ' * bool(logs)}{logs})"
+
+    def _repr_html_(self) -> str:
+        """A table of the epochs, for a notebook."""
+        at = {name: dict(zip(self._epochs[name], values, strict=True)) for name, values in self.history.items()}
+        rows = [["epoch", *map(escape, at)]]
+        rows += [[str(epoch + 1), *(_short(own.get(epoch, "")) for own in at.values())] for epoch in self.epoch]
+        lines = ("".join(f"<td>{cell}</td>" for cell in row) for row in rows)
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Add the epoch's logs."""
@@ -80,6 +94,10 @@ class History(Callback):
         self.epoch = list(state["epoch"])
         self.history = {name: list(values) for name, values in state["history"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
 
 
 def _plain(values: list[Any]) -> list[Any]:

@@ -20,12 +20,15 @@ class LRScheduler(RateCallback):
     actual ones. Epoch logs get a `learning_rate`. Used for a second `fit`, it goes on where it was.
 
     Args:
-        scheduler: A function of the optimizer that makes the scheduler, e.g. a `functools.partial` of its class.
+        scheduler: A function of the optimizer that makes the scheduler, e.g. a `functools.partial` of its class; or a
+            scheduler made already, of the very optimizer given to `compile`, whose rates the cores must not have
+            scaled: `compile(scale_lr=None)`.
         interval: `"epoch"` (default) or `"step"`: a rate for each step, also of steps that run as one graph.
         monitor: The log that `torch.optim.lr_scheduler.ReduceLROnPlateau` follows (default `"val_loss"`).
 
     Raises:
-        ArgumentError: `scheduler` is no function, or made no scheduler of this model's optimizer; another interval.
+        ArgumentError: `scheduler` is neither; or it is of another optimizer, or of rates before the cores have scaled
+            them; another interval.
 
     Example: a warm-up over 100 steps, and then half a cosine over 900.
         >>> from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
@@ -37,14 +40,14 @@ class LRScheduler(RateCallback):
 
     def __init__(
         self,
-        scheduler: Callable[[Optimizer], lr_scheduler.LRScheduler],
+        scheduler: Callable[[Optimizer], lr_scheduler.LRScheduler] | lr_scheduler.LRScheduler,
         interval: str = "epoch",
         monitor: str = "val_loss",
     ) -> None:
-        if not callable(scheduler):
+        if not callable(scheduler) and not hasattr(scheduler, "optimizer"):
             raise ArgumentError(
-                "scheduler must be a function of the optimizer, because there is none yet that the cores have scaled: "
-                f"lambda optimizer: CosineAnnealingLR(optimizer, T_max=10). Got {scheduler!r}"
+                "scheduler must be a function of the optimizer, such as lambda optimizer: CosineAnnealingLR(optimizer, "
+                f"T_max=10), or a scheduler of torch.optim.lr_scheduler, got {scheduler!r}"
             )
         if interval not in ("epoch", "step"):
             raise ArgumentError(f"interval must be 'epoch' or 'step', got {interval!r}")
@@ -60,9 +63,12 @@ class LRScheduler(RateCallback):
         if self.scheduler is not None and self.scheduler.optimizer is optimizer:
             return
         assert optimizer is not None
-        for group in optimizer.param_groups:
-            group.pop("initial_lr", None)  # of an earlier scheduler, which PyTorch would begin with
-        self.scheduler = self._make(optimizer)
+        if callable(self._make):
+            for group in optimizer.param_groups:
+                group.pop("initial_lr", None)  # of an earlier scheduler, which PyTorch would begin with
+            self.scheduler = self._make(optimizer)
+        else:
+            self.scheduler = _given(self._make, optimizer)
         if getattr(self.scheduler, "optimizer", None) is not optimizer:
             raise ArgumentError(f"scheduler must make a scheduler of the optimizer it is given, got {self.scheduler!r}")
         # PyTorch warns where no optimizer.step() came before; in a step that is replayed there is none to be seen.
@@ -107,6 +113,21 @@ class LRScheduler(RateCallback):
             self.scheduler.step()
         elif (value := self._monitor.read(logs, type(self).__name__)) is not None:
             self.scheduler.step(value)
+
+
+def _given(scheduler: lr_scheduler.LRScheduler, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    """Return a scheduler that was made before training, if it is of this optimizer and of its present rates."""
+    cure = "Pass a function, which makes it when training begins: LRScheduler(lambda optimizer: "
+    cure += f"{type(scheduler).__name__}(optimizer, ...))"
+    if scheduler.optimizer is not optimizer:
+        raise ArgumentError(f"the scheduler's optimizer isn't the one of compile. {cure}")
+    now = [group["lr"] for group in optimizer.param_groups]
+    if now != scheduler.get_last_lr():
+        raise ArgumentError(
+            f"the scheduler was made for the rates {scheduler.get_last_lr()}, and the cores have scaled them to {now}. "
+            f"{cure}, or compile with scale_lr=None"
+        )
+    return scheduler
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,6 @@
 """`ModelCheckpoint`: saves the state of training, or weights alone, while training goes on."""
 
 import os
-import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
@@ -10,6 +9,7 @@ from typing import Any
 from ..checkpoint import AsyncCheckpointWriter, CheckpointDirectory, Score
 from ..errors import ArgumentError, CheckpointNotWrittenError
 from ..utils.terminal import say
+from ..utils.users_code import warn
 from ._support.checkpoint_path import CheckpointPath
 from ._support.monitor import Monitor
 from ._support.save_rule import SaveRule
@@ -123,7 +123,7 @@ class ModelCheckpoint(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Learn from the metric which values are better, and make sure that the run directory can be written to."""
         if self.save_best_only or self.checkpoints is not None:
-            self._followed.settle(self.model.higher_is_better(self.monitor))
+            self._followed.settle(self.model.higher_is_better(self.monitor), self.model.metrics_names)
         self._rule.saved(monotonic())
         if self.checkpoints is not None:
             self.checkpoints.run.open()
@@ -184,7 +184,7 @@ class ModelCheckpoint(Callback):
             try:
                 self.model.save_weights(where, finite_only=True)
             except CheckpointNotWrittenError as error:
-                warnings.warn(str(error), stacklevel=2)
+                warn(str(error))
                 return
         if self.verbose:
             say(f"Epoch {epoch + 1}: {reason}saved {where}")

@@ -62,7 +62,7 @@ class ReduceLROnPlateau(RateCallback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the training before."""
-        self._monitor.settle(self.model.higher_is_better(self._monitor.name))
+        self._monitor.settle(self.model.higher_is_better(self._monitor.name), self.model.metrics_names)
         self._monitor.reset()
         self._cooling = 0
 

@@ -3,12 +3,12 @@
 import json
 import urllib.parse
 import urllib.request
-import warnings
 from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any
 
 from ..errors import ArgumentError
+from ..utils.users_code import warn
 from .base import Callback, Logs
 
 _TIMEOUT = 10.0  # seconds
@@ -72,10 +72,9 @@ class RemoteMonitor(Callback):
             self._timeout = _TIMEOUT_WHILE_DOWN
             if not self._warned:
                 self._warned = True
-                warnings.warn(
+                warn(
                     f"RemoteMonitor could not send epoch {epoch} to {self.url}: {error}. Training goes on, and so do "
                     "its attempts, without further warnings",
-                    stacklevel=2,
                 )
 
     def _request(self, event: Mapping[str, Any]) -> urllib.request.Request:

@@ -68,6 +68,10 @@ class FakeModel:
     def higher_is_better(self, name: str) -> bool | None:
         return self._directions.get(name.removeprefix("val_"))
 
+    @property
+    def metrics_names(self) -> list[str]:
+        return ["loss", *self._directions]
+
     def report(self, verbose: bool = False) -> Report:
         return Report((), Counts(), {})
 

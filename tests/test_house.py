@@ -24,6 +24,7 @@ FRIENDLY_ATTRIBUTES = {
     "_update_count": "of a torchmetrics metric: else it warns that nothing was added",
     "_fields": "of a named tuple: part of its documented interface",
     "_getframe": "of sys: the caller's line",
+    "_current_frames": "of sys: the line of the main thread",
     "_orig": "of torch_xla's GRU: PyTorch's own",
     "_task_info": "of a DataLoader's iterator: the worker that has a batch",
     "_rcvd_idx": "of a DataLoader's iterator: the batch that comes next",
@@ -132,3 +133,13 @@ def test_the_entries_of_the_package_are_few():
         "py.typed",
     }
     assert len(entries) == 13, sorted(entries)
+
+
+def test_every_warning_names_the_users_line():
+    own = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, tree in SOURCES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("warnings.warn", "logging.warning"))
+    ]
+    assert {place.partition(":")[0] for place in own} == {"tpufit/utils/users_code.py"}, own

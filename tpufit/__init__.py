@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from .diagnostics.checkup import doctor
@@ -27,3 +28,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """List the names that aren't imported yet as well, for tab completion and `help`."""
+    parts = (part.name for part in iter_modules(__path__) if not part.name.startswith("_"))
+    return sorted({*globals(), *__all__, *parts})

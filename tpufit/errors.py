@@ -3,6 +3,7 @@
 TpufitError
 |-- ArgumentError (ValueError)          an argument of a call has a value that it can't have
 |   `-- UnknownNameError                a name that nothing goes by; the nearest ones are suggested
+|-- NotPicklableError (TypeError)       a model is given to pickle, torch.save or copy, and can't be
 |-- NotCompiledError (RuntimeError)     fit, evaluate or a step before compile gave what it needs
 |-- DataError (ValueError)              the data are empty, of unequal lengths or of an unusable form
 |   |-- LabelError                      a class label lies outside the module's classes
@@ -46,6 +47,16 @@ def few(items: Sequence[str]) -> str:
         'a, b'
     """
     return ", ".join(items[:8]) + " ..." * (len(items) > 8)
+
+
+def counted(count: int, noun: str) -> str:
+    """Count things, for a message.
+
+    Example:
+        >>> counted(1, "batch"), counted(0, "epoch"), counted(1234, "batch")
+        ('1 batch', '0 epochs', '1,234 batches')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith(('tch', 'ss')) else 's'}"
 
 
 class TpufitError(Exception):
@@ -95,6 +106,10 @@ def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = 
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         choice = f" or {otherwise}" if otherwise else ""
         raise ArgumentError(f"{name} must be a whole number of at least {at_least}{choice}, got {value!r}")
+
+
+class NotPicklableError(TpufitError, TypeError):
+    """A model can't be pickled or copied, but saved and loaded."""
 
 
 class NotCompiledError(TpufitError, RuntimeError):

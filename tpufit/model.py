@@ -1,11 +1,10 @@
 """`Model`: Keras's `compile`, `fit`, `evaluate` and `predict` around any `torch.nn.Module`, and `load`."""
 
 import os
-import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from .callbacks.progbar_logger import resolve_verbose
 from .checkpoint import (
     AsyncCheckpointWriter,
     Score,
+    export,
     first_broken,
     named_checkpoint,
     outside_of_fit,
@@ -31,12 +31,28 @@ from .checkpoint import save as save_checkpoint
 from .data import stream
 from .diagnostics.report import Report
 from .diagnostics.summary import memory, noting_outputs, table
-from .errors import ArgumentError, CheckpointMismatchError, CheckpointNotWrittenError, WeightsError
+from .errors import (
+    ArgumentError,
+    CheckpointMismatchError,
+    CheckpointNotWrittenError,
+    NotPicklableError,
+    WeightsError,
+    counted,
+)
 from .losses import LossArgument, LossByOutput, LossWeightsArgument
 from .metrics import MetricsArgument
 from .optimizers import OptimizerArgument
-from .runtime import HOST, CoresArgument, copies, copy_into, fetch, platform, settled, start
-from .step import CompileConfig, Engine, StepMethods, check_weights, match_weights, named_tensors
+from .runtime import HOST, CoresArgument, copies, copy_into, fetch, platform, settled, start, tracing
+from .step import (
+    CompileConfig,
+    Engine,
+    StepMethods,
+    check_weights,
+    instead,
+    match_weights,
+    named_tensors,
+    usable,
+)
 from .step.precision import to_bfloat16
 from .trainer import on_batch, passes
 from .trainer.arguments import (
@@ -47,10 +63,12 @@ from .trainer.arguments import (
     callback_list,
     evaluation_stream,
     require_compiled,
+    require_gradients,
 )
 from .trainer.fitting import run_fit
 from .trainer.lr_find import LRCurve, Sweep, find
 from .trainer.predictions import Predictions, as_array
+from .utils.users_code import warn
 
 Callbacks = Callback | Sequence[Callback] | None
 
@@ -93,15 +111,33 @@ class Model(StepMethods):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        if not isinstance(module, nn.Module):
-            raise ArgumentError(f"tpufit.Model wraps a torch.nn.Module (an instance), got {module!r}")
-        self.module = module
+        self.module = usable(module)
         self.optimizer: Optimizer | None = None
         self.metrics: list[Any] = []
         self.history: History | None = None
         self.input_bound: float | None = None
         self.stop_training = self.stop_evaluating = self.stop_predicting = self.out_of_time = False
         self._engine = Engine(self)
+
+    def __repr__(self) -> str:
+        if "_engine" not in vars(self):
+            return super().__repr__()
+        how = f"compiled with {type(self.optimizer).__name__}" if self.optimizer else "not compiled"
+        counts = f"{counted(self.count_params(), 'parameter')}, {how}, {counted(self.steps_taken, 'step')} taken"
+        return f"{type(self).__name__}({type(self.module).__name__}, {counts})"
+
+    def __reduce__(self) -> Any:
+        raise NotPicklableError(
+            f"a {type(self).__name__} can't be pickled or copied: model.save(path) and tpufit.load(path, net) do that"
+        )
+
+    if not TYPE_CHECKING:  # else it would pass any name
+
+        def __getattr__(self, name: str) -> Any:
+            sentence = None if hasattr(type(self), name) else instead(name)
+            if sentence is None:
+                return object.__getattribute__(self, name)  # raises Python's own error, or that of a user's property
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {sentence}")
 
     def compile(
         self,
@@ -287,6 +323,7 @@ class Model(StepMethods):
             cores,
         )
 
+    @torch.inference_mode(False)
     def evaluate(
         self,
         x: Any = None,
@@ -334,6 +371,7 @@ class Model(StepMethods):
         logs = passes.evaluate(engine, held_out, callback_list(engine, as_list(callbacks), params))
         return _returned(logs, return_dict)
 
+    @torch.inference_mode(False)
     def predict(
         self,
         x: Any,
@@ -454,6 +492,7 @@ class Model(StepMethods):
         """
         engine, seed = self._engine, torch.initial_seed()
         require_compiled(engine, "lr_find")
+        require_gradients("lr_find")
         sweep = Sweep(start_lr, end_lr, steps, stop_factor, smoothing)
         now = start(cores, f"lr_find(cores={cores!r})")
         placement = engine.place_on(now)
@@ -490,9 +529,11 @@ class Model(StepMethods):
         Source: `keras.Model.train_on_batch`.
         """
         require_compiled(self._engine, "train_on_batch")
+        require_gradients("train_on_batch")
         run, _ = on_batch.run_on_batch(self._engine, "train", (x, y, sample_weight), cores, "train_on_batch")
         return _returned(run.logs(), return_dict)
 
+    @torch.inference_mode(False)
     def test_on_batch(
         self,
         x: Any,
@@ -510,6 +551,7 @@ class Model(StepMethods):
         run, _ = on_batch.run_on_batch(self._engine, "eval", (x, y, sample_weight), cores, "test_on_batch")
         return _returned(run.logs(), return_dict)
 
+    @torch.inference_mode(False)
     def predict_on_batch(self, x: Any, *, cores: CoresArgument = None) -> Any:
         """Compute the module's outputs for one global batch.
 
@@ -610,15 +652,43 @@ class Model(StepMethods):
             x = torch.zeros(*input_size)
         if x is not None:
             seen.shapes.clear()
-            with passes.modes_kept(self.module), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                self.module.eval()
-                with noting_outputs(self.module, seen.shapes):
-                    self(x)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), noting_outputs(self.module, seen.shapes):
+                self(x, training=False)
         own = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
         state = [t for key, t in engine.state.tensors()[0].items() if key not in own]
         lines = [table(self.module, seen.shapes), memory(self.module, state)]
         lines += [f"precision {engine.config.precision}: {seen.formats}"] if seen.formats else []
         (print_fn or print)("\n".join(lines))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Iterate over the module's parameters.
+
+        Args:
+            recurse: False leaves out those of its layers (default True).
+
+        Source: `torch.nn.Module.parameters`.
+        """
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the module's parameters with their names.
+
+        Args:
+            prefix: The beginning of each name (default: none).
+            recurse: False leaves out those of its layers (default True).
+
+        Source: `torch.nn.Module.named_parameters`.
+        """
+        if not tracing():
+            self._engine.expose()
+        return self.module.named_parameters(prefix, recurse)
+
+    def count_params(self) -> int:
+        """Count the elements of the parameters, as `summary` does: those of a tied parameter once.
+
+        Source: `keras.Model.count_params`.
+        """
+        return sum(parameter.numel() for parameter in self.module.parameters())
 
     def report(self, verbose: bool = False) -> Report:
         """Report the steps since the last `fit` began, their times and their problems. This waits for nothing.
@@ -715,7 +785,7 @@ class Model(StepMethods):
         fitting = match_weights(own, state, skip_mismatch)
         if engine.state.device.lost:
             engine.reset({id(own[name]): value for name, value in fitting.items()})
-            warnings.warn("the optimizer starts without state: it was lost with a step that failed", stacklevel=2)
+            warn("the optimizer starts without state: it was lost with a step that failed")
             return
         engine.state.write_back()
         copy_into([own[name] for name in fitting], list(fitting.values()), engine.state.placement)
@@ -740,7 +810,7 @@ class Model(StepMethods):
         """
         names = list(named_tensors(self.module))
         if len(weights) != len(names):
-            raise WeightsError(f"the module has {len(names)} tensors, got {len(weights)} weights: see get_weights")
+            raise WeightsError(f"the module has {counted(len(names), 'tensor')}, got {len(weights)}: see get_weights")
         self.load_state_dict(dict(zip(names, map(torch.as_tensor, weights), strict=True)))
 
     def save(self, filepath: str | os.PathLike[str]) -> None:
@@ -805,6 +875,33 @@ class Model(StepMethods):
         Source: `keras.Model.load_weights`.
         """
         self.load_state_dict(read_weights(Path(filepath)), skip_mismatch)
+
+    def export(self, filepath: str | os.PathLike[str], example: Any) -> None:
+        """Write the module as a program that plain PyTorch loads, without tpufit and without the module's class.
+
+        `torch.export.load(filepath).module()` computes what `predict` does in float32, with the weights of this moment,
+        for any number of rows. The model's own module stays where and as it is.
+
+        Args:
+            filepath: A path ending in `.pt2`. The file is replaced atomically, or not at all.
+            example: A batch of inputs: a tensor or array, or several of them in a tuple or dict. Only their types and
+                shapes count. After `compile(precision="bf16-true")` the program's inputs are bfloat16.
+
+        Raises:
+            ArgumentError: The path has another suffix, or the module can't be exported.
+            OSError: The file system refused.
+
+        Example:
+            >>> import os, tempfile, torch
+            >>> model = Model(nn.Linear(2, 3))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     model.export(os.path.join(folder, "model.pt2"), torch.zeros(1, 2))
+            ...     os.listdir(folder)
+            ['model.pt2']
+
+        Source: `keras.Model.export`.
+        """
+        export(filepath, self._engine, example)
 
     def to_cpu(self) -> nn.Module:
         """Move the module and the optimizer's state back to the host, in place. The next `fit` moves them again.

@@ -1,12 +1,13 @@
 """`Monitor`: follows a log, and knows which value is best. With no hooks and no model."""
 
+import difflib
 import math
 import re
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import ArgumentError
+from ...utils.users_code import warn
 from .scalars import as_scalar
 
 # Words in the names of logs that get better as they rise, or as they fall, for logs whose metric doesn't say.
@@ -58,11 +59,12 @@ class Monitor:
         self.rising = mode == "max" or (mode == "auto" and _rises(name) is True)
         self._warned = False
 
-    def settle(self, higher_is_better: bool | None) -> None:
+    def settle(self, higher_is_better: bool | None, known: Iterable[str] = ()) -> None:
         """Let the metric decide the direction, if the mode is `"auto"`.
 
         Args:
             higher_is_better: The metric's answer; None leaves it to the name.
+            known: The logs that are sure to be there, for the message to a typing error (default: unknown).
 
         Raises:
             ArgumentError: The name doesn't decide either. A guess would keep the worst weights half of the time.
@@ -71,8 +73,9 @@ class Monitor:
             rising = _rises(self.name) if higher_is_better is None else higher_is_better
             if rising is None:
                 raise ArgumentError(
-                    f"neither a metric nor the name of {self.name!r} says whether more of it is better: say so with "
-                    "mode='max' or mode='min'"
+                    f"neither a metric nor the name of {self.name!r} says whether more of it is better."
+                    f"{_nearest(self.name, [name for log in known for name in (log, f'val_{log}')])} If it is a log of "
+                    "your own, say so with mode='max' or mode='min'"
                 )
             self.rising = rising
 
@@ -100,11 +103,11 @@ class Monitor:
         if not logs or self.name not in logs:
             if not self._warned:
                 self._warned = True
-                known = ", ".join(sorted(logs or {})) or "none"
-                warnings.warn(
-                    f"{asker} can't find {self.name!r} in the logs and does nothing without it. Available: {known}. "
+                known = sorted(logs or {})
+                warn(
+                    f"{asker} can't find {self.name!r} in the logs and does nothing without it."
+                    f"{_nearest(self.name, known)} Available: {', '.join(known) or 'none'}. "
                     "A val_* log needs validation_data, and is there only after epochs that validate",
-                    stacklevel=3,
                 )
             return None
         value = as_scalar(logs[self.name])
@@ -153,6 +156,11 @@ class Monitor:
             state: The dict that `state_dict` returned.
         """
         self.best, self.wait = state["best"], state["wait"]
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _rises(name: str) -> bool | None:

@@ -1,6 +1,7 @@
 """Checkpoints: the state of training, written to disk and read back."""
 
 from .directory import CheckpointDirectory
+from .export import export
 from .format import Checkpoint, Score, read, save
 from .manager import CheckpointManager, Progress, outside_of_fit, progress_of, restore, saved_state, take
 from .resume import find_checkpoint, named_checkpoint

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from ..errors import CheckpointBusyError, CheckpointDamagedError, CheckpointNotWrittenError
 from ..utils.files import DISK_FULL, HeldError, Lock
 from ..utils.text import size
+from ..utils.users_code import warn
 from .format import Checkpoint, Score, read, read_manifest, write
 from .store import LocalStore, name_of, step_of
 from .weights import first_broken
@@ -67,9 +67,8 @@ class CheckpointDirectory:
                 "or can be made, and may be written to"
             ) from error
         if dropped:
-            warnings.warn(
+            warn(
                 f"dropped from {self.path}: {', '.join(dropped)}, which a process that was killed left unfinished",
-                stacklevel=3,
             )
 
     def close(self) -> None:
@@ -138,7 +137,7 @@ class CheckpointDirectory:
                 faults.append(str(error))
                 continue
             for fault in faults:
-                warnings.warn(f"{fault}. Going on from {self.path / name}", stacklevel=4)
+                warn(f"{fault}. Going on from {self.path / name}")
             return found
         if faults:
             raise CheckpointDamagedError(

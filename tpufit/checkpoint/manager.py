@@ -1,6 +1,5 @@
 """`CheckpointManager`: takes the checkpoints of a `fit` between its steps, and resumes a `fit` from one."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ from ..runtime import copies
 from ..step import Engine, SavedState, StepRunner
 from ..utils.json_codec import decode, encode
 from ..utils.random import RNGState
+from ..utils.users_code import warn
 from .format import Checkpoint, Score, versions
 from .resume import keepers
 from .store import step_of
@@ -206,7 +206,7 @@ class CheckpointManager:
                 try:
                     writer.finish()
                 except CheckpointError as fault:  # it mustn't hide the error itself
-                    warnings.warn(str(fault), stacklevel=4)
+                    warn(str(fault))
             raise
 
     def finish(self) -> None:
@@ -290,7 +290,7 @@ class CheckpointManager:
                 callback.load_state_dict(decode(own["state"], tensors))
         if waiting:
             names = ", ".join(state["class"] for state in waiting)
-            warnings.warn(f"the checkpoint has the state of callbacks that are no longer there: {names}", stacklevel=4)
+            warn(f"the checkpoint has the state of callbacks that are no longer there: {names}")
 
     def _tell(self, written: Any) -> None:
         if written is not None and self._callbacks.has("on_save"):
@@ -306,4 +306,4 @@ def _warn_of_differences(checkpoint: Checkpoint, engine: Engine) -> None:
     before = {**checkpoint.state["settings"], **checkpoint.versions}
     others += [f"{name}: {before[name]} -> {value}" for name, value in now.items() if before[name] != value]
     if others:
-        warnings.warn(f"going on from step {checkpoint.step} is not bit-exact: {', '.join(others)}", stacklevel=5)
+        warn(f"going on from step {checkpoint.step} is not bit-exact: {', '.join(others)}")

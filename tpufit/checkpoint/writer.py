@@ -1,10 +1,10 @@
 """`AsyncCheckpointWriter`: writes checkpoints on a thread of its own, while training goes on."""
 
 import threading
-import warnings
 from pathlib import Path
 
 from ..errors import CheckpointNotWrittenError
+from ..utils.users_code import warn
 from .directory import CheckpointDirectory
 from .format import Checkpoint
 
@@ -69,7 +69,7 @@ class AsyncCheckpointWriter:
         self._failures += 1
         if not isinstance(error, CheckpointNotWrittenError) or self._failures >= self._max_failures:
             raise error
-        warnings.warn(f"{error}. Training goes on", stacklevel=3)
+        warn(f"{error}. Training goes on")
         return None
 
     def finish(self) -> Path | None:

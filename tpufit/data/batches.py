@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
-from ..errors import DataError
+from ..errors import DataError, counted
 from ..utils.text import dtype_name
 
 
@@ -34,8 +34,8 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
         return batch, None, None
     if not 1 <= len(batch) <= 3:
         raise DataError(
-            f"a batch must be (x,), (x, y) or (x, y, sample_weight), got {len(batch)} items. Several inputs go "
-            "together as one x: ((a, b), y)"
+            f"a batch must be (x,), (x, y) or (x, y, sample_weight), got {counted(len(batch), 'item')}. Several inputs "
+            "go together as one x: ((a, b), y)"
         )
     x, y, sample_weight = (*batch, None, None)[:3]
     return x, y, sample_weight

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import default_collate
 
-from ..errors import ArgumentError, DataError
+from ..errors import ArgumentError, DataError, counted
 from .batches import as_tensors
 
 
@@ -50,7 +50,9 @@ class PadToBuckets:
         columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
         values = tree_leaves(self.padding) * (1 if isinstance(self.padding, (tuple, list, dict)) else len(columns))
         if len(values) != len(columns):
-            raise ArgumentError(f"padding has {len(values)} values, but a sample has {len(columns)} fields")
+            raise ArgumentError(
+                f"padding has {counted(len(values), 'value')}, but a sample has {counted(len(columns), 'field')}"
+            )
         joined = [self._join(column, value) for column, value in zip(columns, values, strict=True)]
         return tree_unflatten(joined, flat[0][1])
 

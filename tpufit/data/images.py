@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import ArgumentError, DataError
+from ..utils.users_code import warn
 from .cache import CachedDataset
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _find(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
         left_out.update(os.path.splitext(path)[1] or "without a suffix" for path in files if not _is_image(path))
     if left_out:
         counts = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()))
-        warnings.warn(f"files in {folder} that are not among the images: {counts}", stacklevel=3)
+        warn(f"files in {folder} that are not among the images: {counts}")
     return classes, samples
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from time import monotonic, perf_counter, thread_time
 from typing import Any, Generic
 
 from ..errors import require_whole
+from ..utils.users_code import warn
 from .inline import BatchReader, ReadTimes, T, T_co, prepared_by
 
 _PATIENCE = 2.0  # seconds that close() waits for a thread which is inside the user's data
@@ -104,10 +104,9 @@ class Prefetcher(BatchReader[T_co]):
         try:
             return self._lane.ready.get(timeout=_SILENCE)
         except Empty:
-            warnings.warn(
+            warn(
                 f"the data have given no batch for {_SILENCE:g} s, and are still being waited for. If a worker may "
                 "hang, DataLoader(..., timeout=60) makes an error of it that names the worker",
-                stacklevel=4,
             )
             return self._lane.ready.get()
 

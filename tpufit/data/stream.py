@@ -6,7 +6,6 @@ last one of a pass is as short as it must be, and is never dropped, padded or fi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ..errors import ArgumentError, DataError, require_whole
+from ..errors import ArgumentError, DataError, counted, require_whole
+from ..utils.users_code import warn
 from .batches import count_rows, host_array
 from .cache import CachedDataset
 from .inline import Pace
@@ -292,9 +292,8 @@ def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Sou
         return of_loader(data, cores, name)
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
         if batch_size is not None:
-            warnings.warn(
+            warn(
                 f"batch_size={batch_size} has no effect: {name} is an iterable, which makes its own batches",
-                stacklevel=4,
             )
         return Iteration(data, cores)
     raise DataError(
@@ -315,5 +314,7 @@ def _is_arrays(x: Any, y: Any) -> bool:
 def _rows_to_train_on(rows: int, share: float) -> int:
     first = int(rows * (1 - share))
     if not 0 < first < rows:
-        raise DataError(f"validation_split={share} of {rows} rows leaves none to train on, or none to validate on")
+        raise DataError(
+            f"validation_split={share} of {counted(rows, 'row')} leaves none to train on, or none to validate on"
+        )
     return first

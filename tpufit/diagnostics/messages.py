@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from ..errors import counted
 from ..utils.hardware import cpus
 
 # The share of the time, and the seconds, from which on a thing is worth a sentence.
@@ -56,7 +57,8 @@ def read(lines: Iterable[str], times: int) -> str:
         times: The number of values.
     """
     return (
-        f"{times} value{'s' * (times != 1)} were read from the device, at {' and '.join(sorted(lines))}, each a wait: "
+        f"{counted(times, 'value')} {'was' if times == 1 else 'were'} read from the device, at "
+        f"{' and '.join(sorted(lines))}, each a wait: "
         "return them from train_step as logs, which wait only where one is read"
     )
 
@@ -116,8 +118,8 @@ def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
     if seconds < _COMPILE_SECONDS or seconds < _SHARE * elapsed:
         return None
     return (
-        f"compiling {graphs} graphs took {seconds:.0f} s of {elapsed:.0f} s: fewer shapes of batches are fewer graphs, "
-        "a smaller steps_per_execution makes smaller ones, and a longer training pays for them only once"
+        f"compiling {counted(graphs, 'graph')} took {seconds:.0f} s of {elapsed:.0f} s: fewer shapes of batches are "
+        "fewer graphs, a smaller steps_per_execution makes smaller ones, and a longer training pays for them only once"
     )
 
 

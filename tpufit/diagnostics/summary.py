@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
+from ..errors import counted
 from ..utils.text import dtype_name, rendered, size
 
 _WIDTH = 120  # columns
@@ -39,7 +40,9 @@ def table(module: nn.Module, outputs: Mapping[str, str] | None = None) -> str:
             rows.add_row(name or "(module)", type(layer).__name__, output, f"{_count(own):,}", takes, dtypes, notes)
     parameters = list(module.parameters())
     trainable = [p for p in parameters if p.requires_grad]
-    totals = f"{_count(parameters):,} parameters ({_size(parameters)}), {_count(trainable):,} of them trainable"
+    totals = (
+        f"{counted(_count(parameters), 'parameter')} ({_size(parameters)}), {_count(trainable):,} of them trainable"
+    )
     return f"{rendered(rows, _WIDTH)}\n{totals}"
 
 

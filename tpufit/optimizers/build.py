@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, UnknownNameError
+from ..errors import ArgumentError, UnknownNameError, counted
 from .rates import rates, set_rate
 
 OptimizerArgument = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -50,6 +50,12 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
             raise UnknownNameError("optimizer", optimizer, NAMES)
         optimizer = cast("Callable[[Iterable[nn.Parameter]], Optimizer]", NAMES[optimizer.lower()])
     if not isinstance(optimizer, Optimizer):
+        if isinstance(optimizer, (list, tuple, dict)):
+            raise ArgumentError(
+                f"compile takes one optimizer, got {counted(len(optimizer), 'optimizer')}. Give it one, keep the "
+                "others as attributes of your Model,\nand let its train_step call self.apply_gradients(loss, "
+                "self.critics_optimizer) for each, as examples/gan.py does"
+            )
         if not callable(optimizer):
             raise ArgumentError(
                 "optimizer must be a name, a torch.optim class, a function of the parameters or an optimizer, got "
@@ -71,7 +77,7 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
     foreign = [p for p in parameters(optimizer) if id(p) not in own]
     if foreign:
         raise ArgumentError(
-            f"the optimizer holds {len(foreign)} parameter(s) that are not the module's, e.g. one of shape "
+            f"the optimizer holds {counted(len(foreign), 'parameter')} other than the module's, e.g. one of shape "
             f"{tuple(foreign[0].shape)}. Build it on module.parameters() of the very module given to tpufit.Model, or "
             "pass a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )

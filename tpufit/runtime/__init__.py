@@ -46,5 +46,5 @@ from .profiler import start_profile, stop_profile
 from .program import Program
 from .python_state import facts
 from .strict import LENIENT, Strict
-from .trace_watch import cure_of, users_line
+from .trace_watch import cure_of
 from .transfer import InFlight, copies, copy_into, fetch, move, swap_value, to_device, to_host

@@ -150,9 +150,6 @@ class Backend(Protocol):
     def cure_of(self, operation: str) -> str:
         """The cure for an operation that runs on the host."""
 
-    def users_line(self) -> str:
-        """The user's line that is running."""
-
     def start_profile(self, folder: Any) -> None:
         """Begin to record a profile."""
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware
+from ..utils.users_code import users_line
 from .faults import translate_start
 from .ops.lowerings import lower_missing
-from .trace_watch import users_line
 
 CoresArgument = int | str | list[int] | None
 """The values of `cores=`: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""

@@ -11,6 +11,7 @@ from ..errors import (
     PartitionError,
     StartError,
     TpufitError,
+    counted,
 )
 from ..utils import hardware
 from ..utils.text import size
@@ -187,8 +188,8 @@ def _full(text: str, load: Load | None) -> str:
         have = f"{parts}; the rest are activations and outputs"
         cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
     return (
-        f"the device has no room for a {load.role} step of {each} rows a core{need}. On each core are {have}. Try "
-        f"{', or '.join(cures)}"
+        f"the device has no room for a {load.role} step of {counted(each, 'row')} a core{need}. On each core are "
+        f"{have}. Try {', or '.join(cures)}"
     )
 
 

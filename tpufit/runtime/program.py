@@ -6,7 +6,6 @@ more. Only if that gives the same graph with the same constants, from another ba
 then on, without any of the step's Python. A step that can't be shown to be equal is traced on every call.
 """
 
-import warnings
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ReplayError
+from ..utils.users_code import warn
 from . import counters
 from .capture import Body, Capture, Target, capturing, undoing
 from .device_state import DeviceState
@@ -234,4 +234,4 @@ class Program:
             raise ReplayError(f"jit_compile=True, but the {role} step can't be replayed: {cause}")
         self.traced_because = cause
         self.forget()
-        warnings.warn(f"the {role} step is traced anew on every call, which is slow, because {cause}", stacklevel=2)
+        warn(f"the {role} step is traced anew on every call, which is slow, because {cause}")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable
 from threading import get_ident
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..utils.users_code import users_line
 from . import counters
 from .strict import LENIENT, Strict
 
@@ -176,16 +175,3 @@ def cure_of(operation: str) -> str:
         'Instead of picking rows (x[mask], nonzero), keep all and weigh them: torch.where(mask, x, 0)'
     """
     return _CURES.get(operation, "Write it with others, do it in the data set, or in a callback once an epoch")
-
-
-def users_line() -> str:
-    """The innermost line of the stack that is neither tpufit's nor a library's, e.g. `train.py:12`."""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    pythons = os.path.dirname(os.__file__) + os.sep
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((ours, pythons)) and f"{os.sep}site-packages{os.sep}" not in path:
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "a library's code"

@@ -4,6 +4,7 @@ Everything is moved by torch_xla's transfer calls and never by `Tensor.to`: a 0-
 as a constant, frozen at its first value, where a transferred one is an input of the graph.
 """
 
+import copyreg
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -110,6 +111,17 @@ def copies(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
         value.clone() if tensor.device.type == "cpu" else value
         for tensor, value in zip(tensors, to_host(tensors, reason), strict=True)
     ]
+
+
+def _reduced(tensor: Tensor) -> Any:
+    if tensor.device.type == "xla":
+        tensor = to_host([tensor], "pickle")[0].requires_grad_(tensor.requires_grad)
+    return tensor.__reduce_ex__(2)
+
+
+# What `torch.save` writes of a tensor on the device, such as those of a trained module's state_dict, is one of the
+# host. PyTorch's own way writes one that only a process with this very device can load.
+copyreg.pickle(Tensor, _reduced)
 
 
 def move(

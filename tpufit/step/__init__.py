@@ -14,7 +14,9 @@
 from .batch import DeviceBatch
 from .config import CompileConfig
 from .engine import Engine, FitOptions
+from .habits import instead
 from .methods import StepMethods
+from .modules import modes_kept, usable
 from .runner import StepRunner
 from .state import SavedState
 from .weights import check_weights, match_weights, named_tensors

@@ -5,7 +5,6 @@ A program captures a step (traces and compiles it), then replays its graph witho
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from ..runtime import (
     set_matmul_precision,
     translate,
 )
+from ..utils.users_code import warn
 from .batch import DeviceBatch
 from .config import UNCOMPILED, CompileConfig
 from .context import StepContext
@@ -291,7 +291,7 @@ class Engine:
         self.observed.formats = formats
         fault = formats.fault(self.config.precision)
         if fault:
-            warnings.warn(fault, stacklevel=2)
+            warn(fault)
 
     def report(self, verbose: bool) -> Report:
         """Report on the steps since the last `fit` began; see `Model.report`."""

@@ -7,7 +7,6 @@ them gets a number once, and a key consists of numbers.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..optimizers import RATE_KEYS
 from ..runtime import Strict, count_capture
+from ..utils.users_code import warn
 from .recompiles import ShapeWatch
 
 # The number of captures for one reason at which a warning comes: fewer may be chance, so many are a habit.
@@ -165,10 +165,9 @@ class GraphKeys:
         count_capture(change)
         self._times[role, change] = self._times.get((role, change), 0) + 1
         if self._times[role, change] == _OFTEN:
-            warnings.warn(
+            warn(
                 f"the {role} step has been compiled {_OFTEN} times because {change} changed: it is part of the graph, "
                 "and only the learning rate is an input. Change it seldom, or keep it as it is",
-                stacklevel=2,
             )
 
 

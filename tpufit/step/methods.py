@@ -4,9 +4,10 @@ Steps are traced, like a `tf.function`: their Python runs while a graph is captu
 device. For later batches the graph is replayed, without the Python.
 """
 
-from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -19,6 +20,7 @@ from ..runtime import Sharding, fetch, to_device, tracing
 from . import precision
 from .engine import Engine
 from .failures import layer_failure, misfit
+from .modules import call_arguments, modes_kept
 
 
 class EngineSlot:
@@ -60,11 +62,13 @@ class StepMethods:
                 "another name"
             )
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any, training: bool | None = None) -> Any:
         """Call the module on a batch. A batch on the host gives outputs on the host.
 
         Args:
             x: A tensor or array, a tuple or list of them (passed as positional arguments) or a dict (by keyword).
+            training: True or False computes as in training or not, e.g. with or without dropout (default: as the
+                module's layers are set, which a step does).
 
         Returns:
             The module's output. For host data after `fit` this waits for the device, and no gradient flows.
@@ -74,6 +78,9 @@ class StepMethods:
         """
         engine = self._engine
         placement, name = engine.state.placement, engine.config.precision
+        if torch.is_inference_mode_enabled() and not placement.on_host:  # there torch_xla can't make a tensor
+            with torch.inference_mode(False), torch.no_grad():
+                return self(x, training)
         # Between replays the module's tensors are empty; a trace has put its own values there.
         if not tracing():
             engine.state.write_back()
@@ -84,14 +91,10 @@ class StepMethods:
             for i, tensor in zip(at, to_device([leaves[i] for i in at], placement, Sharding.ROWS), strict=True):
                 leaves[i] = tensor
         x = precision.inputs(name, tree_unflatten(leaves, spec))
-        args: Sequence[Any] = (x,)
-        named: Mapping[str, Any] = {}
-        if isinstance(x, dict):
-            args, named = (), x
-        elif isinstance(x, (tuple, list)):
-            args = x
+        args, named = call_arguments(x)
+        modes = nullcontext() if training is None else modes_kept(self.module, training)
         try:
-            with precision.autocast(name, placement.device):
+            with modes, precision.autocast(name, placement.device):
                 y_pred = self.module(*args, **named)
         except TypeError as error:
             reason = misfit(self.module, args, named)

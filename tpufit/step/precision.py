@@ -1,7 +1,6 @@
 """The floating-point formats in which a module computes."""
 
 import os
-import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ..errors import ArgumentError, UnknownNameError
 from ..runtime import swap_value
 from ..utils.hardware import retired_variables
 from ..utils.text import dtype_name
+from ..utils.users_code import warn
 
 PRECISIONS = ("bf16", "bf16-true", "fp32")
 MATMUL_PRECISIONS = ("default", "high", "highest")
@@ -79,10 +79,9 @@ def check(name: str) -> str:
     """
     set_here = retired_variables(os.environ)
     if set_here:
-        warnings.warn(
+        warn(
             f"the environment sets {', '.join(set_here)}, a retired way to ask for another precision, which changes "
             "tensors behind PyTorch's back or does nothing. Unset it, and pass precision='bf16' to compile",
-            stacklevel=3,
         )
     if name in PRECISIONS:
         return name

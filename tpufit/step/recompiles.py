@@ -1,10 +1,10 @@
 """`ShapeWatch`: warns of batches of too many shapes, because each new one costs a graph."""
 
-import warnings
 from typing import Any
 
 from ..data.batches import fields, tensors_of
 from ..runtime import Strict
+from ..utils.users_code import warn
 
 # Full batches and a shorter last one, in a few buckets, are normal; more shapes are probably a mistake.
 _MANY = 8
@@ -53,10 +53,9 @@ class ShapeWatch:
         self._last, self.changes[number] = now, change
         if len(self.changes) != _MANY:
             return
-        warnings.warn(
+        warn(
             f"the {self._role} step meets batches of shape after shape, {_MANY} so far, and a graph is compiled for "
             f"each: {change}. {_CURE}",
-            stacklevel=2,
         )
 
 

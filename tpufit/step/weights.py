@@ -1,12 +1,12 @@
 """A module's tensors by name, and their comparison with given weights."""
 
-import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointMismatchError, WeightsError, few
+from ..utils.users_code import warn
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ def match_weights(
         message = f"the weights don't fit the module. {'; '.join(found)}"
         if not skip_mismatch:
             raise WeightsError(f"{message}. skip_mismatch=True loads the rest")
-        warnings.warn(message, stacklevel=3)
+        warn(message)
     doubtful = {name for pair in parted for name in pair}
     return {
         name: given[name].to(tensor.dtype)

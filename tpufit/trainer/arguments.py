@@ -16,14 +16,17 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from .. import losses
 from ..callbacks import ProgbarLogger
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream, stream, train_validation_split
 from ..errors import ArgumentError, NotCompiledError, require_whole
 from ..losses import ClassWeight, LossByOutput
-from ..runtime import LENIENT, Cores, Placement, Strict, users_line
+from ..runtime import LENIENT, Cores, Placement, Strict
 from ..step import Engine, StepMethods
+from ..utils.users_code import users_line
 from .validation import Validation, steps_between
 
 
@@ -187,6 +190,19 @@ def require_compiled(engine: Engine, method: str) -> None:
     kind: Any = type(engine.model)
     if kind.train_step is StepMethods.train_step and kind.compute_loss is StepMethods.compute_loss:
         losses.required(engine.config.loss, method)
+
+
+def require_gradients(method: str) -> None:
+    """Check that PyTorch computes gradients.
+
+    Args:
+        method: The method's name, for the error.
+
+    Raises:
+        ArgumentError: It is told not to, so that nothing could be learnt.
+    """
+    if not torch.is_grad_enabled():
+        raise ArgumentError(f"{method} is called under torch.no_grad() or torch.inference_mode(): call it outside")
 
 
 def callback_list(engine: Engine, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:

@@ -8,10 +8,19 @@ from .. import optimizers
 from ..callbacks import History
 from ..callbacks.progbar_logger import resolve_verbose
 from ..checkpoint import find_checkpoint, saved_state
+from ..errors import counted
 from ..runtime import Cores, CoresArgument, start
 from ..step import Engine, FitOptions
 from . import loop
-from .arguments import Schedule, TrainingData, ValidationData, as_list, callback_list, require_compiled
+from .arguments import (
+    Schedule,
+    TrainingData,
+    ValidationData,
+    as_list,
+    callback_list,
+    require_compiled,
+    require_gradients,
+)
 
 
 def run_fit(
@@ -35,6 +44,7 @@ def run_fit(
         cores: The argument of `fit`.
     """
     require_compiled(engine, "fit")
+    require_gradients("fit")
     verbosity, given = resolve_verbose(verbose), as_list(callbacks)
     options = FitOptions(schedule.policy(engine), train.weigher(engine))
     resumed = find_checkpoint(schedule.resume, given)
@@ -79,7 +89,9 @@ def scale_rates(engine: Engine, cores: Cores) -> list[float]:
 
 def _headline(engine: Engine, cores: Cores, size: int | None, before: list[float]) -> str:
     """Return the line that says how `fit` scales: cores, batch, learning rate and precision."""
-    batch = f"batch {size} x {cores.count} = {size * cores.count}" if size else f"{cores.count} batches a step"
+    batch = (
+        f"batch {size} x {cores.count} = {size * cores.count}" if size else f"{counted(cores.count, 'batch')} a step"
+    )
     assert engine.model.optimizer is not None
     after = optimizers.rates(engine.model.optimizer)
     rate = f"lr {after[0]:g}"

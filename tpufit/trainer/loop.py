@@ -27,7 +27,6 @@ A resumed `fit` begins like any other. The checkpoint is loaded once the callbac
 checkpoint is from the middle of one: loaded earlier, it would be overwritten by what they begin with.
 """
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter
@@ -40,6 +39,7 @@ from ..diagnostics import messages
 from ..diagnostics.report import Pass
 from ..runtime import agree
 from ..step import Engine, StepRunner
+from ..utils.users_code import warn
 from .interruption import Interruption
 from .passes import PassLoop, Pause, closing
 from .validation import Validation, Validations
@@ -190,7 +190,7 @@ class _Training:
         model.input_bound = waited / elapsed
         if not self._advised and (said := messages.waiting(waited, elapsed)):
             self._advised = True
-            warnings.warn(said, stacklevel=6)
+            warn(said)
         return logs
 
     def _note(self, epoch: int, batches: int | None = None, run: StepRunner | None = None, trained: Any = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -20,6 +19,7 @@ from ..errors import ArgumentError, require_whole
 from ..optimizers import set_rate
 from ..runtime import agree, fetch
 from ..step import DeviceBatch, Engine, StepRunner
+from ..utils.users_code import warn
 
 # The number of steps between two waits for their losses; diverged training wastes at most so many.
 _WINDOW = 10
@@ -170,11 +170,10 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
         engine.put_back(before)
         engine.log.first_bad_step = bad
     if curve.suggestion is None:
-        warnings.warn(
+        warn(
             f"the loss never fell between the learning rates {sweep.start_lr:g} and {sweep.end_lr:g} "
             f"({len(curve.losses)} of {sweep.steps} steps gave one), so there is no suggestion. Look at the curve's "
             "plot(), at the loss and the data, or try other rates and more steps",
-            stacklevel=3,
         )
     return curve
 

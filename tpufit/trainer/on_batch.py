@@ -6,9 +6,8 @@ import torch
 
 from ..data.batches import as_tensors
 from ..runtime import Cores, CoresArgument, start
-from ..step import Engine, StepRunner
+from ..step import Engine, StepRunner, modes_kept
 from .fitting import scale_rates
-from .passes import modes_kept
 
 
 def run_on_batch(

@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from torch import nn
-
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
 from ..data.inline import BatchReader, InlineReader
 from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..diagnostics.report import Pass
 from ..runtime import add_seconds, agree, fetch, timing
-from ..step import DeviceBatch, Engine, StepRunner
+from ..step import DeviceBatch, Engine, StepRunner, modes_kept
 from .interruption import Interruption
 
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
@@ -199,17 +197,6 @@ def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
             raise
         finally:
             engine.expose()
-
-
-@contextmanager
-def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the mode of each layer, training or not, at the end."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
-from ..errors import ArgumentError, require_whole
+from ..errors import ArgumentError, counted, require_whole
 from ..step import Engine
 from .interruption import Interruption
 from .passes import evaluate
@@ -102,7 +102,7 @@ def steps_between(freq: int | float, steps: int | None) -> int:
     require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
     if steps is not None and freq > steps:
         raise ArgumentError(
-            f"validation_step_freq={freq} is never reached: an epoch has {steps} steps. Use validation_freq to "
-            "validate at the end of every so many epochs"
+            f"validation_step_freq={freq} is never reached: an epoch has {counted(steps, 'step')}. Use validation_freq "
+            "to validate at the end of every so many epochs"
         )
     return int(freq)

@@ -5,7 +5,6 @@ import fcntl
 import os
 import re
 import socket
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 from torch import Tensor
+
+from .users_code import warn
 
 # The errors of a file system that has no room for more, and of one that has no locks.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -133,10 +134,9 @@ class Lock:
             if error.errno not in _NO_LOCKS:
                 self._close()
                 raise
-            warnings.warn(
+            warn(
                 f"the file system of {folder} has no locks ({error.strerror}): make sure that no other process is at "
                 "work there",
-                stacklevel=3,
             )
         os.truncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())

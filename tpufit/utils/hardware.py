@@ -6,13 +6,13 @@ a folder.
 
 import os
 import resource
-import warnings
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from ..errors import VersionError
+from .users_code import warn
 
 # Replay, sharding and seeds were measured with this version of both, at which torch_xla is frozen.
 SUPPORTED = "2.9"
@@ -137,10 +137,9 @@ def drop_stale_variables(environ: MutableMapping[str, str] = os.environ, root: P
     stale = [name for name in _OF_MANY_PROCESSES if name in environ]
     if stale and place(root) == "Kaggle" and chips(root):
         removed = " and ".join(f"{name}={environ.pop(name)!r}" for name in stale)
-        warnings.warn(
+        warn(
             f"removed {removed} from the environment: left from a run of several processes, for which the TPU would "
             "wait in vain",
-            stacklevel=3,
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy_format
 
-from ..errors import DataError
+from ..errors import DataError, counted
 
 _npy: Any = npy_format  # older NumPys have no types for it
 
@@ -49,9 +49,9 @@ class NpyFile:
             self._write_header()
         if kind != self._kind:
             raise DataError(
-                f"the rows of one array must all be of one shape and dtype: after {self._rows} rows of shape "
-                f"{self._kind[0]} and {self._kind[1]} came some of {kind[0]} and {kind[1]}. Pad the batches to one "
-                "shape, or predict them apart"
+                f"the rows of one array must all be of one shape and dtype: after {counted(self._rows, 'row')} of "
+                f"shape {self._kind[0]} and {self._kind[1]} came some of {kind[0]} and {kind[1]}. Pad the batches to "
+                "one shape, or predict them apart"
             )
         self._file.write(np.ascontiguousarray(rows).data)
         self._rows += len(rows)

@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from ...errors import ArgumentError, CacheBusyError, CacheDiskFullError, CacheEr
 from ...utils.files import DISK_FULL, HeldError, Lock, drop_drafts
 from ...utils.hardware import cpus
 from ...utils.terminal import standard_output
+from ...utils.users_code import warn
 from .maker import Maker, alone
 from .manifest import Manifest
 
@@ -141,7 +141,7 @@ def _crew(maker: Maker, workers: Workers, files: int) -> tuple[int, bytes]:
     except ArgumentError as error:
         if workers != "auto":
             raise ArgumentError(f"workers={workers}: {error}, or pass workers=0") from error
-        warnings.warn(f"one process makes all the samples: {error}, or pass workers=0", stacklevel=4)
+        warn(f"one process makes all the samples: {error}, or pass workers=0")
     return 0, b""
 
 

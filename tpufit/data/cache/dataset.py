@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,10 @@ from ...errors import (
     CacheMismatchError,
     DataError,
     UnknownNameError,
+    counted,
     require_whole,
 )
+from ...utils.users_code import warn
 from .build import Workers, build, check_room, exclusive
 from .fingerprint import describe
 from .maker import Maker, alone, probe
@@ -283,7 +284,7 @@ class CachedDataset(Dataset[Any]):
         return CacheInfo(kept.rows, kept.copies, kept.files, absent, size, self._path, kept.fingerprint)
 
     def __repr__(self) -> str:
-        return f"CachedDataset({len(self)} samples, {str(self._path)!r})"
+        return f"CachedDataset({counted(len(self), 'sample')}, {str(self._path)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_reader", "_opening")}
@@ -356,10 +357,9 @@ def _plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool)
     digest: str | None = probe(maker, rows)
     if again and probe(maker, rows) != digest:
         digest = None
-        warnings.warn(
+        warn(
             "the same sample made twice isn't the same: it has random numbers other than those of `random`, "
             "numpy.random and torch, which depend on the seed. Files that are made again will differ",
-            stacklevel=3,
         )
     source, transform = describe(maker.source), describe(maker.transform)
     sizes = cut(rows * copies, sum(field.row_bytes for field in fields), shard_mb)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...errors import VersionError
+from ...errors import VersionError, counted
 from ...utils.hardware import check_versions, describe, retired_variables
 from ...utils.text import size
 from .facts import Facts
@@ -89,7 +89,8 @@ def device(facts: Facts) -> Iterator[Row]:
     wish = facts.environ.get("PJRT_DEVICE")
     if facts.chips:
         chip, cores = facts.chips[0], sum(chip.devices for chip in facts.chips)
-        found = f"TPU {chip.name}: {len(facts.chips)} chips, {cores} cores of at least {chip.memory} GB each"
+        count = f"{counted(len(facts.chips), 'chip')}, {counted(cores, 'core')}"
+        found = f"TPU {chip.name}: {count} of at least {chip.memory} GB each"
         other = wish not in (None, "TPU")
         cure = f"PJRT_DEVICE={wish!r} leaves the TPU idle: unset it" if other else ""
         yield _row("device", f"{found}; on {facts.place}", warning=cure)

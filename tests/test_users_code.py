@@ -1,0 +1,65 @@
+"""Warnings point at the user's own line, wherever in tpufit they come from, and show nothing of tpufit's code."""
+
+import inspect
+import re
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit.utils.users_code import users_line, warn
+
+
+def here():
+    return inspect.currentframe().f_back.f_lineno
+
+
+def test_a_warning_is_shown_at_the_users_line():
+    with pytest.warns(UserWarning, match="no effect") as caught:
+        list(tpufit.data.stream(iter([torch.zeros(2, 2)]), batch_size=2))
+        line = here()
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
+
+
+def test_a_warning_of_a_thread_is_shown_at_the_main_threads_line():
+    with pytest.warns(UserWarning, match="from afar") as caught:
+        thread = threading.Thread(target=warn, args=["from afar"])
+        thread.start()
+        thread.join()
+    source = inspect.getsource(test_a_warning_of_a_thread_is_shown_at_the_main_threads_line)
+    first = inspect.currentframe().f_code.co_firstlineno
+    assert caught[0].filename == __file__ and first < caught[0].lineno < first + len(source.splitlines())
+
+
+def test_a_repeated_warning_is_shown_once_a_line(recwarn):
+    import warnings
+
+    warnings.simplefilter("default")
+    for _ in range(3):
+        warn("again")
+    assert [str(w.message) for w in recwarn] == ["again"]
+
+
+def test_the_users_line_is_not_that_of_a_library():
+    assert users_line() == f"test_users_code.py:{here()}"
+    assert sorted([0], key=lambda _: users_line()) and re.match(r"test_users_code.py:\d+", users_line())
+
+
+@pytest.mark.cores(1, 8)
+def test_a_step_that_cant_be_replayed_is_shown_in_the_users_train_step(cores):
+    class Counts(tpufit.Model):
+        calls = 0
+
+        def train_step(self, batch):
+            self.calls += 1
+            return super().train_step((batch[0], batch[1] * self.calls))
+
+    model = Counts(nn.Linear(2, 1))
+    model.compile("sgd", "mse")
+    x = torch.zeros(8 * cores * 6, 2)
+    with pytest.warns(UserWarning, match="traced anew") as caught:
+        model.fit(x, x[:, :1], batch_size=8, verbose=0, cores=cores)
+        line = here()
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]

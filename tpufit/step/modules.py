@@ -1,0 +1,62 @@
+"""The user's module: which ones can be trained, how a batch is passed to them, and their modes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ArgumentError
+from ..utils.users_code import warn
+
+
+def usable(module: object) -> nn.Module:
+    """Return the module, without `torch.compile` around it.
+
+    Raises:
+        ArgumentError: It is no module, or it has a part that torch.compile or torch.jit made for other devices.
+    """
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"tpufit.Model wraps a torch.nn.Module (an instance), got {module!r}")
+    original = dict(module.named_children()).get("_orig_mod")
+    if original is not None:
+        warn("torch.compile has no effect here: tpufit uses the module inside, and compiles its steps for the device")
+        module = original
+    for name, layer in module.named_modules():
+        what = f"the layer {name!r}" if name else "the module"
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ArgumentError(f"{what} was made by torch.jit, which can't be traced for XLA: pass the original one")
+        if name.endswith("_orig_mod") or getattr(layer, "_compiled_call_impl", None) is not None:
+            what = what.replace("._orig_mod", "")
+            raise ArgumentError(f"{what} was compiled by torch.compile, which knows no XLA device: pass it uncompiled")
+    return module
+
+
+def call_arguments(x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return the arguments by position and by keyword that a batch's inputs are for a module.
+
+    Args:
+        x: A tensor, a tuple or list of positional arguments, or a dict of arguments by keyword.
+    """
+    if isinstance(x, dict):
+        return (), x
+    return (x if isinstance(x, (tuple, list)) else (x,)), {}
+
+
+@contextmanager
+def modes_kept(module: nn.Module, training: bool | None = None) -> Iterator[None]:
+    """Restore the mode of each layer, training or not, at the end.
+
+    Args:
+        module: The module.
+        training: The mode meanwhile (default: as it is).
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        if training is not None:
+            module.train(training)
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
