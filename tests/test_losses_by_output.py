@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import tpufit
 from tpufit import runtime
 from tpufit.errors import ArgumentError, DataError, LabelError, UnknownNameError
-from tpufit.losses import Loss, LossByOutput, build
+from tpufit.losses import Loss, LossByOutput, SharedLoss, build
 
 on_cores = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
@@ -323,4 +323,4 @@ def test_weights_for_outputs_that_there_are_not():
 def test_a_single_loss_in_a_dict_has_no_log_of_its_own():
     loss = LossByOutput({"a": "mse"})
     assert loss.logs(loss.parts({"a": torch.ones(2)}, {"a": torch.zeros(2)})) == {}
-    assert build(None) is None and type(build("mse")) is Loss
+    assert build(None) is None and type(build("mse")) is SharedLoss

@@ -44,8 +44,8 @@ def stream(
     """Make a stream of global batches from any data.
 
     Args:
-        x: Arrays or tensors (or a nest of them), a map-style or iterable `Dataset`, a `DataLoader`, or any iterable
-            of batches.
+        x: Arrays, tensors or tables (or a nest of them), a map-style or iterable `Dataset`, a `DataLoader`, or any
+            iterable of batches.
         y: Targets, with arrays only: the other forms yield them with `x`.
         sample_weight: One weight a row, with arrays only.
         batch_size: Rows per core (default 32). Loaders and iterables bring their own.
@@ -304,7 +304,7 @@ def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Sou
 
 def _is_arrays(x: Any, y: Any) -> bool:
     """True for arrays, False for an object that yields batches."""
-    if isinstance(x, (Tensor, np.ndarray, dict)) or type(x) is tuple:
+    if isinstance(x, (Tensor, Mapping, tuple)) or hasattr(type(x), "__array__"):
         return True
     if y is not None:
         return isinstance(x, (tuple, list))
