@@ -82,7 +82,7 @@ def test_a_module_that_fails_by_itself_is_named_and_other_errors_are_left_alone(
     [
         (
             {"a": X, "b": X},
-            r"x is a dict of 'a' and 'b', and Net.forward\(x\) names none of these, so it is given the whole dict, and fails",
+            r"x is a dict of 'a' and 'b', and Net.forward\(x\) names none of these, so it is given the",
         ),
         ((X, X), r"x is a tuple of 2, so the module is called as Net\(..., ...\), but its forward takes \(x\)"),
     ],

@@ -54,7 +54,7 @@ def test_categories_count_as_their_values():
     [
         (
             pd.DataFrame({"size": [1.0, 2.0], "town": ["Ulm", "Bonn"]}),
-            "column 'town' must hold numbers, .* 0 has 'Ulm'",
+            "column 'town' must hold .* row 0 has 'Ulm'",
         ),
         (pl.DataFrame({"size": [1.0, 2.0], "town": ["Ulm", "Bonn"]}), "column 'town' .* row 0 has 'Ulm'"),
         (pa.table({"size": [1.0, 2.0], "town": ["Ulm", "Bonn"]}), "column 'town' .* give text as numbers"),

@@ -34,10 +34,8 @@ def numbers_of(data: Any) -> NDArray[Any]:
             array = columns[0] if array.ndim == 1 else np.stack(columns, axis=1)
     for number, column in enumerate(columns):
         for row in np.flatnonzero(_is_missing(column))[:1]:
-            names = [getattr(data, "name", None)] if array.ndim == 1 else _names(data)
-            which = (
-                f"column {names[number]!r}" if names and names[number] not in (None, "") else f"a {type(data).__name__}"
-            )
+            names = [getattr(data, "name", None) or None] if array.ndim == 1 else _names(data)
+            which = f"a {type(data).__name__}" if names in ([], [None]) else f"column {names[number]!r}"
             raise DataError(
                 f"{which} must hold numbers, but row {row} has {column[row : row + 1].tolist()[0]!r}. Fill missing "
                 "values or drop their rows; give text as numbers, e.g. pandas's .astype('category').cat.codes"
