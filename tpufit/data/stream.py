@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ..errors import ArgumentError, DataError, require_whole
-from .batches import count_rows, host_array
+from ..utils.random import RNGState
+from .batches import as_tensors, count_rows, host_array
 from .cache import CachedDataset
 from .inline import Pace
 from .position import Position, PositionLog
@@ -175,6 +176,14 @@ class Stream:
         """
         begin = self._log.begin_epoch(replace(self._log.last, batches=0) if self._goes_on else Position(0, index))
         return self._next_batches(begin) if self._goes_on else self._one_pass(begin)
+
+    def first(self) -> Any:
+        """Read the first batch aside from any epoch, which changes nothing; None if only an epoch can give it."""
+        before = RNGState.now(self._source.generators)
+        try:
+            return as_tensors(self._source.first())
+        finally:
+            before.restore(self._source.generators)
 
     def limit(self, limit: int | float) -> None:
         """Read only the first batches of each epoch.

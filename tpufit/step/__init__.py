@@ -17,4 +17,5 @@ from .engine import Engine, FitOptions
 from .methods import StepMethods
 from .runner import StepRunner
 from .state import SavedState
+from .trial import fault_of
 from .weights import check_weights, match_weights, named_tensors

@@ -1,4 +1,4 @@
-"""`arguments_of`: how a batch's x is passed to a module."""
+"""`call`: runs a module on a batch's x."""
 
 import inspect
 import warnings
@@ -7,6 +7,29 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from ..errors import BatchError
+from .failures import layer_failure, misfit
+
+
+def call(module: nn.Module, x: Any) -> Any:
+    """Run a module on a batch's x, see `arguments_of`.
+
+    Raises:
+        BatchError: The module takes other arguments, or one of its layers fails, e.g. on rows of the wrong shape.
+    """
+    args, named = arguments_of(module, x)
+    try:
+        return module(*args, **named)
+    except TypeError as error:
+        reason = misfit(module, args, named, error)
+        if not reason:
+            raise
+        raise BatchError(reason) from error
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # wrong shapes give a plain RuntimeError
+            raise
+        raise BatchError(layer_failure(module, x, error)) from error
 
 
 def arguments_of(module: nn.Module, x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

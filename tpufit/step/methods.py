@@ -13,12 +13,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .. import losses
 from ..data import unpack
 from ..data.batches import as_tensors
-from ..errors import ArgumentError, BatchError, DataError, NotCompiledError
+from ..errors import ArgumentError, DataError, NotCompiledError
 from ..runtime import Sharding, fetch, to_device, tracing
 from . import precision
-from .arguments import arguments_of
+from .arguments import call
 from .engine import Engine
-from .failures import layer_failure, misfit
 
 
 class EngineSlot:
@@ -85,19 +84,8 @@ class StepMethods:
             for i, tensor in zip(at, to_device([leaves[i] for i in at], placement, Sharding.ROWS), strict=True):
                 leaves[i] = tensor
         x = precision.inputs(name, tree_unflatten(leaves, spec))
-        args, named = arguments_of(self.module, x)
-        try:
-            with precision.autocast(name, placement.device):
-                y_pred = self.module(*args, **named)
-        except TypeError as error:
-            reason = misfit(self.module, args, named, error)
-            if not reason:
-                raise
-            raise BatchError(reason) from error
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # wrong shapes give a plain RuntimeError
-                raise
-            raise BatchError(layer_failure(self.module, x, error)) from error
+        with precision.autocast(name, placement.device):
+            y_pred = call(self.module, x)
         return fetch(y_pred, "outputs") if from_host and not tracing() else y_pred
 
     def train_step(self, batch: Any) -> dict[str, Tensor]:

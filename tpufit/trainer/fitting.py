@@ -12,6 +12,7 @@ from ..runtime import Cores, CoresArgument, start
 from ..step import Engine, FitOptions
 from . import loop
 from .arguments import Schedule, TrainingData, ValidationData, as_list, callback_list, require_compiled
+from .validation import check_first
 
 
 def run_fit(
@@ -47,6 +48,8 @@ def run_fit(
     data = train.stream(placement, settled, seed)
     held_out = validation.build(placement, settled, train.batch_size, data.steps)
     schedule.apply_limit([data] if held_out is None else [data, held_out.stream])
+    if held_out is not None:
+        check_first(engine, held_out.stream, data)
     # Before the move, which can't write back values that a failed step has lost.
     if resumed is not None and engine.state.device.lost:
         engine.reset_to(saved_state(resumed))
