@@ -120,6 +120,28 @@ def test_any_nest_is_joined_with_strings_left_on_the_host():
     assert type(y) is Pair and y.left.shape == (3,) and y.right[0].shape == (3, 1)
 
 
+def test_a_named_tuple_is_its_fields_in_order():
+    Batch = namedtuple("Batch", "image label")
+    assert unpack(Batch(1, 2)) == (1, 2, None)
+    x, y = np.arange(6.0), np.arange(6)
+    (batch,) = stream([Batch(x, y)]).epoch(0)
+    assert type(batch) is Batch and targets(stream([Batch(x[:3], y[:3]), Batch(x[3:], y[3:])], cores=2)) == [y.tolist()]
+    ((inputs, labels),) = stream(Batch(x, y), y).epoch(0)  # arrays: one x of two inputs
+    assert type(inputs) is Batch and labels.tolist() == y.tolist()
+    ((inputs,),) = stream(Batch(x, y)).epoch(0)
+    assert type(inputs) is Batch
+
+
+def test_the_first_batch_can_be_looked_at():
+    data = stream(DataLoader(Rows(6), 2, shuffle=True))
+    before = torch.get_rng_state()
+    looked_at = data.first()[1].tolist()
+    assert torch.equal(torch.get_rng_state(), before) and targets(data)[0] == looked_at
+    assert stream(np.arange(3.0)).first()[0].tolist() == [0, 1, 2]
+    batches = iter([(np.ones(2), np.ones(2))])
+    assert stream(batches).first() is None and len(list(batches)) == 1
+
+
 def test_dtypes():
     for given_dtype, expected in [
         (np.float64, torch.float32),  # a TPU has no float64

@@ -56,6 +56,13 @@ def test_char_gpt_learns_to_spell(run_python):
     assert len(written) > 400 and " the " in written
 
 
+@pytest.mark.slow
+def test_bert_tells_praise_from_complaint(run_python):
+    output = run(run_python, "examples/bert.py")
+    assert float(re.search(r"^96 sentences that it has not read: .*accuracy ([\d.]+)%", output, re.M)[1]) > 85
+    assert len(re.findall(r"^(?:praise   |complaint) ", output, re.M)) == 4
+
+
 @pytest.mark.soak
 def test_the_gans_digits_come_near_the_real_ones(run_python):
     output = run(run_python, "examples/gan.py")

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import tpufit
 from tpufit import runtime
-from tpufit.errors import ArgumentError, LabelError, NotCompiledError, UnknownNameError
+from tpufit.errors import ArgumentError, BatchError, LabelError, NotCompiledError, UnknownNameError
 from tpufit.losses import NAMES, Loss, required
 
 LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.1, 3.0], [0.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
@@ -29,6 +29,54 @@ def test_every_name_computes():
 
 def test_bfloat16_outputs_are_compared_in_float32():
     assert Loss("mse_loss")(torch.ones(2, dtype=torch.bfloat16), torch.zeros(2)).dtype is torch.float32
+
+
+BY_ELEMENT = [name for name in NAMES if name not in ("cross_entropy", "nll_loss", "multilabel_soft_margin_loss")]
+
+
+@pytest.mark.parametrize("loss", [*BY_ELEMENT, nn.MSELoss(), nn.BCELoss(), nn.HuberLoss(0.5)], ids=str)
+def test_targets_have_the_outputs_shape_and_type(loss):
+    prediction, numbers = torch.tensor([0.2, 0.9, 0.6]), torch.tensor([0, 1, 1])
+    weight, function = torch.tensor([1.0, 0.0, 3.0]), Loss(loss)
+    expected, weighted = function(prediction, numbers.float()), function(prediction, numbers.float(), weight)
+    for y in (numbers, numbers.bool(), numbers.byte(), numbers.double(), numbers.bfloat16()):
+        for output, target in [(prediction, y), (prediction[:, None], y), (prediction, y[:, None])]:
+            assert torch.equal(function(output, target), expected)
+            assert torch.equal(function(output, target, weight), weighted)
+    for output, target in [
+        (prediction[:, None].expand(3, 2), numbers[:, None]),
+        (prediction[None], numbers),
+        (prediction, numbers[:1]),
+    ]:
+        with pytest.raises(BatchError, match="Expected targets of the output's shape"):
+            function(output, target)
+
+
+def test_classes_may_be_of_any_whole_type():
+    logits, classes = torch.tensor([[0.2, 0.9], [0.6, 0.1]]), torch.tensor([0, 1])
+    for loss in ("cross_entropy", nn.NLLLoss()):
+        for kind in (torch.bool, torch.uint8, torch.int32):
+            assert torch.equal(Loss(loss)(logits, classes.to(kind)), Loss(loss)(logits, classes))
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"precision": "bf16"}], ids=["fp32", "eagerly", "bf16"])
+@pytest.mark.parametrize(
+    ("loss", "metric"), [("mse", "mae"), ("bce_with_logits", "accuracy"), ("huber_loss", "r2_score")]
+)
+def test_whole_numbers_are_targets_in_every_mode(cores, options, loss, metric):
+    def values(y):
+        torch.manual_seed(0)
+        model = tpufit.Model(nn.Linear(3, 1))
+        model.compile("sgd", loss, [metric], weighted_metrics=[metric] if metric == "mae" else None, **options)
+        size = {"batch_size": 24 // cores, "verbose": 0, "cores": cores}
+        history = model.fit(PREDICTIONS, y, validation_data=(PREDICTIONS, y), **size).history
+        evaluated = model.evaluate(PREDICTIONS, y, **size)
+        return [*history.values(), evaluated, model.train_on_batch(PREDICTIONS, y), model.test_on_batch(PREDICTIONS, y)]
+
+    numbers = torch.arange(24) % 2
+    expected = values(numbers[:, None].float())
+    assert values(numbers) == values(numbers.bool()[:, None]) == expected
 
 
 def test_weights_of_rows_are_summed_over_the_number_of_rows_as_in_keras():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import tpufit
 from tpufit import runtime
 from tpufit.errors import ArgumentError, DataError, LabelError, UnknownNameError
-from tpufit.losses import Loss, LossByOutput, build
+from tpufit.losses import Loss, LossByOutput, SharedLoss, build
 
 on_cores = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
@@ -323,4 +323,99 @@ def test_weights_for_outputs_that_there_are_not():
 def test_a_single_loss_in_a_dict_has_no_log_of_its_own():
     loss = LossByOutput({"a": "mse"})
     assert loss.logs(loss.parts({"a": torch.ones(2)}, {"a": torch.zeros(2)})) == {}
-    assert build(None) is None and type(build("mse")) is Loss
+    assert build(None) is None and type(build("mse")) is SharedLoss
+
+
+class InNests(ByName):
+    def forward(self, x):
+        kind, size = super().forward(x).values()
+        return {"both": (kind, size), "more": [{"size": 2 * size}]}
+
+
+NESTED = {"both": [KIND, SIZE], "more": [{"size": SIZE}]}
+
+
+@on_cores
+def test_losses_in_a_nest_equal_a_plain_loop(cores):
+    def loss_of(net, x, kind, size):
+        out = net(x)
+        parts = F.cross_entropy(out["both"][0], kind), F.l1_loss(out["more"][0]["size"], size)
+        return 2 * parts[0] + parts[1], *parts
+
+    model, net = tpufit.Model(made(InNests)), made(InNests)
+    losses = {"both": ["cross_entropy", None], "more": [{"size": "mae"}]}
+    weights = {"both": (2.0, None), "more": [{"size": 1.0}]}
+    metrics = {"both": (["accuracy"], "mse"), "more": [{"size": ["mae"]}]}
+    model.compile(sgd, losses, metrics, loss_weights=weights, scale_lr=None, jit_compile=True)
+    history, counts = fit(model, cores, X, NESTED)
+    assert_replayed(model, counts, waits=2)
+    of_metrics = ["both/output_0_accuracy", "both/output_1_mse", "more/output_0/size_mae"]
+    taken = {name: history.pop(name) for name in of_metrics}
+    assert taken["more/output_0/size_mae"] == pytest.approx(history["more/output_0/size_loss"], abs=1e-5)
+    expected = plain(net, loss_of, X, KIND, SIZE)
+    names = ["loss", "both/output_0_loss", "more/output_0/size_loss"]
+    assert_trained_alike(model, net, history, expected, names)
+    assert model.metrics_names == [*names, *of_metrics]
+
+
+def test_a_nest_of_another_form_is_named():
+    ones, loss = torch.ones(2), build({"both": ["mse", "mse"], "more": "mse"})
+    right = {"both": (ones, ones), "more": ones}
+    assert float(loss.total(loss.parts(right, right))) == 0
+    for wrong, says in [
+        (
+            {"both": ones, "more": ones},
+            "the targets under 'both' must be a tuple or list of 2, as loss is, got one tens",
+        ),
+        (
+            {"both": [ones] * 3, "more": ones},
+            "the targets under 'both' must be a tuple or list of 2, as loss is, got a",
+        ),
+        ({"both": [ones] * 2}, "the targets must be a dict of 'both' and 'more'"),
+    ]:
+        with pytest.raises(DataError, match=says):
+            loss.parts(right, wrong)
+
+
+class Sizes(ByName):
+    def forward(self, x):
+        size = super().forward(x)["size"]
+        return [size, {"double": 2 * size}]
+
+
+@on_cores
+@pytest.mark.parametrize("loss", ["mse", nn.MSELoss()], ids=["name", "module"])
+def test_one_loss_is_for_each_output(cores, loss):
+    def loss_of(net, x, size):
+        one, other = net(x)
+        parts = F.mse_loss(one, size), F.mse_loss(other["double"], size)
+        return parts[0] + parts[1], *parts
+
+    model, net = tpufit.Model(made(Sizes)), made(Sizes)
+    model.compile(sgd, loss, scale_lr=None)
+    history, _ = fit(model, cores, X, (SIZE, {"double": SIZE}))
+    names = ["loss", "output_0_loss", "output_1/double_loss"]
+    assert_trained_alike(model, net, history, plain(net, loss_of, X, SIZE), names)
+    assert model.metrics_names == names
+
+
+@on_cores
+def test_labels_are_checked_where_one_loss_is_for_each_output(cores):
+    class Kinds(ByName):
+        def forward(self, x):
+            kind = super().forward(x)["kind"]
+            return kind, kind[:, :3]
+
+    model = tpufit.Model(made(Kinds))
+    model.compile(sgd, "cross_entropy")
+    with pytest.raises(LabelError, match="output 'output_1': label 3 is outside the module's 3 classes"):
+        fit(model, cores, X, (KIND, KIND))
+
+
+@on_cores
+@pytest.mark.parametrize("y", [(SIZE, SIZE), [SIZE], {"a": SIZE}], ids=["tuple", "list of one", "dict"])
+def test_several_targets_for_one_output(cores, y):
+    model = tpufit.Model(nn.Linear(12, 1))
+    model.compile(sgd, "mse")
+    with pytest.raises(ArgumentError, match="what the module returns must be a .* as the targets are, got one tensor"):
+        fit(model, cores, X, y)

@@ -39,7 +39,7 @@ from .errors import (
     WeightsError,
     counted,
 )
-from .losses import LossArgument, LossByOutput, LossWeightsArgument
+from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
 from .metrics import MetricsArgument
 from .optimizers import OptimizerArgument
 from .runtime import HOST, CoresArgument, copies, copy_into, fetch, platform, settled, start, tracing
@@ -167,8 +167,11 @@ class Model(StepMethods):
             optimizer: A name of `torch.optim` in lower case (`"adamw"`), a class, a function of the parameters
                 (`lambda params: torch.optim.SGD(params, lr=0.1)`), or an optimizer built on the module's parameters.
             loss: A name of `torch.nn.functional` (`"cross_entropy"`), a loss module or a function of (prediction,
-                target). For a module of several outputs a dict by their names, or a list for a tuple of outputs; None
-                for an output that has no loss. It may be left out if `compute_loss` or `train_step` is overridden.
+                target). For a module of several outputs one of the first two for each of them, or a dict by their
+                names, a list for a tuple of outputs, or the nest that the module returns; None for an output that has
+                no loss. `"module"`: the loss that the module returns, as Hugging Face's do for batches with
+                `"labels"`; this is the default for a module that takes `labels`. It may be left out if
+                `compute_loss` or `train_step` is overridden.
             metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict. For several outputs,
                 in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. The keys of a
                 dict are outputs if `loss` is a dict or one of the values is a list, else names of metrics. Labels that
@@ -214,7 +217,7 @@ class Model(StepMethods):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "optimizer")}
         before = self._engine
         # Everything is checked and built before the model changes, which a refused compile leaves as it was.
-        config = CompileConfig.of(arguments)
+        config = CompileConfig.of(arguments, self.module)
         built = optimizers.build(optimizer, self.module)
         before.expose()  # before dtypes change: held values would keep the old ones
         if precision == "bf16-true":
@@ -252,8 +255,9 @@ class Model(StepMethods):
         """Train for a number of epochs.
 
         Args:
-            x: Arrays or tensors (or a tuple or dict of them), a map-style or iterable `Dataset`, a `DataLoader`, or
-                any iterable of batches `(x, y)`.
+            x: Arrays, tensors or tables (or a tuple or dict of them), a map-style or iterable `Dataset`, a
+                `DataLoader`, or any iterable of batches `(x, y)`. A table of pandas, polars or pyarrow is an array of
+                shape (rows, columns), a series one of shape (rows,); a missing value in one is an error.
             y: Targets, with arrays.
             batch_size: Rows per core (default 32): the global batch is `batch_size * cores`. A `DataLoader`'s batches
                 are joined likewise, an iterable's too.
@@ -624,7 +628,7 @@ class Model(StepMethods):
         Source: `keras.Model.metrics_names`.
         """
         loss = self._engine.config.loss
-        parts = loss.names if isinstance(loss, LossByOutput) else []
+        parts = loss.names if isinstance(loss, (LossByOutput, SharedLoss)) else []
         return ["loss", *parts, *(metric.name for metric in self.metrics)]
 
     def summary(

@@ -13,7 +13,7 @@ from ..data.batches import as_tensors
 from ..errors import ArgumentError
 from ..runtime import copies
 from ..step import Engine
-from ..step.modules import call_arguments
+from ..step.arguments import arguments_of
 from ..step.precision import inputs
 from ..utils.files import replacing
 
@@ -29,7 +29,7 @@ def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> No
     target, module = Path(filepath), engine.model.module
     if target.suffix != ".pt2":
         raise ArgumentError(f"an exported program is a .pt2 file, got filepath={os.fspath(filepath)!r}")
-    args, named = call_arguments(tree_map(_two_rows, inputs(engine.config.precision, as_tensors(example))))
+    args, named = arguments_of(module, tree_map(_two_rows, inputs(engine.config.precision, as_tensors(example))))
     rows = torch.export.ShapesCollection()
     for leaf in tree_leaves((args, named)):
         if isinstance(leaf, Tensor) and leaf.dim():

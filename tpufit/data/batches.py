@@ -10,13 +10,15 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from ..errors import DataError, counted
 from ..utils.text import dtype_name
+from .tables import is_foreign, numbers_of
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
     """Split a batch into x, y and sample_weight, as Keras does.
 
     Args:
-        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)` as a tuple or list; anything else is an x by itself.
+        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)` as a tuple, named or not, or a list; anything else is an x by
+            itself.
 
     Returns:
         `(x, y, sample_weight)`, with None for each that the batch doesn't have.
@@ -30,7 +32,7 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
     Source: `keras.utils.unpack_x_y_sample_weight`.
     """
-    if type(batch) not in (tuple, list):
+    if not is_row_of_parts(batch):
         return batch, None, None
     if not 1 <= len(batch) <= 3:
         raise DataError(
@@ -41,13 +43,18 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     return x, y, sample_weight
 
 
+def is_row_of_parts(batch: Any) -> bool:
+    """True for a tuple, named or not, or a list: x, y and sample_weight in this order."""
+    return isinstance(batch, tuple) or type(batch) is list
+
+
 def count_rows(leaves: Iterable[Any]) -> int:
     """The number of rows in a batch of these leaves: the length of its first tensor that has dimensions, or 1."""
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def as_tensors(batch: Any) -> Any:
-    """The batch with its arrays and numbers as tensors. Strings and other objects stay as they are."""
+    """The batch with its arrays, tables and numbers as tensors. Strings and other objects stay as they are."""
     if is_plain(batch):
         return type(batch)(map(_as_tensor, batch))
     return tree_map(_as_tensor, batch)
@@ -59,6 +66,10 @@ def is_plain(batch: Any) -> bool:
 
 
 def _as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, Mapping):  # a tokenizer's, which PyTorch doesn't know as a nest
+        return as_tensors(dict(leaf))
+    if is_foreign(leaf):
+        leaf = numbers_of(leaf)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
         leaf = _from_numpy(np.ascontiguousarray(leaf)) if isinstance(leaf, np.ndarray) else torch.tensor(leaf)
     elif isinstance(leaf, (bool, int, float)):
@@ -69,9 +80,13 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def host_array(leaf: Any) -> Any:
-    """Make an array a tensor with rows. It shares the array's memory where it can."""
+    """Make an array or table a tensor with rows. It shares the array's memory where it can."""
     if leaf is None:
         return None
+    if isinstance(leaf, Mapping):
+        return tree_map(host_array, dict(leaf))
+    if is_foreign(leaf):
+        leaf = numbers_of(leaf)
     try:
         tensor = leaf if isinstance(leaf, Tensor) else _from_numpy(np.array(leaf, copy=None, order="C"))
     except (TypeError, ValueError) as error:
@@ -124,7 +139,7 @@ def fields(batch: Any) -> dict[str, Any]:
         batch: A nest of tensors.
     """
     parts = ("x", "y", "sample_weight")
-    usual = type(batch) in (tuple, list) and 1 <= len(batch) <= len(parts)
+    usual = is_row_of_parts(batch) and 1 <= len(batch) <= len(parts)
     return dict(zip(parts, batch, strict=False)) if usual else {"batch": batch}
 
 

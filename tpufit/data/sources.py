@@ -64,6 +64,10 @@ class Source(ABC):
             Batches, each with the offset right after it.
         """
 
+    def first(self) -> Any:
+        """Read the first batch aside from any pass; None if only a pass can give it."""
+        return None
+
     @abstractmethod
     def form(self) -> dict[str, Any]:
         """The numbers that give an offset its meaning: it has none in data of another form."""
@@ -128,6 +132,9 @@ class _Rows(Source):
     @abstractmethod
     def take(self, rows: Rows, index: int) -> Any:
         """The batch of these rows, in this order, in a pass."""
+
+    def first(self) -> Any:
+        return self.take(slice(0, min(self.plan.batch_size, self.length)), 0)  # one core's: to read more may take long
 
     def steps(self) -> int:
         return self.batches_before(self.length)
@@ -234,6 +241,13 @@ class Loader(Source):
     def steps(self) -> int | None:
         return _length(self._joined)
 
+    def first(self) -> Any:
+        if isinstance(self.loader.batch_sampler, Iterator):
+            return None
+        rows = list(islice(iter(self.loader.batch_sampler or ()), 1))
+        one = {"num_workers": min(1, self.loader.num_workers)}  # each is a process to start
+        return next(iter(read(_over(self.loader, rows, **one))))
+
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.loader), "batch_size": self.batch_size}
 
@@ -262,6 +276,9 @@ class Iteration(Source):
     def steps(self) -> int | None:
         length = _length(self.iterable)
         return None if length is None else self.batches_before(length)
+
+    def first(self) -> Any:
+        return self.iterable[0] if isinstance(self.iterable, (list, tuple)) and self.iterable else None
 
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.iterable)}
@@ -322,9 +339,9 @@ _KEPT = (
 )
 
 
-def _over(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
-    """The same loader with other batches."""
-    kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
+def _over(loader: DataLoader[Any], batch_sampler: Any, **others: Any) -> DataLoader[Any]:
+    """The same loader with other batches, and other arguments."""
+    kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT} | others
     return DataLoader(loader.dataset, batch_sampler=batch_sampler, **kept)
 
 

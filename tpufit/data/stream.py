@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ..errors import ArgumentError, DataError, counted, require_whole
+from ..utils.random import RNGState
 from ..utils.users_code import warn
-from .batches import count_rows, host_array
+from .batches import as_tensors, count_rows, host_array
 from .cache import CachedDataset
 from .inline import Pace
 from .position import Position, PositionLog
@@ -44,8 +45,8 @@ def stream(
     """Make a stream of global batches from any data.
 
     Args:
-        x: Arrays or tensors (or a nest of them), a map-style or iterable `Dataset`, a `DataLoader`, or any iterable
-            of batches.
+        x: Arrays, tensors or tables (or a nest of them), a map-style or iterable `Dataset`, a `DataLoader`, or any
+            iterable of batches.
         y: Targets, with arrays only: the other forms yield them with `x`.
         sample_weight: One weight a row, with arrays only.
         batch_size: Rows per core (default 32). Loaders and iterables bring their own.
@@ -176,6 +177,14 @@ class Stream:
         begin = self._log.begin_epoch(replace(self._log.last, batches=0) if self._goes_on else Position(0, index))
         return self._next_batches(begin) if self._goes_on else self._one_pass(begin)
 
+    def first(self) -> Any:
+        """Read the first batch aside from any epoch, which changes nothing; None if only an epoch can give it."""
+        before = RNGState.now(self._source.generators)
+        try:
+            return as_tensors(self._source.first())
+        finally:
+            before.restore(self._source.generators)
+
     def limit(self, limit: int | float) -> None:
         """Read only the first batches of each epoch.
 
@@ -303,7 +312,7 @@ def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Sou
 
 def _is_arrays(x: Any, y: Any) -> bool:
     """True for arrays, False for an object that yields batches."""
-    if isinstance(x, (Tensor, np.ndarray, dict)) or type(x) is tuple:
+    if isinstance(x, (Tensor, Mapping, tuple)) or hasattr(type(x), "__array__"):
         return True
     if y is not None:
         return isinstance(x, (tuple, list))

@@ -1,8 +1,9 @@
 """Losses: PyTorch's, by name or as objects, one for a model or one for each output."""
 
-from .build import LossArgument, build, required
-from .by_output import LossByOutput, LossWeightsArgument
+from .build import AnyLoss, LossArgument, build, required
+from .by_output import LossByOutput, LossWeightsArgument, SharedLoss
 from .class_weight import ClassWeight
 from .loss import NAMES, Loss
-from .outputs import Output, check_form, described, output_name, part
+from .module_loss import ModuleLoss
+from .outputs import Output, aligned, check_form, described, logits_of, output_name, part, targets_of
 from .weights import spread, weight_of

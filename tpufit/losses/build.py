@@ -2,19 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+
 from ..errors import ArgumentError, NotCompiledError
-from .by_output import LossByOutput, LossByOutputArgument, LossWeightsArgument
+from .by_output import LossByOutput, LossByOutputArgument, LossWeightsArgument, SharedLoss
 from .loss import Loss, OneLoss
+from .module_loss import ModuleLoss, computes_loss
 
 LossArgument = OneLoss | LossByOutputArgument
+AnyLoss = Loss | LossByOutput | ModuleLoss
 
 
-def build(loss: LossArgument | None, weights: LossWeightsArgument = None) -> Loss | LossByOutput | None:
+def build(
+    loss: LossArgument | None, weights: LossWeightsArgument = None, module: nn.Module | None = None
+) -> AnyLoss | None:
     """Build the loss of a model.
 
     Args:
-        loss: A loss, or one for each output in a dict or list.
+        loss: A loss, or one for each output in a nest; `"module"` for the one that the module computes.
         weights: The weights of several losses.
+        module: The module, which computes its own loss if it takes labels and no other is given.
 
     Raises:
         UnknownNameError, ArgumentError: See `Loss` and `LossByOutput`.
@@ -27,10 +34,15 @@ def build(loss: LossArgument | None, weights: LossWeightsArgument = None) -> Los
         return LossByOutput(loss, weights)
     if weights is not None:
         raise ArgumentError(f"loss_weights go with a loss for each output, in a dict or a list, got loss={loss!r}")
-    return None if loss is None else Loss(loss)
+    if loss == "module" or (loss is None and module is not None and computes_loss(module)):
+        return ModuleLoss()
+    if loss is None:
+        return None
+    compares_tensors = isinstance(loss, str) or type(loss).__module__ == nn.modules.loss.__name__
+    return SharedLoss(loss) if compares_tensors else Loss(loss)
 
 
-def required(loss: Loss | LossByOutput | None, method: str) -> Loss | LossByOutput:
+def required(loss: AnyLoss | None, method: str) -> AnyLoss:
     """Return the loss, which a method needs, or raise `NotCompiledError` if `compile` was given none."""
     if loss is None:
         raise NotCompiledError(

@@ -1,4 +1,4 @@
-"""`LossByOutput`: a loss for each output of a module."""
+"""`LossByOutput`: a loss for each output of a module; `SharedLoss`: the same for all, however many there are."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,20 +8,21 @@ from torch import Tensor
 
 from ..errors import ArgumentError, DataError
 from .loss import Loss, OneLoss
-from .outputs import Output, check_form, output_name, part
+from .outputs import Output, check_form, is_nest, output_name, outputs_of, part
 from .weights import weight_of
 
-LossByOutputArgument = Mapping[str, OneLoss | None] | Sequence[OneLoss | None]
-LossWeightsArgument = Mapping[str, float] | Sequence[float] | None
+LossByOutputArgument = Mapping[str, Any] | Sequence[Any]  # of losses, None, or further nests
+LossWeightsArgument = Mapping[str, Any] | Sequence[Any] | None
 
 
 class LossByOutput:
-    """A loss for each output of a module that returns a dict, or a tuple or list; the step uses their weighted sum.
+    """A loss for each output of a module that returns a nest of dicts, tuples or lists; the step uses their sum.
 
     Args:
-        losses: One loss for each output, by its name in a dict or by its position in a list; None for an output that
-            has none.
+        losses: One loss for each output, by its name in a dict or by its position in a list, in the nest that the
+            module returns; None for an output that has none.
         weights: The factor of each loss in the sum, in the same form (default: 1).
+        like: What the outputs were taken from, for errors.
 
     Attributes:
         outputs: The names of the outputs, or their positions.
@@ -39,11 +40,14 @@ class LossByOutput:
         (11.0, {'a_loss': tensor(1.), 'b_loss': tensor(1.)})
     """
 
-    def __init__(self, losses: LossByOutputArgument, weights: LossWeightsArgument = None) -> None:
-        given: dict[Any, OneLoss | None] = dict(losses) if isinstance(losses, Mapping) else dict(enumerate(losses))
+    def __init__(
+        self, losses: LossByOutputArgument, weights: LossWeightsArgument = None, like: str = "loss is"
+    ) -> None:
+        given: dict[Output, OneLoss | None] = outputs_of(losses)
         if isinstance(losses, Mapping) and not all(isinstance(name, str) for name in losses):
             raise ArgumentError(f"a dict of losses goes by the names of the outputs, got the keys {list(losses)}")
         self.outputs: list[Output] = list(given)
+        self._like = like
         self._losses = {key: Loss(loss, output_name(key)) for key, loss in given.items() if loss is not None}
         if not self._losses:
             raise ArgumentError(f"at least one output needs a loss, got loss={losses!r}")
@@ -70,10 +74,10 @@ class LossByOutput:
             ArgumentError: The outputs or the weights are not of the losses' form.
             DataError: The targets are not.
         """
-        check_form(y_pred, self.outputs, "what the module returns")
-        check_form(y, self.outputs, "the targets", self._losses, DataError)
+        check_form(y_pred, self.outputs, "what the module returns", like=self._like)
+        check_form(y, self.outputs, "the targets", self._losses, DataError, self._like)
         if sample_weight is not None and not isinstance(sample_weight, Tensor):
-            check_form(sample_weight, self.outputs, "sample_weight", ())
+            check_form(sample_weight, self.outputs, "sample_weight", (), like=self._like)
         return {
             key: loss(part(y_pred, key), part(y, key), weight_of(sample_weight, key))
             for key, loss in self._losses.items()
@@ -102,3 +106,55 @@ class LossByOutput:
         """Raise `LabelError` for a label that is no class of its output, see `Loss.check_labels`."""
         for key, labels in (found or {}).items():
             self._losses[key].check_labels(labels, part(y_pred, key))
+
+
+class SharedLoss(Loss):
+    """A loss that compares one tensor with another: the loss of the only output, or of each of several, as in Keras.
+
+    Args:
+        loss: A name, or a loss module of PyTorch.
+
+    Example:
+        >>> loss, ones, zeros = SharedLoss("mse_loss"), torch.ones(2), torch.zeros(2)
+        >>> float(loss.of(zeros)(ones, zeros)), loss.of([zeros, zeros]).parts([ones, zeros], [zeros, zeros])
+        (1.0, {0: tensor(1.), 1: tensor(0.)})
+    """
+
+    def __init__(self, loss: OneLoss) -> None:
+        super().__init__(loss)
+        self._loss = loss
+        self._by_output: LossByOutput | None = None
+
+    def of(self, y: Any) -> Loss | LossByOutput:
+        """Return the loss for these targets: one for each of them if there are several."""
+        if not is_nest(y):
+            return self
+        outputs = outputs_of(y)
+        if self._by_output is None or self._by_output.outputs != list(outputs):
+            self._by_output = LossByOutput(_mapped(y, self._loss), like="the targets are")
+        return self._by_output
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parts' logs, once targets have shown that there are several."""
+        return [] if self._by_output is None else self._by_output.names
+
+    def label_range(self, y: Any) -> Any:
+        """Find the range of host labels, by output if there are several."""
+        loss = self.of(y)
+        return super().label_range(y) if loss is self else loss.label_range(y)
+
+    def check_labels(self, found: Any, y_pred: Any = None) -> None:
+        """Raise `LabelError` for a label that is no class of its output."""
+        if isinstance(found, Mapping):
+            assert self._by_output is not None
+            self._by_output.check_labels(found, y_pred)
+        else:
+            super().check_labels(found, y_pred)
+
+
+def _mapped(nest: Any, value: Any) -> Any:
+    """The same nest with a value in place of each leaf."""
+    if isinstance(nest, Mapping):
+        return {key: _mapped(own, value) for key, own in nest.items()}
+    return [_mapped(own, value) for own in nest] if is_nest(nest) else value

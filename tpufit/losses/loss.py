@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ..data.batches import listed
 from ..errors import ArgumentError, BatchError, LabelError, UnknownNameError
-from .outputs import Output, described
+from .outputs import Output, aligned, described
 from .weights import spread
 
 OneLoss = str | nn.Module | Callable[[Any, Any], Tensor]
@@ -37,6 +37,12 @@ NAMES: dict[str, Callable[..., Tensor]] = {
     )
 }
 NAMES |= {"mse": F.mse_loss, "mae": F.l1_loss, "bce_with_logits": F.binary_cross_entropy_with_logits}
+
+# They compare output and target element by element; PyTorch would broadcast other shapes, and take no whole numbers.
+_ELEMENTWISE = (
+    *(nn.BCELoss, nn.BCEWithLogitsLoss, nn.HingeEmbeddingLoss, nn.HuberLoss, nn.KLDivLoss, nn.L1Loss, nn.MSELoss),
+    *(nn.MultiLabelSoftMarginLoss, nn.PoissonNLLLoss, nn.SmoothL1Loss, nn.SoftMarginLoss),
+)
 
 _LOGITS = "PyTorch's loss takes logits, so the module must not end in softmax or sigmoid."
 # Keras's names mean losses of probabilities by default; PyTorch's take logits: say so, never guess.
@@ -113,7 +119,7 @@ class Loss:
                 f"{self._of}loss={self._name!r} compares one tensor with one target, but the module returns "
                 f"{described(y_pred)}. Give each output a loss: loss={{'a': ..., 'b': ...}} or loss=[..., ...]"
             )
-        self._check_target(y_pred, y)
+        y_pred, y = self._checked(y_pred, y)
         if sample_weight is None:
             value = self._compare(self._function, y_pred, y)
         else:
@@ -154,16 +160,26 @@ class Loss:
                 raise
             raise self._misfit(y_pred, y, f"PyTorch says: {error}") from error
 
-    def _check_target(self, y_pred: Any, y: Any) -> None:
-        """Refuse targets of classes that PyTorch refuses: XLA takes some of them, and computes NaN."""
-        if not self.ignored or not isinstance(y_pred, Tensor) or not isinstance(y, Tensor):
-            return
+    def _checked(self, y_pred: Any, y: Any) -> tuple[Any, Any]:
+        """Give output and targets one shape and type where they are compared element by element, and refuse targets of
+        classes that PyTorch refuses: XLA takes some of them, and computes NaN.
+        """
+        if not isinstance(y_pred, Tensor) or not isinstance(y, Tensor):
+            return y_pred, y
+        if not self.ignored:
+            if self._name or type(self._module) in _ELEMENTWISE:
+                y_pred, y = aligned(y_pred, y)
+                if y.shape != y_pred.shape:
+                    raise self._misfit(y_pred, y, "Expected targets of the output's shape")
+                y = y.to(y_pred.dtype)
+            return y_pred, y
         classes = (*y_pred.shape[:1], *y_pred.shape[2:]) if y_pred.dim() > 1 else ()
         takes_shares = self._name == "cross_entropy" or isinstance(self._module, nn.CrossEntropyLoss)
         fits = takes_shares and y.shape == y_pred.shape if y.is_floating_point() else tuple(y.shape) == classes
         if not fits:
             other = ", or probabilities of the output's shape" if takes_shares else ""
             raise self._misfit(y_pred, y, f"Expected classes as the targets: whole numbers of shape {classes}{other}")
+        return y_pred, y if y.is_floating_point() else y.long()
 
     def _misfit(self, y_pred: Any, y: Any, said: str) -> BatchError:
         name = self._name or getattr(self._function, "__name__", type(self._function).__name__)

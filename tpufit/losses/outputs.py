@@ -1,24 +1,50 @@
 """Outputs of a module, by name or by position: their parts of a nest, and the form that a nest must have."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import ArgumentError, TpufitError
 
-# One of a module's outputs: its key in a dict, or its position in a tuple or list.
-Output = str | int
+# One of a module's outputs: its key in a dict, its position in a tuple or list, or in a deeper nest the path to it.
+Output = str | int | tuple[str | int, ...]
+
+
+def path_of(output: Output) -> tuple[str | int, ...]:
+    """The keys and positions that lead to an output."""
+    return output if isinstance(output, tuple) else (output,)
 
 
 def output_name(output: Output) -> str:
     """The name of an output in the names of logs.
 
     Example:
-        >>> output_name("mask"), output_name(1)
-        ('mask', 'output_1')
+        >>> output_name("mask"), output_name(1), output_name(("heads", 0))
+        ('mask', 'output_1', 'heads/output_0')
     """
-    return output if isinstance(output, str) else f"output_{output}"
+    return "/".join(key if isinstance(key, str) else f"output_{key}" for key in path_of(output))
+
+
+def is_nest(value: Any) -> bool:
+    """True for a dict, tuple or list."""
+    return isinstance(value, (Mapping, tuple, list))
+
+
+def outputs_of(nest: Any) -> dict[Output, Any]:
+    """The leaves of a nest, by the outputs that they belong to.
+
+    Example:
+        >>> outputs_of({"a": (1, 2), "b": 3}), outputs_of([1, 2])
+        ({('a', 0): 1, ('a', 1): 2, 'b': 3}, {0: 1, 1: 2})
+    """
+    found: dict[Output, Any] = {}
+    for key, own in nest.items() if isinstance(nest, Mapping) else enumerate(nest):
+        below = outputs_of(own) if is_nest(own) else {}
+        inner: dict[Output, Any] = {(key, *path_of(output)): leaf for output, leaf in below.items()}
+        found |= inner or {key: own}
+    return found
 
 
 def part(nest: Any, output: Output) -> Any:
@@ -29,12 +55,15 @@ def part(nest: Any, output: Output) -> Any:
         output: The output.
 
     Example:
-        >>> part({"a": 1}, "a"), part((1, 2), 1), part((1, 2), "a")
-        (1, 2, None)
+        >>> part({"a": 1}, "a"), part((1, 2), 1), part((1, 2), "a"), part({"a": (1, 2)}, ("a", 1))
+        (1, 2, None, 2)
     """
-    if isinstance(output, str):
-        return nest.get(output) if isinstance(nest, Mapping) else None
-    return nest[output] if isinstance(nest, (tuple, list)) and output < len(nest) else None
+    for key in path_of(output):
+        if isinstance(key, str):
+            nest = nest.get(key) if isinstance(nest, Mapping) else None
+        else:
+            nest = nest[key] if isinstance(nest, (tuple, list)) and key < len(nest) else None
+    return nest
 
 
 def check_form(
@@ -43,6 +72,7 @@ def check_form(
     what: str,
     needed: Collection[Output] | None = None,
     error: type[TpufitError] = ArgumentError,
+    like: str = "loss is",
 ) -> None:
     """Raise an error for a nest that isn't of the outputs' form.
 
@@ -52,23 +82,56 @@ def check_form(
         what: The nest's name, for the error.
         needed: The outputs that a dict must have (default: all).
         error: The class of the error, raised where a part is missing, unknown, or of another form.
+        like: What has the outputs' form, for the error.
 
     Example:
         >>> check_form([0.5], [0, 1], "loss_weights")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         tpufit.errors.ArgumentError: loss_weights must be a tuple or list of 2, as loss is, got a list of 1...
     """
-    if isinstance(outputs[0], str):
-        required = outputs if needed is None else needed
-        fits = isinstance(nest, Mapping) and set(required) <= set(nest) <= set(outputs)
-        wanted = f"a dict of {_listed(outputs)}"
+    below: dict[str | int, list[Output]] = {}
+    for output in outputs:
+        first, *rest = path_of(output)
+        below.setdefault(first, []).extend([tuple(rest)] if rest else [])
+    required = {path_of(output)[0] for output in (outputs if needed is None else needed)}
+    if any(isinstance(key, str) for key in below):
+        fits = isinstance(nest, Mapping) and required <= set(nest) <= set(below)
+        wanted = f"a dict of {_listed(below)}"
     else:
-        fits = isinstance(nest, (tuple, list)) and len(nest) == len(outputs)
-        wanted = f"a tuple or list of {len(outputs)}"
+        fits = isinstance(nest, (tuple, list)) and len(nest) == len(below)
+        wanted = f"a tuple or list of {len(below)}"
     if not fits:
-        raise error(
-            f"{what} must be {wanted}, as loss is, got {described(nest)}. (Where an output has no loss, loss has None.)"
-        )
+        hint = ". (Where an output has no loss, loss has None.)" if like == "loss is" else ""
+        raise error(f"{what} must be {wanted}, as {like}, got {described(nest)}{hint}")
+    for key, inner in below.items():
+        own = part(nest, key)
+        if inner and (own is not None or key in required):
+            wants = None if needed is None else [path_of(o)[1:] for o in needed if path_of(o)[0] == key]
+            check_form(own, inner, f"{what} under {key!r}", wants, error, like)
+
+
+def aligned(y_pred: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Take a last dimension of 1 away where only one of output and target has it, as Keras does: never broadcast.
+
+    Example:
+        >>> from torch import ones
+        >>> [tensor.shape for tensor in aligned(ones(4, 1), ones(4))]
+        [torch.Size([4]), torch.Size([4])]
+    """
+    if y_pred.shape == (*y.shape, 1):
+        return y_pred.squeeze(-1), y
+    return y_pred, y.squeeze(-1) if y.shape == (*y_pred.shape, 1) else y
+
+
+def logits_of(y_pred: Any) -> Any:
+    """The logits of what a Hugging Face model returns, or of a dict of loss and logits; anything else as it is."""
+    is_output = isinstance(y_pred, Mapping) and "logits" in y_pred and (is_dataclass(y_pred) or "loss" in y_pred)
+    return y_pred["logits"] if is_output else y_pred
+
+
+def targets_of(x: Any, y: Any) -> Any:
+    """The targets of a batch: y, or the `"labels"` in a dict x."""
+    return x.get("labels") if y is None and isinstance(x, Mapping) else y
 
 
 def described(nest: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import torchmetrics
 
 from ..errors import ArgumentError
-from ..losses import Output, check_form, output_name
+from ..losses import Output, check_form, output_name, part
 from .metric import Metric, MetricArgument
 
 OneOutputs = Sequence[MetricArgument] | Mapping[str, MetricArgument] | MetricArgument | None
@@ -71,6 +71,8 @@ def _by_output(metrics: Any, outputs: Sequence[Output] | None, argument: str) ->
         return []
     if outputs:
         check_form(metrics, outputs, argument, ())
+        if any(isinstance(output, tuple) for output in outputs):
+            return [(output, part(metrics, output)) for output in outputs]
     if not isinstance(metrics, (Mapping, list, tuple)):
         return [(None, metrics)]
     pairs = list(metrics.items() if isinstance(metrics, Mapping) else enumerate(metrics))

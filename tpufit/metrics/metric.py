@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ArgumentError
-from ..losses import Output, described, output_name, part, spread, weight_of
+from ..losses import Output, aligned, described, output_name, part, spread, weight_of
 from ..runtime import Placement, facts, has_lowering, move
 from ..utils.text import dtype_name
 from .named import TABLE, MetricName
@@ -103,7 +103,7 @@ class Metric:
         y_pred, y = self._pair(y_pred, y)
         y_pred = y_pred.detach()
         y_pred = y_pred.float() if y_pred.dtype is torch.bfloat16 else y_pred
-        compared = (y_pred, y)
+        y_pred, y = compared = aligned(y_pred, y.long() if y.dtype is torch.bool else y)
         if self._by_name is not None:
             y_pred = self._by_name.with_classes_first(y_pred, y)
             if self._device_metric is None:

@@ -19,4 +19,5 @@ from .methods import StepMethods
 from .modules import modes_kept, usable
 from .runner import StepRunner
 from .state import SavedState
+from .trial import fault_of
 from .weights import check_weights, match_weights, named_tensors

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..data.batches import count_rows, fields, is_plain, listed
+from ..data.batches import count_rows, fields, is_plain, is_row_of_parts, listed, unpack
 from ..errors import BatchError
+from ..losses import targets_of
 from ..runtime import Placement, Sharding, Strict, to_device
 from .graph_key import GraphKeys
 
@@ -96,9 +97,11 @@ class BatchSender:
         )
 
     def _labels(self, batch: Any) -> Any:
-        # Only the usual form is sure to have the labels second; a custom step may take any other form.
-        usual = type(batch) in (tuple, list) and 2 <= len(batch) <= 3
-        return self._label_range(batch[1]) if self._label_range is not None and usual else None
+        # Only the usual forms are sure to have the labels there; a custom step may take any other form.
+        if self._label_range is None or (is_row_of_parts(batch) and not 1 <= len(batch) <= 3):
+            return None
+        x, y, _ = unpack(batch)
+        return self._label_range(targets_of(x, y))
 
 
 def _flatten(batch: Any) -> tuple[list[Any], TreeSpec]:

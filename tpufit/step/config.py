@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .. import losses
 from ..errors import ArgumentError, require_whole
-from ..losses import Loss, LossByOutput
+from ..losses import AnyLoss, LossByOutput
 from ..metrics import Metric
 from ..metrics import build as build_metrics
 from ..optimizers import NAMES, EMAConfig, GradientConfig
@@ -43,7 +43,7 @@ class CompileConfig:
         arguments: The arguments as given.
     """
 
-    loss: Loss | LossByOutput | None = None
+    loss: AnyLoss | None = None
     metrics: list[Metric] = field(default_factory=list)
     precision: str = "fp32"
     matmul_precision: str = "default"
@@ -56,11 +56,12 @@ class CompileConfig:
     arguments: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, arguments: dict[str, Any]) -> CompileConfig:
+    def of(cls, arguments: dict[str, Any], module: nn.Module) -> CompileConfig:
         """Check and build the arguments of `compile`.
 
         Args:
             arguments: All arguments but the optimizer, by name.
+            module: The module.
 
         Raises:
             UnknownNameError, ArgumentError: See `Model.compile`.
@@ -73,7 +74,7 @@ class CompileConfig:
         if given["steps_per_execution"] != "auto":
             require_whole("steps_per_execution", given["steps_per_execution"], otherwise="'auto'")
         clips = {name: given[name] for name in ("accumulate_steps", "clip_norm", "clip_value", "global_clip_norm")}
-        loss = losses.build(given["loss"], given["loss_weights"])
+        loss = losses.build(given["loss"], given["loss_weights"], module)
         outputs = loss.outputs if isinstance(loss, LossByOutput) else None
         ignored = loss.ignored if loss is not None else {}
         return cls(

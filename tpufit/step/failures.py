@@ -8,15 +8,17 @@ from typing import Any
 from torch import nn
 
 from ..data.batches import listed
+from ..losses import described
 
 
-def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> str:
+def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any], error: TypeError) -> str:
     """Explain why a module's `forward` doesn't accept the arguments that a batch gives.
 
     Args:
         module: The module.
         args: The positional arguments.
         named: The keyword arguments.
+        error: Python's error.
 
     Returns:
         The sentence; empty if `forward` accepts them.
@@ -31,6 +33,11 @@ def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any]) -> 
         return (
             f"x is {form}, so the module is called as {kind}({given}), but its forward takes {signature}. "
             "A dict is passed by keyword, a tuple by position, and a tensor alone"
+        )
+    if len(args) == 1 and isinstance(args[0], dict):
+        return (
+            f"x is {described(args[0])}, and {type(module).__name__}.forward{signature} names none of these, so it is "
+            f"given the whole dict, and fails: {error}"
         )
     return ""
 

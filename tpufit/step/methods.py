@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .. import losses
 from ..data import unpack
 from ..data.batches import as_tensors
-from ..errors import ArgumentError, BatchError, DataError, NotCompiledError
+from ..errors import ArgumentError, DataError, NotCompiledError
 from ..runtime import Sharding, fetch, to_device, tracing
 from . import precision
+from .arguments import call
 from .engine import Engine
-from .failures import layer_failure, misfit
-from .modules import call_arguments, modes_kept
+from .modules import modes_kept
 
 
 class EngineSlot:
@@ -66,7 +66,8 @@ class StepMethods:
         """Call the module on a batch. A batch on the host gives outputs on the host.
 
         Args:
-            x: A tensor or array, a tuple or list of them (passed as positional arguments) or a dict (by keyword).
+            x: A tensor or array, a tuple or list of them (passed as positional arguments) or a dict: by keyword,
+                without what `forward` doesn't name, or whole if it names none of the keys and takes one argument.
             training: True or False computes as in training or not, e.g. with or without dropout (default: as the
                 module's layers are set, which a step does).
 
@@ -91,20 +92,9 @@ class StepMethods:
             for i, tensor in zip(at, to_device([leaves[i] for i in at], placement, Sharding.ROWS), strict=True):
                 leaves[i] = tensor
         x = precision.inputs(name, tree_unflatten(leaves, spec))
-        args, named = call_arguments(x)
         modes = nullcontext() if training is None else modes_kept(self.module, training)
-        try:
-            with modes, precision.autocast(name, placement.device):
-                y_pred = self.module(*args, **named)
-        except TypeError as error:
-            reason = misfit(self.module, args, named)
-            if not reason:
-                raise
-            raise BatchError(reason) from error
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # wrong shapes give a plain RuntimeError
-                raise
-            raise BatchError(layer_failure(self.module, x, error)) from error
+        with modes, precision.autocast(name, placement.device):
+            y_pred = call(self.module, x)
         return fetch(y_pred, "outputs") if from_host and not tracing() else y_pred
 
     def train_step(self, batch: Any) -> dict[str, Tensor]:
@@ -134,16 +124,19 @@ class StepMethods:
         return {"loss": loss}
 
     def predict_step(self, batch: Any) -> Any:
-        """Compute the outputs for a batch: a tensor or a nest of tensors, with the batch's rows as first dimension."""
+        """Compute the outputs for a batch: a tensor or a nest of tensors, with the batch's rows as first dimension.
+
+        What a Hugging Face model returns is reduced to its logits, if it has some.
+        """
         x, _, _ = unpack(batch)
-        return self(x)
+        return losses.logits_of(self(x))
 
     def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
         """Compute the loss of a batch, a scalar in float32. Several losses are summed by weight, and each is logged.
 
         Args:
             x: The inputs, for a loss of your own.
-            y: The targets, e.g. classes of shape `(batch,)`.
+            y: The targets, e.g. classes of shape `(batch,)`; None if they are the `"labels"` in a dict `x`.
             y_pred: The module's output.
             sample_weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape
                 `(batch, time)`; for several outputs one tensor for all, or one for each; or None.
@@ -155,11 +148,16 @@ class StepMethods:
         """
         engine = self._engine
         loss = losses.required(engine.config.loss, "compute_loss")
+        if isinstance(loss, losses.ModuleLoss):
+            return loss(y_pred, y, sample_weight)
+        y_pred, y = _compared(x, y, y_pred)
         if y is None:
             raise DataError(
                 "the loss needs targets, but the batches hold only x: yield (x, y) or override compute_loss"
             )
         loss.check_labels(engine.context.labels, y_pred)
+        if isinstance(loss, losses.SharedLoss):
+            loss = loss.of(y)
         if isinstance(loss, losses.Loss):
             return loss(y_pred, y, sample_weight)
         parts = loss.parts(y_pred, y, sample_weight)
@@ -197,4 +195,10 @@ class StepMethods:
             y_pred: The module's output.
             sample_weight: As in `compute_loss`. Only metrics in `weighted_metrics` weigh, as in Keras.
         """
-        self._engine.context.metrics.update_metrics(y_pred, y, sample_weight)
+        self._engine.context.metrics.update_metrics(*_compared(x, y, y_pred), sample_weight)
+
+
+def _compared(x: Any, y: Any, y_pred: Any) -> tuple[Any, Any]:
+    """The output and the targets of a batch, as losses and metrics compare them."""
+    y = losses.targets_of(x, y)
+    return losses.logits_of(y_pred) if isinstance(y, Tensor) else y_pred, y

@@ -1,8 +1,7 @@
-"""The user's module: which ones can be trained, how a batch is passed to them, and their modes."""
+"""The user's module: which ones can be trained, and their modes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,17 +30,6 @@ def usable(module: object) -> nn.Module:
             what = what.replace("._orig_mod", "")
             raise ArgumentError(f"{what} was compiled by torch.compile, which knows no XLA device: pass it uncompiled")
     return module
-
-
-def call_arguments(x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments by position and by keyword that a batch's inputs are for a module.
-
-    Args:
-        x: A tensor, a tuple or list of positional arguments, or a dict of arguments by keyword.
-    """
-    if isinstance(x, dict):
-        return (), x
-    return (x if isinstance(x, (tuple, list)) else (x,)), {}
 
 
 @contextmanager

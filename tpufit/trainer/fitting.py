@@ -21,6 +21,7 @@ from .arguments import (
     require_compiled,
     require_gradients,
 )
+from .validation import check_first
 
 
 def run_fit(
@@ -57,6 +58,8 @@ def run_fit(
     data = train.stream(placement, settled, seed)
     held_out = validation.build(placement, settled, train.batch_size, data.steps)
     schedule.apply_limit([data] if held_out is None else [data, held_out.stream])
+    if held_out is not None:
+        check_first(engine, held_out.stream, data)
     # Before the move, which can't write back values that a failed step has lost.
     if resumed is not None and engine.state.device.lost:
         engine.reset_to(saved_state(resumed))

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
-from ..errors import ArgumentError, counted, require_whole
-from ..step import Engine
+from ..errors import ArgumentError, BatchError, counted, require_whole
+from ..step import Engine, fault_of
 from .interruption import Interruption
 from .passes import evaluate
 
@@ -30,6 +30,30 @@ class Validation:
     def is_due(self, epoch: int) -> bool:
         """True if an epoch (from 0) ends with a validation."""
         return (epoch + 1) % self.due == 0 if isinstance(self.due, int) else epoch + 1 in self.due
+
+
+def check_first(engine: Engine, held_out: Stream, train: Stream) -> None:
+    """Refuse validation data whose first batch is no batch for the model, before the first epoch.
+
+    Data that only a pass can read, such as an iterator, are left alone.
+
+    Args:
+        engine: The model's engine.
+        held_out: The data to validate on.
+        train: The data to train on. An error that these have too is theirs.
+
+    Raises:
+        TpufitError: The error that the validation would raise, with the data's name.
+    """
+    batch = held_out.first()
+    fault = None if batch is None else fault_of(engine, batch, held_out.device_transform)
+    if fault is None:
+        return
+    other = train.first()
+    # A module that can't be tried fails on any data; if these can't be looked at, shapes prove nothing.
+    of_both = isinstance(fault, BatchError) if other is None else fault_of(engine, other, train.device_transform)
+    if not of_both:
+        raise type(fault)(f"validation_data: {fault}") from fault
 
 
 _NOT_YET: dict[str, Any] = {"batches": 0, "logs": {}}

@@ -1,0 +1,66 @@
+"""How a batch's x becomes the arguments of a module: by name as far as `forward` has the names."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tpufit.errors import BatchError
+from tpufit.step.arguments import arguments_of, call
+
+A, B = torch.zeros(2), torch.ones(2)
+
+
+class Two(nn.Module):
+    def forward(self, a, b=None):
+        return a
+
+
+class Any(nn.Module):
+    def forward(self, a=None, **others):
+        return a
+
+
+class Whole(nn.Module):
+    def forward(self, batch):
+        return batch["a"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "expected"),
+    [
+        (Two, A, ((A,), {})),
+        (Two, (A, B), ((A, B), {})),
+        (Two, {"b": B, "a": A}, ((), {"a": A, "b": B})),
+        (Two, {"a": A, "b": "left"}, ((), {"a": A, "b": "left"})),  # it asks for it
+        (Two, {"a": A, "text": ["u", "v"], "ids": [7, 8], "labels": B}, ((), {"a": A})),
+        (Any, {"a": A, "c": B, "text": ["u", "v"]}, ((), {"a": A, "c": B})),
+        (Any, {"c": B}, ((), {"c": B})),
+        (Whole, {"a": A, "text": ["u"]}, (({"a": A, "text": ["u"]},), {})),
+        (Whole, {"batch": A}, ((), {"batch": A})),
+    ],
+)
+def test_what_forward_is_given(kind, x, expected):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        args, named = arguments_of(kind(), x)
+    assert (tuple(args), dict(named)) == expected
+
+
+def test_a_tensor_that_forward_does_not_name_is_told_of():
+    with pytest.warns(UserWarning, match="x has 'c', which Two.forward doesn't name and so isn't given"):
+        assert arguments_of(Two(), {"a": A, "c": B}) == ((), {"a": A})
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "says"),
+    [
+        (Two, {"b": B}, r"the module is called as Two\(b=...\), but its forward takes \(a, b=None\)"),
+        (Two, (A, B, A), r"x is a tuple of 3, .* its forward takes \(a, b=None\)"),
+        (nn.ReLU, {"a": A, "b": B}, r"x is a dict of 'a' and 'b', and ReLU.forward.* names none of these, .* whole"),
+    ],
+)
+def test_arguments_that_do_not_fit(kind, x, says):
+    with pytest.raises(BatchError, match=says):
+        call(kind(), x)

@@ -1,0 +1,66 @@
+"""`ModuleLoss`: the loss that a module computes itself, as Hugging Face's do for batches with labels."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import ArgumentError
+from .outputs import described
+
+
+class ModuleLoss:
+    """The loss that a module returns beside its logits.
+
+    Attributes:
+        modules: None.
+        users: None.
+        ignored: The label that the module's loss leaves out, as Hugging Face's do, see `LossByOutput.ignored`.
+
+    Example:
+        >>> import torch
+        >>> float(ModuleLoss()({"loss": torch.tensor(2.0), "logits": torch.zeros(3)}))
+        2.0
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.users: Any = None
+        self.ignored: dict[Any, int] = {None: -100}
+
+    def __call__(self, y_pred: Any, y: Any = None, sample_weight: Any = None) -> Tensor:
+        """Pick the loss from what the module returned.
+
+        Args:
+            y_pred: The module's output, a dict with `"loss"`.
+            y: Not used: the module had the targets.
+            sample_weight: None.
+
+        Raises:
+            ArgumentError: There is no loss, or it is to be weighed.
+        """
+        loss = y_pred.get("loss") if isinstance(y_pred, Mapping) else None
+        if not isinstance(loss, Tensor):
+            raise ArgumentError(
+                "loss='module' takes the loss that the module returns, as a Hugging Face model does if the batch is a "
+                f"dict with 'labels', but it returns {described(y_pred)}. Put the labels into x, or compile with a "
+                "loss such as 'cross_entropy'"
+            )
+        if sample_weight is not None:
+            raise ArgumentError(
+                "sample_weight can't weigh the loss that the module computes, which is one number: compile with a "
+                "loss such as 'cross_entropy'"
+            )
+        return loss.mean()
+
+    def label_range(self, y: Any) -> None:
+        """Do nothing: only the module knows what its labels are."""
+
+    def check_labels(self, found: Any, y_pred: Any = None) -> None:
+        """Do nothing."""
+
+
+def computes_loss(module: nn.Module) -> bool:
+    """True if a module takes labels, by that name."""
+    return "labels" in inspect.signature(module.forward).parameters

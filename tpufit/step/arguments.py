@@ -1,0 +1,72 @@
+"""`call`: runs a module on a batch's x."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import BatchError
+from ..utils.users_code import warn
+from .failures import layer_failure, misfit
+
+
+def call(module: nn.Module, x: Any) -> Any:
+    """Run a module on a batch's x, see `arguments_of`.
+
+    Raises:
+        BatchError: The module takes other arguments, or one of its layers fails, e.g. on rows of the wrong shape.
+    """
+    args, named = arguments_of(module, x)
+    try:
+        return module(*args, **named)
+    except TypeError as error:
+        reason = misfit(module, args, named, error)
+        if not reason:
+            raise
+        raise BatchError(reason) from error
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # wrong shapes give a plain RuntimeError
+            raise
+        raise BatchError(layer_failure(module, x, error)) from error
+
+
+def arguments_of(module: nn.Module, x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Make the arguments of a module's `forward` of a batch's x.
+
+    Args:
+        module: The module.
+        x: A tensor; a tuple or list, passed by position; or a dict. That is passed by keyword, without `"labels"`, text
+            and other objects that `forward` doesn't name. Tensors that it doesn't name are left out too, with a
+            warning. A dict of which it names nothing is passed whole if it takes one argument.
+
+    Returns:
+        The positional arguments, and those by keyword.
+
+    Example:
+        >>> arguments_of(nn.Identity(), {"input": 1, "id": "a"}), arguments_of(nn.Identity(), {"left": 1, "right": 2})
+        (((), {'input': 1}), (({'left': 1, 'right': 2},), {}))
+    """
+    if not isinstance(x, dict):
+        return (x if isinstance(x, (tuple, list)) else (x,)), {}
+    parameters = inspect.signature(module.forward).parameters.values()
+    slots = {p.name: p.default is p.empty for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {name: value for name, value in x.items() if name in slots}
+    others = {name: value for name, value in x.items() if name not in slots and _has_tensors(value)}
+    if not named and (sum(slots.values()) == 1 or (len(slots) == 1 and not takes_any)):
+        return (x,), {}
+    if takes_any or not named:
+        return (), named | others
+    others.pop("labels", None)
+    if others:
+        warn(
+            f"x has {', '.join(map(repr, others))}, which {type(module).__name__}.forward doesn't name and so isn't "
+            "given: leave it out of the batches, or give forward a parameter of this name"
+        )
+    return (), named
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
