@@ -319,7 +319,7 @@ def test_metrics_that_keep_the_same_batches_are_saved_in_the_middle_of_an_epoch(
     def trained(**options):
         torch.manual_seed(0)
         model = tpufit.Model(nn.Linear(8, 3))
-        model.compile("sgd", "cross_entropy", ["auroc", torchmetrics.AUROC(task="multiclass", num_classes=3)])
+        model.compile("sgd", "cross_entropy", metrics=["auroc", torchmetrics.AUROC(task="multiclass", num_classes=3)])
         torch.manual_seed(1)
         history = model.fit(X, Y, BATCH // cores, EPOCHS, verbose=0, cores=cores, **options).history
         return {name: values[-1] for name, values in history.items()}

@@ -26,7 +26,10 @@ def build(loss: LossArgument | None, weights: LossWeightsArgument = None) -> Los
     if isinstance(loss, (Mapping, Sequence)) and not isinstance(loss, str):
         return LossByOutput(loss, weights)
     if weights is not None:
-        raise ArgumentError(f"loss_weights go with a loss for each output, in a dict or a list, got loss={loss!r}")
+        raise ArgumentError(
+            f"loss_weights go with a loss for each output, in a dict or a list, got loss={loss!r} and "
+            f"loss_weights={weights!r}. If these are metrics: compile(..., metrics={weights!r})"
+        )
     return None if loss is None else Loss(loss)
 
 

@@ -14,7 +14,7 @@
 from .batch import DeviceBatch
 from .config import CompileConfig
 from .engine import Engine, FitOptions
-from .methods import StepMethods
+from .methods import CompileOption, StepMethods
 from .runner import StepRunner
 from .state import SavedState
 from .weights import check_weights, match_weights, named_tensors

@@ -35,6 +35,7 @@ def run_fit(
         cores: The argument of `fit`.
     """
     require_compiled(engine, "fit")
+    optimizers.required(engine.model.optimizer)
     verbosity, given = resolve_verbose(verbose), as_list(callbacks)
     options = FitOptions(schedule.policy(engine), train.weigher(engine))
     resumed = find_checkpoint(schedule.resume, given)
