@@ -198,6 +198,57 @@ def test_hooks_of_batches_come_once_for_k_steps(cores):
     assert seen == [("begin", 0), ("end", 1), ("begin", 2), ("end", 3), ("begin", 4), ("end", 4)]
 
 
+def test_hooks_of_batches_come_once_for_those_that_are_left_at_the_end(cores):
+    class Hooks(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen.append(("begin", batch))
+
+        def on_train_step_begin(self, batch, logs=None):
+            seen.append(batch)
+
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(("end", batch))
+
+    seen = []
+    train(cores, rows=64, epochs=1, steps_per_execution=3, callbacks=[Hooks()])  # the last of 5 batches is short
+    assert seen == [("begin", 0), 0, 1, 2, ("end", 2), ("begin", 3), 3, 4, ("end", 4)]
+
+
+def test_options_of_compile_that_are_set_are_taken_up_by_the_next_pass(cores):
+    class Hooks(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            ends.append(batch)
+
+    def fit():
+        before = runtime.counts()
+        model.fit(X, Y, 64 // cores, verbose=0, callbacks=[Hooks()], cores=cores)
+        return {name: value.numpy() for name, value in model.state_dict().items()}, runtime.counts() - before
+
+    ends, model = [], None
+    weights = {}
+    for name, value in (
+        ("jit_compile", False),
+        ("jit_compile", True),
+        ("steps_per_execution", 3),
+        ("run_eagerly", True),
+    ):
+        torch.manual_seed(0)
+        model = tpufit.Model(nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)))
+        model.compile(partial(torch.optim.SGD, lr=0.1), "cross_entropy", scale_lr=None)
+        fit()
+        assert not why_traced(model)
+        setattr(model, name, value)
+        ends.clear()
+        weights[name, value], counts = fit()
+        assert ends == ([2, 4] if name == "steps_per_execution" else [*range(5)])
+        assert bool(why_traced(model)) == (value is False)
+        assert model._engine.state.placement.on_host == (name == "run_eagerly")
+    expected = weights["jit_compile", True]
+    for own in weights.values():
+        for name, array in expected.items():
+            np.testing.assert_allclose(own[name], array, atol=1e-5)
+
+
 def test_a_constant_that_is_not_a_number_is_one_constant(cores):
     def with_nan(net, h):
         return torch.where(torch.isnan(h), torch.tensor([float("nan"), 1.0], device=h.device)[0], h)
