@@ -43,7 +43,7 @@ def build():
         nn.Linear(64 * 4 * 4, 10),
     )
     model = tpufit.Model(net)
-    model.compile(partial(torch.optim.SGD, lr=0.001, momentum=0.9), "cross_entropy", ["accuracy"])
+    model.compile(partial(torch.optim.SGD, lr=0.001, momentum=0.9), "cross_entropy", metrics=["accuracy"])
     return model
 
 

@@ -353,7 +353,7 @@ def on_batches(cores: int) -> dict[str, Any]:
     tpufit.set_random_seed(0)
     net = small(51)
     model, record = tpufit.Model(net), Record()
-    model.compile(adamw(net), "cross_entropy", ["accuracy", "auroc"], scale_lr=None)
+    model.compile(adamw(net), "cross_entropy", metrics=["accuracy", "auroc"], scale_lr=None)
     batches = [(VECTORS[i : i + BATCH], LABELS[i : i + BATCH]) for i in range(0, 3 * BATCH, BATCH)]
     on = {"cores": cores}
     rows = {**on, "batch_size": BATCH // cores, "verbose": 0}
@@ -401,7 +401,7 @@ def compiled(width: int, seed: int = 11) -> tpufit.Model:
     model.compile(
         "adamw",
         "cross_entropy",
-        ["accuracy", "auroc"],
+        metrics=["accuracy", "auroc"],
         scale_lr=None,
         use_ema=True,
         ema_momentum=0.9,

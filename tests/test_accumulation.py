@@ -28,7 +28,7 @@ def net():
 
 def with_tpufit(cores, rows, optimizer, epochs=2, model=tpufit.Model, **compiling):
     trained = model(net())
-    trained.compile(optimizer, "cross_entropy", ["accuracy"], scale_lr=None, jit_compile=True, **compiling)
+    trained.compile(optimizer, "cross_entropy", metrics=["accuracy"], scale_lr=None, jit_compile=True, **compiling)
     before = runtime.counts()
     history = trained.fit(X, Y, rows // cores, epochs, verbose=0, shuffle=False, cores=cores).history
     return trained.state_dict(), history, runtime.counts() - before

@@ -29,7 +29,11 @@ def train(architecture, cores, jit_compile):
     begun = {name: value.detach().clone() for name, value in net.named_parameters()}
     model = Counted(net)
     model.compile(
-        architecture.optimizer(net), architecture.loss, architecture.metrics, scale_lr=None, jit_compile=jit_compile
+        architecture.optimizer(net),
+        architecture.loss,
+        metrics=architecture.metrics,
+        scale_lr=None,
+        jit_compile=jit_compile,
     )
     history = model.fit(*architecture.data, batch_size=BATCH // cores, verbose=0, shuffle=False, cores=cores).history
     model.to_cpu()

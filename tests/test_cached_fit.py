@@ -33,7 +33,7 @@ def train(cores, *data):
     net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
     tpufit.set_random_seed(0)
     model = tpufit.Model(net)
-    model.compile("sgd", "cross_entropy", ["accuracy"], scale_lr=None)
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"], scale_lr=None)
     model.fit(*data, batch_size=16 // cores, epochs=3, verbose=0, cores=cores)
     return model.history.history, model
 

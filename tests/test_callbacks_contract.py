@@ -85,7 +85,9 @@ class Job:
     def __init__(self, cores):
         torch.manual_seed(0)
         self.cores, self.model = cores, tpufit.Model(nn.Linear(4, 3))
-        self.model.compile(partial(torch.optim.SGD, lr=0.1), "cross_entropy", ["accuracy"], scale_lr=None, use_ema=True)
+        self.model.compile(
+            partial(torch.optim.SGD, lr=0.1), "cross_entropy", metrics=["accuracy"], scale_lr=None, use_ema=True
+        )
         self.first = self.model.get_weights()
         self.fit()
         self.model.evaluate(X, Y, 8 // cores, verbose=0)

@@ -46,7 +46,7 @@ def make():
     torch.manual_seed(0)
     tpufit.set_random_seed(0)
     model = tpufit.Model(nn.Sequential(nn.Flatten(), nn.Linear(48, 3)))
-    model.compile("sgd", "cross_entropy", ["accuracy"], scale_lr=None)
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"], scale_lr=None)
     return model
 
 

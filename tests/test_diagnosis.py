@@ -126,7 +126,7 @@ class Net(nn.Module):
 def trained(cores, extra=None, x=X, y=Y, **arguments):
     model = tpufit.Model(Net(extra))
     compiling = {name: arguments.pop(name) for name in ("jit_compile", "steps_per_execution") if name in arguments}
-    model.compile("adamw", "cross_entropy", ["accuracy"], **compiling)
+    model.compile("adamw", "cross_entropy", metrics=["accuracy"], **compiling)
     model.fit(
         x,
         y,

@@ -529,3 +529,45 @@ def test_fit_from_another_thread(cores):
     thread.start()
     thread.join(120)
     assert len(results) == 1 and np.isfinite(results[0])
+
+
+def test_own_logs_of_a_test_step_come_after_the_metrics(cores):
+    class Own(tpufit.Model):
+        def test_step(self, batch):
+            logs = super().test_step(batch)
+            return {"zed": logs["loss"] * 0 + 3, **logs, "abc": logs["loss"] * 0 + 2}
+
+    model = Own(mlp())
+    model.compile(loss="cross_entropy", metrics=["accuracy"])
+    how = {"batch_size": 256 // cores, "verbose": 0, "cores": cores}
+    logs = model.evaluate(IMAGES, LABELS, **how, return_dict=True)
+    assert model.evaluate(IMAGES, LABELS, **how) == [logs["loss"], logs["accuracy"], 2.0, 3.0]
+    assert model.test_on_batch(IMAGES[:64], LABELS[:64])[2:] == [2.0, 3.0]
+
+
+def test_without_an_optimizer_everything_but_training(cores):
+    model = tpufit.Model(mlp())
+    model.compile(None, "cross_entropy", metrics=["accuracy"])
+    with pytest.raises(NotCompiledError, match="there is no optimizer"):
+        fit(model, cores)
+    plain = compiled()
+    how = {"batch_size": 256 // cores, "verbose": 0, "cores": cores}
+    assert model.evaluate(IMAGES, LABELS, **how) == plain.evaluate(IMAGES, LABELS, **how)
+    assert np.array_equal(model.predict(IMAGES, **how), plain.predict(IMAGES, **how))
+    with pytest.raises(NotCompiledError, match="there is no optimizer"):
+        model.train_on_batch(IMAGES[:64], LABELS[:64])
+
+
+@pytest.mark.parametrize("net", ["no parameters", "frozen"])
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"use_ema": True, "accumulate_steps": 2}], ids=str)
+def test_a_module_with_nothing_to_train(cores, net, options):
+    module = nn.Sequential(nn.Flatten()) if net == "no parameters" else mlp().requires_grad_(False)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    model = tpufit.Model(module)
+    model.compile("adamw", "cross_entropy", metrics=["accuracy"], **options)
+    with pytest.warns(UserWarning, match="the optimizer has nothing to train: the module has no parameters, or none"):
+        history = fit(model, cores, epochs=2, validation_data=(IMAGES, LABELS)).history
+    assert history["loss"] == pytest.approx(history["val_loss"], rel=1e-5)
+    assert history["loss"][0] == pytest.approx(model.evaluate(IMAGES, LABELS, verbose=0)[0], rel=1e-5)
+    assert len(model.predict(IMAGES, verbose=0)) == 1797
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

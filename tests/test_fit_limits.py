@@ -78,3 +78,37 @@ def test_wrong_limits(options, message):
 def test_a_share_of_data_of_unknown_length():
     with pytest.raises(ArgumentError, match="doesn't say how many batches it has"):
         fit(data=((batch for batch in [(X, Y)]),), limit=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:x ran out of data")
+def test_an_epoch_of_so_many_steps_ends_with_the_data():
+    _, count = fit(steps_per_epoch=9, epochs=4)
+    assert count.train == [*range(9), 0, *range(9), 0]
+    with pytest.warns(UserWarning, match="x ran out of data after 1 of 9 steps"):
+        fit(steps_per_epoch=9, epochs=2)
+
+
+def test_no_epoch_at_all():
+    class Calls(Callback):
+        def on_train_begin(self, logs=None):
+            calls.append("begin")
+
+        def on_epoch_begin(self, epoch, logs=None):
+            calls.append("epoch")
+
+        def on_train_end(self, logs=None):
+            calls.append(("end", logs))
+
+    calls = []
+    model, _ = fit(count=Calls(), epochs=0)
+    assert calls == ["begin", ("end", {})]
+    assert model.history.history == {} and model.steps_taken == 0
+
+
+def test_an_empty_dict_of_class_weights_weighs_nothing():
+    losses = []
+    for weights in (None, {}):
+        tpufit.set_random_seed(0)
+        model, _ = fit(class_weight=weights)
+        losses.append(model.history.history["loss"])
+    assert losses[0] == losses[1]

@@ -57,7 +57,7 @@ def train(cores, *, extra=None, callbacks=(), epochs=6, rows=32, optimizer=None,
     torch.manual_seed(1)
     trained = model(net)
     make = optimizer or (lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.01))
-    trained.compile(make, "cross_entropy", ["accuracy"], scale_lr=None, **compiling)
+    trained.compile(make, "cross_entropy", metrics=["accuracy"], scale_lr=None, **compiling)
     before = runtime.counts()
     history = trained.fit(
         X, Y, rows // cores, epochs, verbose=0, callbacks=list(callbacks), validation_data=(X[:50], Y[:50]), cores=cores
@@ -124,7 +124,9 @@ def test_several_steps_in_one_graph_are_the_same_to_the_bit(cores, k):
         net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
         model = tpufit.Model(net)
         sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-        model.compile(sgd, "cross_entropy", ["accuracy"], scale_lr=None, steps_per_execution=k, jit_compile=True)
+        model.compile(
+            sgd, "cross_entropy", metrics=["accuracy"], scale_lr=None, steps_per_execution=k, jit_compile=True
+        )
         # 17 steps an epoch, the last one of 5 rows: groups of k, and the rest one by one
         history = model.fit(X, Y, 16 // cores, 3, verbose=0, callbacks=[PerEpoch()], cores=cores)
         return history.history, model.state_dict()
@@ -162,7 +164,9 @@ def test_auto_joins_steps_that_are_short_and_changes_nothing_else(cores, monkeyp
         torch.manual_seed(0)
         model = tpufit.Model(nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)))
         sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-        model.compile(sgd, "cross_entropy", ["accuracy"], steps_per_execution=steps_per_execution, jit_compile=True)
+        model.compile(
+            sgd, "cross_entropy", metrics=["accuracy"], steps_per_execution=steps_per_execution, jit_compile=True
+        )
         torch.manual_seed(1)
         before = runtime.counts()
         history = model.fit(X, Y, 8 // cores, 6, verbose=0, callbacks=[Hooks()], cores=cores)
@@ -192,6 +196,57 @@ def test_hooks_of_batches_come_once_for_k_steps(cores):
     seen = []
     train(cores, rows=64, epochs=1, steps_per_execution=2, callbacks=[Hooks()])
     assert seen == [("begin", 0), ("end", 1), ("begin", 2), ("end", 3), ("begin", 4), ("end", 4)]
+
+
+def test_hooks_of_batches_come_once_for_those_that_are_left_at_the_end(cores):
+    class Hooks(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen.append(("begin", batch))
+
+        def on_train_step_begin(self, batch, logs=None):
+            seen.append(batch)
+
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(("end", batch))
+
+    seen = []
+    train(cores, rows=64, epochs=1, steps_per_execution=3, callbacks=[Hooks()])  # the last of 5 batches is short
+    assert seen == [("begin", 0), 0, 1, 2, ("end", 2), ("begin", 3), 3, 4, ("end", 4)]
+
+
+def test_options_of_compile_that_are_set_are_taken_up_by_the_next_pass(cores):
+    class Hooks(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            ends.append(batch)
+
+    def fit():
+        before = runtime.counts()
+        model.fit(X, Y, 64 // cores, verbose=0, callbacks=[Hooks()], cores=cores)
+        return {name: value.numpy() for name, value in model.state_dict().items()}, runtime.counts() - before
+
+    ends, model = [], None
+    weights = {}
+    for name, value in (
+        ("jit_compile", False),
+        ("jit_compile", True),
+        ("steps_per_execution", 3),
+        ("run_eagerly", True),
+    ):
+        torch.manual_seed(0)
+        model = tpufit.Model(nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)))
+        model.compile(partial(torch.optim.SGD, lr=0.1), "cross_entropy", scale_lr=None)
+        fit()
+        assert not why_traced(model)
+        setattr(model, name, value)
+        ends.clear()
+        weights[name, value], counts = fit()
+        assert ends == ([2, 4] if name == "steps_per_execution" else [*range(5)])
+        assert bool(why_traced(model)) == (value is False)
+        assert model._engine.state.placement.on_host == (name == "run_eagerly")
+    expected = weights["jit_compile", True]
+    for own in weights.values():
+        for name, array in expected.items():
+            np.testing.assert_allclose(own[name], array, atol=1e-5)
 
 
 def test_a_constant_that_is_not_a_number_is_one_constant(cores):
@@ -342,7 +397,7 @@ def test_a_metric_whose_sums_change_their_shape_is_replayed(cores):
     def run(jit_compile):
         torch.manual_seed(0)
         model = tpufit.Model(nn.Linear(12, 1))
-        model.compile("sgd", "mse", ["mae", "r2_score"], jit_compile=jit_compile)
+        model.compile("sgd", "mse", metrics=["mae", "r2_score"], jit_compile=jit_compile)
         y = X[:, :1] + 0.1
         torch.manual_seed(1)
         return model.fit(X, y, 32 // cores, 4, verbose=0, validation_data=(X, y), cores=cores).history
@@ -354,7 +409,7 @@ def test_a_metric_that_keeps_whole_batches_is_replayed(cores):
     def run(jit_compile):
         torch.manual_seed(0)
         model = tpufit.Model(nn.Linear(12, 4))
-        model.compile("sgd", "cross_entropy", ["auroc", "accuracy"], jit_compile=jit_compile)
+        model.compile("sgd", "cross_entropy", metrics=["auroc", "accuracy"], jit_compile=jit_compile)
         torch.manual_seed(1)
         return model.fit(X, Y, 32 // cores, 3, verbose=0, validation_data=(X, Y), cores=cores).history
 

@@ -36,7 +36,7 @@ class Batches:
 def fit(data, epochs=3, **options):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Linear(4, 3))
-    model.compile("sgd", "cross_entropy", ["accuracy"])
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"])
     return model.fit(data, epochs=epochs, verbose=0, **options).history
 
 

@@ -338,7 +338,7 @@ def test_each_output_has_a_loss_with_labels_of_its_own_to_leave_out(cores):
     losses = {"kind": nn.CrossEntropyLoss(ignore_index=9), "size": "mse"}
     metrics = {"kind": ["accuracy"], "size": ["mae"]}
     model = tpufit.Model(made(ByName))
-    model.compile("sgd", losses, metrics)
+    model.compile("sgd", losses, metrics=metrics)
     logs = model.evaluate(X, {"kind": kind, "size": SIZE}, 32 // cores, verbose=0, return_dict=True, cores=cores)
     assert logs["kind_accuracy"] == pytest.approx(right()[torch.from_numpy(KIND) != 0].float().mean().item())
     assert list(logs) == model.metrics_names == ["loss", "kind_loss", "size_loss", "kind_accuracy", "size_mae"]
@@ -347,7 +347,7 @@ def test_each_output_has_a_loss_with_labels_of_its_own_to_leave_out(cores):
 @on_cores
 def test_what_cannot_be_traced_trains_without_a_wait_more(cores):
     model = tpufit.Model(made(Kind))
-    model.compile("sgd", "cross_entropy", [Reading(), "auroc"], jit_compile=True)
+    model.compile("sgd", "cross_entropy", metrics=[Reading(), "auroc"], jit_compile=True)
     before = runtime.counts()
     history = model.fit(X, KIND, 32 // cores, 3, verbose=0, cores=cores).history
     counts = runtime.counts() - before
@@ -359,7 +359,7 @@ def test_what_cannot_be_traced_trains_without_a_wait_more(cores):
 @on_cores
 def test_what_is_wrong_with_a_metric_is_said_at_the_first_step(cores):
     model = tpufit.Model(made(Kind))
-    model.compile("sgd", "cross_entropy", [torchmetrics.MeanSquaredError()])
+    model.compile("sgd", "cross_entropy", metrics=[torchmetrics.MeanSquaredError()])
     before = runtime.counts()
     with pytest.raises(RuntimeError, match="same shape"):
         model.fit(X, KIND, 32 // cores, 1, verbose=0, cores=cores)

@@ -9,7 +9,7 @@ from torch import nn
 
 import tpufit
 from tpufit.diagnostics.summary import table
-from tpufit.errors import ArgumentError, UnknownNameError
+from tpufit.errors import ArgumentError, NotCompiledError, UnknownNameError
 from tpufit.step import precision
 
 
@@ -71,9 +71,9 @@ def test_arguments_are_checked_before_a_device_is_started():
     trained.compile("adam", "mse")
     x = torch.ones(4, 2)
     for arguments, message in [
-        ({"epochs": 0}, "epochs must be"),
+        ({"epochs": -1}, "epochs must be a whole number of at least 0, got -1"),
         ({"initial_epoch": -1}, "initial_epoch must be a whole number of at least 0, got -1"),
-        ({"epochs": 1.5}, "epochs must be a whole number of at least 1, got 1.5"),
+        ({"epochs": 1.5}, "epochs must be a whole number of at least 0, got 1.5"),
         ({"verbose": "loud"}, "verbose"),
         ({"cores": "many"}, "cores must be"),
     ]:
@@ -83,7 +83,10 @@ def test_arguments_are_checked_before_a_device_is_started():
 
 
 def test_the_methods_have_keras_arguments():
-    keras = {  # in Keras 3's order
+    keras = {  # in Keras 3's order; `auto_scale_loss`, the last of `compile`, is for float16
+        "compile": "optimizer loss loss_weights metrics weighted_metrics run_eagerly steps_per_execution jit_compile",
+        "test_on_batch": "x y sample_weight return_dict",
+        "predict_on_batch": "x",
         "fit": "x y batch_size epochs verbose callbacks validation_split validation_data shuffle class_weight "
         "sample_weight initial_epoch steps_per_epoch validation_steps validation_batch_size validation_freq",
         "evaluate": "x y batch_size verbose sample_weight steps callbacks return_dict",
@@ -92,8 +95,58 @@ def test_the_methods_have_keras_arguments():
         "load_weights": "filepath skip_mismatch",
     }
     for method, names in keras.items():
-        ours = [name for name in inspect.signature(getattr(tpufit.Model, method)).parameters if name != "self"]
-        assert ours[: len(names.split())] == names.split(), method
+        _, *ours = inspect.signature(getattr(tpufit.Model, method)).parameters.values()
+        by_place = [argument.name for argument in ours if argument.kind is argument.POSITIONAL_OR_KEYWORD]
+        assert by_place == names.split(), method
+    assert inspect.signature(tpufit.Model.compile).parameters["optimizer"].default == "rmsprop"
+
+
+def test_metrics_by_the_place_of_loss_weights_say_so():
+    with pytest.raises(ArgumentError, match=r"If these are metrics: compile\(..., metrics=\['accuracy'\]\)"):
+        model().compile("sgd", "cross_entropy", ["accuracy"])
+
+
+def test_options_of_compile_can_be_read_and_set():
+    made = model()
+    assert (made.run_eagerly, made.steps_per_execution, made.jit_compile, made.loss) == (False, 1, "auto", None)
+    made.run_eagerly = True
+    with pytest.raises(NotCompiledError):  # still
+        made.fit([1.0], [1.0])
+    made.compile(loss="mse", steps_per_execution=4, jit_compile=False)
+    assert (made.run_eagerly, made.steps_per_execution, made.jit_compile, made.loss) == (False, 4, False, "mse")
+    assert isinstance(made.optimizer, torch.optim.RMSprop) and made.learning_rate == 0.01
+    made.run_eagerly, made.steps_per_execution, made.jit_compile = True, "auto", True
+    assert (made.run_eagerly, made.steps_per_execution, made.jit_compile) == (True, "auto", True)
+    for name, value in (("steps_per_execution", 0), ("jit_compile", "yes")):
+        with pytest.raises(ArgumentError, match=f"{name} must be"):
+            setattr(made, name, value)
+    assert (made.steps_per_execution, made.jit_compile) == ("auto", True)
+
+
+def test_a_changed_option_of_compile_is_saved(tmp_path):
+    made = model()
+    made.compile("sgd", "mse")
+    made.steps_per_execution = 3
+    made.save(tmp_path / "m")
+    assert tpufit.load(tmp_path / "m", model().module).steps_per_execution == 3
+
+
+def test_a_subclass_may_have_a_loss_of_its_own():
+    class Attribute(tpufit.Model):
+        def __init__(self, module):
+            super().__init__(module)
+            self.loss = "mine"
+
+    class Method(tpufit.Model):
+        def loss(self, y_pred, y):
+            return "mine"
+
+    attribute, method = Attribute(nn.Linear(2, 2)), Method(nn.Linear(2, 2))
+    attribute.compile("sgd")
+    method.compile("sgd")
+    assert attribute.loss == method.loss(0, 0) == "mine"
+    attribute.compile("sgd", "mse")  # Keras's `compile` sets it too
+    assert attribute.loss == "mse"
 
 
 def test_which_way_a_log_gets_better():

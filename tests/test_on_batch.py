@@ -20,7 +20,7 @@ def make(compiled=True):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3)))
     if compiled:
-        model.compile("adamw", "cross_entropy", ["accuracy"], jit_compile=True)
+        model.compile("adamw", "cross_entropy", metrics=["accuracy"], jit_compile=True)
     torch.manual_seed(1)
     return model
 
@@ -71,7 +71,7 @@ def test_predictions_of_a_batch(cores):
 
 def test_a_last_batch_that_is_uneven(cores):
     model, plain = make(), make()
-    plain.compile("adamw", "cross_entropy", ["accuracy"], run_eagerly=True)
+    plain.compile("adamw", "cross_entropy", metrics=["accuracy"], run_eagerly=True)
     assert model.test_on_batch(X[:13], Y[:13], cores=cores) == pytest.approx(
         plain.test_on_batch(X[:13], Y[:13]), abs=1e-5
     )

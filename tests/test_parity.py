@@ -20,7 +20,7 @@ net = nn.Sequential(
 )
 model = tpufit.Model(net)
 f1 = torchmetrics.F1Score(task="multiclass", num_classes=10, average="macro")
-model.compile("adamw", "cross_entropy", ["accuracy", f1], scale_lr=None)
+model.compile("adamw", "cross_entropy", metrics=["accuracy", f1], scale_lr=None)
 history = model.fit(images, labels, batch_size=64 // cores, epochs={epochs}, cores=cores, verbose=0,
                     validation_data=(images[:301], labels[:301]))
 save_file(model.state_dict(), "weights.safetensors")

@@ -44,7 +44,9 @@ def test_formats_of_inputs_weights_and_loss(cores, name):
     torch.manual_seed(0)
     formats, net = {}, Spy()
     model = Model(net)
-    model.compile(lambda p: torch.optim.AdamW(p, 0.01), "cross_entropy", ["accuracy"], precision=name, scale_lr=None)
+    model.compile(
+        lambda p: torch.optim.AdamW(p, 0.01), "cross_entropy", metrics=["accuracy"], precision=name, scale_lr=None
+    )
     history = model.fit(X, Y, 16 // cores, 4, verbose=0, cores=cores).history
     whole = torch.bfloat16 if name == "bf16-true" else torch.float32
     assert net.formats["x"] is net.formats["weight"] is whole

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tpufit
+from tpufit import runtime
 from tpufit.callbacks import Callback
 from tpufit.errors import ArgumentError, CallbackError, DataError
 from tpufit.trainer.predictions import Predictions
@@ -137,3 +138,53 @@ def test_memory(run_python, x, size, out, most):
     assert result.returncode == 0, result.stderr
     share, shape = json.loads(result.stdout)
     assert shape == [100_000, 500] and share < most
+
+
+class Noisy(nn.Dropout):
+    """Drops in every mode, as for Monte Carlo dropout."""
+
+    def forward(self, x):
+        return nn.functional.dropout(x, self.p, training=True)
+
+
+@on_cores
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_each_call_draws_new_random_numbers_and_the_seed_says_which(cores, eagerly):
+    made = tpufit.Model(nn.Sequential(nn.Linear(4, 8), Noisy(0.5)))
+    made.compile("sgd", "mse", run_eagerly=eagerly, jit_compile=True)
+    how = {"verbose": 0, "cores": cores}
+
+    def draws():
+        tpufit.set_random_seed(3)
+        predicted = [made.predict(X[:64], 32 // cores, **how) for _ in range(2)]
+        evaluated = [made.evaluate(X[:64], np.zeros((64, 8), "float32"), 32 // cores, **how) for _ in range(2)]
+        made.reset_metrics()
+        batches = [made.predict_on_batch(X[:32], cores=cores) for _ in range(2)]
+        return predicted + batches, evaluated
+
+    predicted, evaluated = draws()
+    before = runtime.counts()
+    again, losses = draws()
+    counts = runtime.counts() - before
+    assert evaluated == losses and evaluated[0] != evaluated[1]
+    assert all(np.array_equal(one, other) for one, other in zip(predicted, again, strict=True))
+    assert not np.array_equal(predicted[0], predicted[1]) and not np.array_equal(predicted[2], predicted[3])
+    assert not np.array_equal(predicted[0][:32] == 0, predicted[0][32:] == 0)
+    assert counts.graphs == {} and {*counts.waits} - {"capture"} <= {"outputs", "logs", "throttle"}
+
+
+@on_cores
+def test_eager_steps_take_the_batches_of_all_cores(cores):
+    class Look(Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            sizes.append(len(logs["outputs"]))
+
+    def rows(eagerly):
+        torch.manual_seed(0)
+        made = tpufit.Model(nn.Linear(4, 3))
+        made.compile(run_eagerly=eagerly)
+        return made.predict(X, 32 // cores, verbose=0, callbacks=Look(), cores=cores)
+
+    sizes = []
+    np.testing.assert_allclose(rows(True), rows(False), atol=1e-6)
+    assert sizes == [32, 32, 13] * 2

@@ -90,7 +90,7 @@ def train(kind, cores):
     torch.manual_seed(0)
     model = kind(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)))
     model.compile(
-        "adamw", "cross_entropy", ["accuracy"], use_ema=True, ema_overwrite_frequency=3, accumulate_steps=2,
+        "adamw", "cross_entropy", metrics=["accuracy"], use_ema=True, ema_overwrite_frequency=3, accumulate_steps=2,
         steps_per_execution=2,
     )  # fmt: skip
     torch.manual_seed(1)

@@ -18,7 +18,7 @@ rng = np.random.default_rng(0)
 x, y = rng.normal(size=(100, 4)).astype("float32"), rng.integers(0, 3, 100)
 deep = [layer for _ in range(8) for layer in (torch.nn.Linear(4, 4), torch.nn.Tanh())]  # takes some time to compile
 model = tpufit.Model(torch.nn.Sequential(*deep, torch.nn.Linear(4, 3)))
-model.compile("adamw", "cross_entropy", ["accuracy"])
+model.compile("adamw", "cross_entropy", metrics=["accuracy"])
 class Printing(tpufit.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         print("printed", epoch)

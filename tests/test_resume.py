@@ -87,6 +87,7 @@ DATA = {
     "loader": loader,
     "loader with a generator": lambda cores: loader(cores, generator=torch.Generator().manual_seed(5)),
     "stream": lambda cores: loader(cores, NoisyStream(), shuffle=None),
+    "steps of a stream": lambda cores: loader(cores, NoisyStream(), shuffle=None) | {"steps_per_epoch": 3},
 }
 COMPILE = {
     "adamw": {"optimizer": "adamw"},
@@ -148,13 +149,17 @@ def assert_equal(one, other):
         ("arrays", "counted on the host", 5),
         ("arrays", "traced", 7),
         ("arrays", "joined", 4),
-        ("steps per epoch", "adamw", 5),
+        ("steps per epoch", "adamw", 5),  # epochs of 3, 1 and 3 steps
+        ("steps per epoch", "all of it", 4),  # the epoch in which the data end
         ("samples", "adamw", 6),
         ("loader", "all of it", 7),
         ("loader with a generator", "adamw", 6),
         ("stream", "adamw", 6),
+        ("steps of a stream", "adamw", 4),
+        ("steps of a stream", "adamw", 5),
     ],
 )
+@pytest.mark.filterwarnings("ignore:x ran out of data")
 def test_broken_off_and_gone_on_with(cores, tmp_path, data, options, stop):
     expected = trained(cores, data, COMPILE[options])
     with pytest.raises(SystemExit) as left:
@@ -319,7 +324,7 @@ def test_metrics_that_keep_the_same_batches_are_saved_in_the_middle_of_an_epoch(
     def trained(**options):
         torch.manual_seed(0)
         model = tpufit.Model(nn.Linear(8, 3))
-        model.compile("sgd", "cross_entropy", ["auroc", torchmetrics.AUROC(task="multiclass", num_classes=3)])
+        model.compile("sgd", "cross_entropy", metrics=["auroc", torchmetrics.AUROC(task="multiclass", num_classes=3)])
         torch.manual_seed(1)
         history = model.fit(X, Y, BATCH // cores, EPOCHS, verbose=0, cores=cores, **options).history
         return {name: values[-1] for name, values in history.items()}

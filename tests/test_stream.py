@@ -153,19 +153,65 @@ def test_a_position_that_was_not_reached():
         data.state_dict(2)
 
 
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
 @given(length=st.integers(1, 40), size=st.integers(1, 7), steps=st.integers(1, 20), done=st.integers(0, 100))
-def test_epochs_of_so_many_steps_resume_within_a_pass(length, size, steps, done):
+def test_epochs_of_so_many_steps_end_with_the_data_and_resume_within_a_pass(length, size, steps, done):
     def epochs(data, first, count):
-        return [rows([batch]) for epoch in range(first, first + count) for batch in data.epoch(epoch)]
+        return [[rows([batch]) for batch in data.epoch(epoch)] for epoch in range(first, first + count)]
 
     how = {"batch_size": size, "shuffle": True, "steps": steps}
     whole = epochs(stream(np.arange(length), **how), 0, 6)
-    epoch, batches = divmod(min(done, 5 * steps), steps)
+    left, expected = -(-length // size), []
+    for _ in range(6):
+        expected.append(min(left, steps))
+        left = left - expected[-1] or -(-length // size)
+    assert [len(epoch) for epoch in whole] == expected
+    batches = sum(whole, [])
+    for first in range(0, len(batches) - -(-length // size) + 1, -(-length // size)):  # each pass is a permutation
+        assert sorted(sum(batches[first : first + -(-length // size)], [])) == [*range(length)]
+    epoch = done % 6
+    used = done % (len(whole[epoch]) + 1)
     first, second = stream(np.arange(length), **how), stream(np.arange(length), **how)
     before = epochs(first, 0, epoch)
-    before += [rows([batch]) for _, batch in zip(range(batches), first.epoch(epoch), strict=False)]
-    second.load_state_dict(first.state_dict(batches))
-    assert before + epochs(second, epoch, 6 - epoch) == whole
+    before.append([rows([batch]) for _, batch in zip(range(used), first.epoch(epoch), strict=False)])
+    second.load_state_dict(first.state_dict(used))
+    rest = epochs(second, epoch, 6 - epoch)
+    assert [*before[:-1], before[-1] + rest[0], *rest[1:]] == whole
+    third = stream(np.arange(length), **how)  # and between two epochs
+    epochs(first := stream(np.arange(length), **how), 0, epoch)
+    third.load_state_dict(first.state_dict(None))
+    assert epochs(third, epoch, 6 - epoch) == whole[epoch:]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_fewer_batches_than_steps_are_warned_of(restart):
+    data = stream(np.arange(10), batch_size=1, steps=12, restart=restart)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"x ran out of data after 10 of 12 steps"):
+            assert len(list(data.epoch(0))) == 10
+
+
+def test_an_iterator_with_too_few_batches_ends_its_epoch_and_the_next_one_has_none():
+    data = stream((np.arange(2) + i for i in range(4)), steps=3)
+    assert len(list(data.epoch(0))) == 3
+    with pytest.warns(UserWarning, match="ran out of data after 1 of 3 steps"):
+        assert len(list(data.epoch(1))) == 1
+    with pytest.raises(DataError, match="x gave no batches for this epoch, and can't be read again"):
+        list(data.epoch(2))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_shuffled_within_each_batch(cores):
+    def epochs(cores):
+        data = stream(np.arange(10), batch_size=4, cores=cores, shuffle="batch", seed=1)
+        return [rows(data.epoch(epoch)) for epoch in range(2)]
+
+    first, second = epochs(cores)
+    assert first != second and epochs(1) == [first, second]
+    for read in (first, second):
+        assert [sorted(block) for block in (read[:4], read[4:8], read[8:])] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    with pytest.raises(ArgumentError, match="shuffle must be True, False or 'batch', got 'rows'"):
+        stream(np.arange(10), shuffle="rows")
 
 
 def test_steps_that_are_exactly_a_pass():

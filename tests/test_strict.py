@@ -32,7 +32,7 @@ class Net(nn.Module):
 def compiled(extra=None, kind=tpufit.Model, **arguments):
     torch.manual_seed(0)
     model = kind(Net(extra))
-    model.compile("adamw", "cross_entropy", ["accuracy"], scale_lr=None, **arguments)
+    model.compile("adamw", "cross_entropy", metrics=["accuracy"], scale_lr=None, **arguments)
     return model
 
 

@@ -23,7 +23,7 @@ class Halve(Callback):
 rng = np.random.default_rng(0)
 x, y = rng.normal(size=(100, 4)).astype("float32"), rng.integers(0, 3, 100)
 model = tpufit.Model(torch.nn.Linear(4, 3))
-model.compile("sgd", "cross_entropy", ["accuracy"])
+model.compile("sgd", "cross_entropy", metrics=["accuracy"])
 history = model.fit(x, y, batch_size=4, epochs=3, cores=8, verbose=0, validation_data=(x[:30], y[:30]),
                     callbacks=[Halve(), TensorBoard("logs/a", 1, update_freq=2, profile_batch=(3, 5),
                                                     hparams={"rate": 0.1, "net": "linear"})])

@@ -21,7 +21,7 @@ HELD = (X[:40] + 1, Y[:40])
 def compiled(**arguments):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3)))
-    model.compile("adamw", "cross_entropy", ["accuracy"], **({"jit_compile": True} | arguments))
+    model.compile("adamw", "cross_entropy", metrics=["accuracy"], **({"jit_compile": True} | arguments))
     torch.manual_seed(1)
     return model
 

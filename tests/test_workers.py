@@ -54,7 +54,7 @@ def raising(i):
 def train(cores, epochs=2, fault=None, **loading):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Linear(2, 2))
-    model.compile("sgd", "cross_entropy", ["accuracy"], scale_lr=None)
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"], scale_lr=None)
     loader = DataLoader(Points(fault), batch_size=16 // cores, **loading)
     history = model.fit(loader, validation_data=loader, epochs=epochs, verbose=0, cores=cores)
     return model, history.history

@@ -45,6 +45,7 @@ from .optimizers import OptimizerArgument
 from .runtime import HOST, CoresArgument, copies, copy_into, fetch, platform, settled, start, tracing
 from .step import (
     CompileConfig,
+    CompileOption,
     Engine,
     StepMethods,
     check_weights,
@@ -85,7 +86,11 @@ class Model(StepMethods):
     Attributes:
         module: The module.
         optimizer: The optimizer of `compile`; the rates in its `param_groups` are numbers that may be set at any time.
+        loss: The loss as `compile` was given it; setting it doesn't change what trains.
         metrics: The metrics of `compile`.
+        run_eagerly: The argument of `compile`; the next `fit`, `evaluate` or `predict` takes up another value.
+        steps_per_execution: Likewise.
+        jit_compile: Likewise, as it was given: `"auto"` (which Keras replaces by True or False), True or False.
         history: The `History` of the last `fit`.
         input_bound: The share of time, from 0 to 1, in which the device waited for data: in the epoch under way, or in
             the last one.
@@ -109,6 +114,9 @@ class Model(StepMethods):
 
     Source: `keras.Model`.
     """
+
+    loss: Any = None  # of the class, so that a subclass may have a method or a property of this name
+    run_eagerly, steps_per_execution, jit_compile = CompileOption(), CompileOption(), CompileOption()
 
     def __init__(self, module: nn.Module) -> None:
         self.module = usable(module)
@@ -141,18 +149,18 @@ class Model(StepMethods):
 
     def compile(
         self,
-        optimizer: OptimizerArgument,
+        optimizer: OptimizerArgument | None = "rmsprop",
         loss: LossArgument | None = None,
-        metrics: MetricsArgument = None,
-        *,
         loss_weights: LossWeightsArgument = None,
+        metrics: MetricsArgument = None,
         weighted_metrics: MetricsArgument = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int | str = 1,
+        jit_compile: str | bool = "auto",
+        *,
         precision: str = "fp32",
         matmul_precision: str = "default",
         scale_lr: str | None = "linear",
-        jit_compile: str | bool = "auto",
-        run_eagerly: bool = False,
-        steps_per_execution: int | str = 1,
         accumulate_steps: int = 1,
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -166,21 +174,32 @@ class Model(StepMethods):
         Args:
             optimizer: A name of `torch.optim` in lower case (`"adamw"`), a class, a function of the parameters
                 (`lambda params: torch.optim.SGD(params, lr=0.1)`), or an optimizer built on the module's parameters.
+                By name it has PyTorch's defaults: `"rmsprop"`, the default, a rate of 0.01 (Keras's has 0.001). None
+                for a model that isn't trained.
             loss: A name of `torch.nn.functional` (`"cross_entropy"`), a loss module or a function of (prediction,
                 target). For a module of several outputs one of the first two for each of them, or a dict by their
                 names, a list for a tuple of outputs, or the nest that the module returns; None for an output that has
                 no loss. `"module"`: the loss that the module returns, as Hugging Face's do for batches with
                 `"labels"`; this is the default for a module that takes `labels`. It may be left out if
                 `compute_loss` or `train_step` is overridden.
+            loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1).
             metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict. For several outputs,
                 in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. The keys of a
                 dict are outputs if `loss` is a dict or one of the values is a list, else names of metrics. Labels that
                 the loss ignores (`ignore_index`) are ignored by `"accuracy"` and `"auroc"` too, and if `ignore_index`
                 isn't the default of -100, by the other names as well.
-            loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1).
             weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
                 `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, and torchmetrics objects whose `update`
                 takes a weight. If one of `metrics` has the same name, theirs gets the prefix `weighted_`.
+            run_eagerly: Run the steps in plain PyTorch on the host (default False), to debug them with prints and
+                breakpoints.
+            steps_per_execution: The number of steps that run as one graph (default 1). More take less of the
+                host's time; callbacks' batch hooks are then called once for so many, also for the fewer that may be
+                left at an epoch's end. `"auto"`: 1 at first, then up to 16 if the steps are so short that starting
+                them takes most of the time.
+            jit_compile: `"auto"` (default): a step is captured as a graph, and replayed without the step's Python if
+                two traces prove to be equal; else the step is traced on every call, and a warning says why. True: that
+                is an error. False: always trace.
             precision: `"fp32"` (default); `"bf16"`: the module computes in bfloat16 by autocast; weights, optimizer
                 and loss stay in float32; or `"bf16-true"`: the module itself becomes bfloat16, with its optimizer.
             matmul_precision: The precision of float32 matrix products on a TPU: `"default"` (bfloat16), or `"high"` or
@@ -188,14 +207,6 @@ class Model(StepMethods):
             scale_lr: The growth of the learning rate with the cores, as the batch grows: `"linear"` (default; Goyal et
                 al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None. The rate given here is multiplied once,
                 at the first `fit`; rates set later are used as they are.
-            jit_compile: `"auto"` (default): a step is captured as a graph, and replayed without the step's Python if
-                two traces prove to be equal; else the step is traced on every call, and a warning says why. True: that
-                is an error. False: always trace.
-            run_eagerly: Run the steps in plain PyTorch on the host (default False), to debug them with prints and
-                breakpoints.
-            steps_per_execution: The number of steps that run as one graph (default 1). More take less of the
-                host's time; callbacks' batch hooks are then called once for so many. `"auto"`: 1 at first, then up to
-                16 if the steps are so short that starting them takes most of the time.
             accumulate_steps: The number of batches for one step of the optimizer (default 1), which uses the mean
                 gradient over all their rows. An epoch ends with a step over the remaining batches.
             clip_norm: Scale each parameter's gradient to at most this norm (default: no limit).
@@ -218,12 +229,14 @@ class Model(StepMethods):
         before = self._engine
         # Everything is checked and built before the model changes, which a refused compile leaves as it was.
         config = CompileConfig.of(arguments, self.module)
-        built = optimizers.build(optimizer, self.module)
+        built = None if optimizer is None else optimizers.build(optimizer, self.module)
         before.expose()  # before dtypes change: held values would keep the old ones
         if precision == "bf16-true":
             to_bfloat16([*self.module.parameters(), *self.module.buffers()])
             before.state.renew()
         self.optimizer, self.metrics = built, config.metrics
+        if loss is not None:
+            self.loss = loss
         self._engine = Engine(self, config, before)
 
     def fit(
@@ -236,7 +249,7 @@ class Model(StepMethods):
         callbacks: Callbacks = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         class_weight: Mapping[int, float] | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
@@ -261,20 +274,22 @@ class Model(StepMethods):
             y: Targets, with arrays.
             batch_size: Rows per core (default 32): the global batch is `batch_size * cores`. A `DataLoader`'s batches
                 are joined likewise, an iterable's too.
-            epochs: The number of the last epoch: training runs from `initial_epoch` to it.
+            epochs: The number of the last epoch: training runs from `initial_epoch` to it (default 1; 0: no epoch).
             verbose: `"auto"` (default), 0 (silent), 1 (a progress bar) or 2 (a line an epoch).
             callbacks: `Callback` objects.
             validation_split: The share of the rows, taken from the end before shuffling, to validate on (arrays and
                 map-style datasets).
             validation_data: `(x, y)` or `(x, y, sample_weight)` as arrays, or a data set, loader or iterable.
-            shuffle: True (default) to give arrays and map-style datasets a new order each epoch; loaders and iterables
-                keep theirs.
+            shuffle: True (default) to give arrays and map-style datasets a new order each epoch, `"batch"` to give it
+                only to each `batch_size` rows among themselves, or False; loaders and iterables keep theirs.
             class_weight: Weights of the rows by class, `{0: 1.0, 1: 5.0}`, for training only; classes left out weigh 1.
                 They are multiplied with `sample_weight`, and work with data of any form.
             sample_weight: One weight a row, with arrays, or one for each element of a sequence, shape `(rows, time)`;
                 for several outputs one array for all, or one for each in the form of `y`.
             initial_epoch: The epoch to begin with, from 0 (default 0).
-            steps_per_epoch: Global batches an epoch (default: all); needed for endless data.
+            steps_per_epoch: Global batches an epoch (default: all); needed for endless data. Each epoch goes on where
+                the last one left off, and ends with the data, with a warning: 10 batches give epochs of 9, 1, 9, 1,
+                ... steps if 9 are asked for.
             validation_steps: Batches a validation (default: all), each time from the start of its data.
             validation_batch_size: Rows per core when validating (default: `batch_size`).
             validation_freq: Validate at the end of every so many epochs (default 1), or of the epochs (from 1) in a
@@ -356,7 +371,7 @@ class Model(StepMethods):
 
         Returns:
             The loss alone if there are no metrics, else a list `[loss, *metrics]`, with the outputs' losses after the
-            total if there are several; a dict if `return_dict`.
+            total if there are several, and the own logs of a `test_step` last, sorted by name; a dict if `return_dict`.
 
         Raises:
             NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
@@ -373,7 +388,7 @@ class Model(StepMethods):
         engine.move_to(placement)
         params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
         logs = passes.evaluate(engine, held_out, callback_list(engine, as_list(callbacks), params))
-        return _returned(logs, return_dict)
+        return _returned(logs, self.metrics_names, return_dict)
 
     @torch.inference_mode(False)
     def predict(
@@ -424,13 +439,14 @@ class Model(StepMethods):
         Source: `keras.Model.predict`.
         """
         engine = self._engine
-        verbosity, placement = resolve_verbose(verbose), engine.state.placement
+        verbosity, placement, count = resolve_verbose(verbose), engine.state.placement, 1
         # Plain PyTorch on the host gives what the device would, and a later fit(cores=8) may still settle the cores.
         host_is_equal = placement.on_host and engine.config.precision == "fp32" and platform() == "CPU"
         if cores is not None or settled() is not None or not host_is_equal:
-            placement = engine.place_on(start(cores, f"predict(cores={cores!r})"))
+            now = start(cores, f"predict(cores={cores!r})")
+            placement, count = engine.place_on(now), now.count
         shards = placement.local_shards
-        data = stream(x, batch_size=batch_size, cores=placement.count, steps=steps, restart=True, local_shards=shards)
+        data = stream(x, batch_size=batch_size, cores=count, steps=steps, restart=True, local_shards=shards)
         predictions = Predictions(data.steps, out)
         engine.move_to(placement)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
@@ -535,7 +551,7 @@ class Model(StepMethods):
         require_compiled(self._engine, "train_on_batch")
         require_gradients("train_on_batch")
         run, _ = on_batch.run_on_batch(self._engine, "train", (x, y, sample_weight), cores, "train_on_batch")
-        return _returned(run.logs(), return_dict)
+        return _returned(run.logs(), self.metrics_names, return_dict)
 
     @torch.inference_mode(False)
     def test_on_batch(
@@ -553,7 +569,7 @@ class Model(StepMethods):
         """
         require_compiled(self._engine, "test_on_batch")
         run, _ = on_batch.run_on_batch(self._engine, "eval", (x, y, sample_weight), cores, "test_on_batch")
-        return _returned(run.logs(), return_dict)
+        return _returned(run.logs(), self.metrics_names, return_dict)
 
     @torch.inference_mode(False)
     def predict_on_batch(self, x: Any, *, cores: CoresArgument = None) -> Any:
@@ -579,7 +595,7 @@ class Model(StepMethods):
         y: Any = None,
         sample_weight: Any = None,
         batch_size: int | None = None,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         epoch: int = 0,
         *,
         cores: CoresArgument = None,
@@ -947,11 +963,11 @@ class Model(StepMethods):
 _: type[TrainedModel] = Model  # mypy proves that it has all that callbacks may touch
 
 
-def _returned(logs: Mapping[str, Any], return_dict: bool) -> Any:
-    """Return logs in the form of Keras's methods."""
+def _returned(logs: Mapping[str, Any], names: Sequence[str], return_dict: bool) -> Any:
+    """Return logs in the form of Keras's methods: those with these names, then a step's own by name."""
     if return_dict:
         return logs
-    values = list(logs.values())
+    values = [logs[name] for name in (*names, *sorted(logs.keys() - set(names))) if name in logs]
     return values[0] if len(values) == 1 else values
 
 

@@ -98,7 +98,7 @@ def in_fit(name: str, steps: int, rounds: int) -> dict[str, Any]:
     """Milliseconds a step of `fit` with each variant in turn, and what its counters say."""
     workload = WORKLOADS[name]
     model = tpufit.Model(workload.build())
-    model.compile(lambda p: workload.optimizer(p, lr=workload.rate), "cross_entropy", ["accuracy"])
+    model.compile(lambda p: workload.optimizer(p, lr=workload.rate), "cross_entropy", metrics=["accuracy"])
     loader = workload.loader(steps)
     model.fit(loader, epochs=2, verbose=0)  # compiles
     found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}

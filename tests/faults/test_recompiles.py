@@ -30,7 +30,7 @@ class Compiled(Callback):
 def test_50_steps_with_evaluations_compile_what_the_first_ones_do(cores):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3)))
-    model.compile("adam", "cross_entropy", ["accuracy"], use_ema=True)
+    model.compile("adam", "cross_entropy", metrics=["accuracy"], use_ema=True)
     compiled = Compiled()
     callbacks = [compiled, LearningRateScheduler(lambda epoch, rate: rate * 0.9), TerminateOnNaN()]
     model.fit(X, Y, 8 // cores, 5, verbose=0, cores=cores, validation_data=(X, Y), callbacks=callbacks)

@@ -6,13 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def order(rows: int, seed: int, epoch: int, within: int | None = None) -> NDArray[np.int64]:
     """A random permutation that depends on nothing but its arguments.
 
     Args:
         rows: The number of rows.
         seed: The run's seed, from 0.
         epoch: The number of the pass over the data, from 0.
+        within: Permute the rows only within each block of so many (default: all of them).
 
     Returns:
         The row numbers in their order, shape `(rows,)`.
@@ -24,7 +25,9 @@ def order(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
         [0, 1, 2, 3, 4]
     """
     generator = np.random.Generator(np.random.Philox(key=[seed % (1 << 64), epoch]))
-    return generator.permutation(rows)
+    if within is None:
+        return generator.permutation(rows)
+    return np.concatenate([i + generator.permutation(min(within, rows - i)) for i in range(0, rows, within)])
 
 
 def rows_of(shards: Sequence[int], count: int, rows: int) -> NDArray[np.int64]:

@@ -96,7 +96,7 @@ class Plan:
     Attributes:
         batch_size: Rows per core.
         cores: The number of cores that share a batch.
-        shuffle: True for another order in each pass.
+        shuffle: True for another order in each pass, `"batch"` for one within each block of `batch_size` rows.
         seed: Determines the order, with the pass's number.
         name: The data's name in errors.
         local_shards: The shards of a batch that this process reads, one a core (default: all).
@@ -104,7 +104,7 @@ class Plan:
 
     batch_size: int
     cores: int
-    shuffle: bool
+    shuffle: bool | str
     seed: int
     name: str
     local_shards: Sequence[int] | None = None
@@ -145,7 +145,8 @@ class _Rows(Source):
     def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
         skipped()
         plan = self.plan
-        shuffled = order(self.length, plan.seed, index) if plan.shuffle else None
+        within = plan.batch_size if plan.shuffle == "batch" else None
+        shuffled = order(self.length, plan.seed, index, within) if plan.shuffle else None
         for first in range(start, self.length, plan.rows):
             end = min(first + plan.rows, self.length)
             rows: Rows = slice(first, end) if shuffled is None else shuffled[first:end]

@@ -35,7 +35,7 @@ def stream(
     *,
     batch_size: int | None = None,
     cores: int = 1,
-    shuffle: bool = False,
+    shuffle: bool | str = False,
     seed: int = 0,
     steps: int | None = None,
     restart: bool = False,
@@ -51,7 +51,8 @@ def stream(
         sample_weight: One weight a row, with arrays only.
         batch_size: Rows per core (default 32). Loaders and iterables bring their own.
         cores: The number of cores that share a global batch of `batch_size * cores` rows.
-        shuffle: True to put arrays and map-style data sets in a new order each epoch; loaders and iterables never are.
+        shuffle: True to put arrays and map-style data sets in a new order each epoch, `"batch"` to do so only within
+            each `batch_size` rows; loaders and iterables never are.
         seed: Determines the order, with the epoch's number.
         steps: Global batches an epoch (default: as many as the data have). Must be given for endless data.
         restart: With `steps`, True to begin each epoch with the first batch (an evaluation), False to go on where the
@@ -76,6 +77,8 @@ def stream(
     for argument, value in (("batch_size", batch_size), ("steps", steps)):
         if value is not None:
             require_whole(argument, value)
+    if shuffle not in (True, False, "batch"):
+        raise ArgumentError(f"shuffle must be True, False or 'batch', got {shuffle!r}")
     plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, local_shards)
     source: Source
     if isinstance(x, TensorDataset) and y is None:  # collating its rows one by one would give the same, slower
@@ -201,7 +204,8 @@ class Stream:
             limit = max(1, round(limit * self.steps))
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise ArgumentError(f"limit must be a number of batches from 1, or a share such as 0.1, got {limit!r}")
-        self.steps = self._limit = limit if self.steps is None else min(limit, self.steps)
+        self._limit = limit if self.steps is None else min(limit, self.steps)
+        self.steps = self.steps and self._limit  # of data that may have fewer, nobody knows
 
     def state_dict(self, batches: int | None) -> dict[str, Any]:
         """The position after some batches of this epoch, which may be fewer than have been read ahead.
@@ -271,22 +275,38 @@ class Stream:
         if self._log.last.batches == 0 and not begin.offset:
             again = " this time: an iterator can be read only once" if self._log.passes else ""
             raise DataError(f"{self._name} gave no batches{again}")
+        self._warn_if_short()
         self._log.passes += 1
 
     def _next_batches(self, position: Position) -> Iterator[Any]:
-        """Take up the data where the last epoch left off, and begin again when they end: Keras's `steps_per_epoch`."""
+        """Take up the data where the last epoch left off. The epoch ends with them, as with Keras's `steps_per_epoch`.
+
+        Only an epoch that would have no batch at all begins another pass.
+        """
         assert self._limit is not None
-        while (taken := self._log.last.batches) < self._limit:
-            begins = self._rest is None and not position.offset
-            self._rest = self._rest or self._log.read(position, self.keeps_draws)
-            yield from islice(self._rest, self._limit - taken)
-            if begins and self._log.last.batches == taken:
+        before = position.batches
+        for begin in (position, Position(before, position.number + 1)):
+            begins = self._rest is None and not begin.offset
+            self._rest = self._rest or self._log.read(begin, self.keeps_draws)
+            yield from islice(self._rest, self._limit - before)
+            if self._log.last.batches:
+                break
+            self._rest = None
+            if begins:
                 raise DataError(
-                    f"{self._name} gave only {taken} of the {self._limit} batches of this epoch and can't be read "
-                    "again. Pass fewer steps, or data that can be iterated again"
+                    f"{self._name} gave no batches for this epoch, and can't be read again. Pass fewer epochs or "
+                    "steps, or data that can be iterated again"
                 )
-            if self._log.last.batches < self._limit:
-                self._rest, position = None, Position(number=position.number + 1)
+        self._warn_if_short()
+
+    def _warn_if_short(self) -> None:
+        """Warn if the data ended before the epoch had the steps that were asked for."""
+        taken = self._log.last.batches
+        if self._limit is not None and self.steps == self._limit > taken:
+            warn(
+                f"{self._name} ran out of data after {taken} of {self._limit} steps, with which this epoch ends. Ask "
+                "for fewer steps, or pass data with more batches"
+            )
 
 
 def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Source:

@@ -33,7 +33,10 @@ def build(
     if isinstance(loss, (Mapping, Sequence)) and not isinstance(loss, str):
         return LossByOutput(loss, weights)
     if weights is not None:
-        raise ArgumentError(f"loss_weights go with a loss for each output, in a dict or a list, got loss={loss!r}")
+        raise ArgumentError(
+            f"loss_weights go with a loss for each output, in a dict or a list, got loss={loss!r} and "
+            f"loss_weights={weights!r}. If these are metrics: compile(..., metrics={weights!r})"
+        )
     if loss == "module" or (loss is None and module is not None and computes_loss(module)):
         return ModuleLoss()
     if loss is None:

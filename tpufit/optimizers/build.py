@@ -61,7 +61,8 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
                 "optimizer must be a name, a torch.optim class, a function of the parameters or an optimizer, got "
                 f"{optimizer!r}"
             )
-        optimizer = optimizer(module.parameters())
+        nothing: Any = [{"params": []}]  # PyTorch's optimizers refuse an empty list, but not a group of none
+        optimizer = optimizer(module.parameters() if next(module.parameters(), None) is not None else nothing)
         if not isinstance(optimizer, Optimizer):
             raise ArgumentError(f"the optimizer function must return a torch.optim.Optimizer, got {optimizer!r}")
     if isinstance(optimizer, _UNSUPPORTED):

@@ -50,6 +50,7 @@ class Program:
         inside: Gives the context in which the body is traced.
 
     Attributes:
+        jit_compile: The argument.
         python_state: Gives the names and values that the body might change in Python, before and after a trace.
         traced_because: The reason why the step is traced on every call; empty as long as it isn't.
         products: The formats in which the last trace computed matrix products.
@@ -71,7 +72,7 @@ class Program:
     ) -> None:
         donates = donate and (platform() != "CPU" or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
         self._target = Target(placement, role, state, sums, donates, inside)
-        self._jit_compile, self._strict = jit_compile, LENIENT
+        self.jit_compile, self._strict = jit_compile, LENIENT
         self.python_state: Callable[[], dict[str, Any]] = dict
         self.products: set[torch.dtype] = set()
         self._graphs: dict[Hashable, Graph] = {}
@@ -104,7 +105,7 @@ class Program:
                 the error shall name its line.
         """
         self.python_state, self._strict = python_state, strict
-        if strict and self._jit_compile is not False:
+        if strict and self.jit_compile is not False:
             self.traced_because = ""
 
     def __call__(
@@ -230,7 +231,7 @@ class Program:
     def _give_up(self, cause: str) -> None:
         role = self._target.role
         self._strict.refuse(f"the {role} step can't be replayed: {cause}")
-        if self._jit_compile is True:
+        if self.jit_compile is True:
             raise ReplayError(f"jit_compile=True, but the {role} step can't be replayed: {cause}")
         self.traced_because = cause
         self.forget()

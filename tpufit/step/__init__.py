@@ -15,7 +15,7 @@ from .batch import DeviceBatch
 from .config import CompileConfig
 from .engine import Engine, FitOptions
 from .habits import instead
-from .methods import StepMethods
+from .methods import CompileOption, StepMethods
 from .modules import modes_kept, usable
 from .runner import StepRunner
 from .state import SavedState

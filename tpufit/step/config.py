@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -55,6 +55,14 @@ class CompileConfig:
     ema: EMAConfig | None = None
     arguments: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        if self.scale_lr not in _SCALINGS:
+            raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {self.scale_lr!r}")
+        if self.jit_compile not in ("auto", True, False):
+            raise ArgumentError(f"jit_compile must be 'auto', True or False, got {self.jit_compile!r}")
+        if self.steps_per_execution != "auto":
+            require_whole("steps_per_execution", self.steps_per_execution, otherwise="'auto'")
+
     @classmethod
     def of(cls, arguments: dict[str, Any], module: nn.Module) -> CompileConfig:
         """Check and build the arguments of `compile`.
@@ -67,12 +75,6 @@ class CompileConfig:
             UnknownNameError, ArgumentError: See `Model.compile`.
         """
         given = arguments
-        if given["scale_lr"] not in _SCALINGS:
-            raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {given['scale_lr']!r}")
-        if given["jit_compile"] not in ("auto", True, False):
-            raise ArgumentError(f"jit_compile must be 'auto', True or False, got {given['jit_compile']!r}")
-        if given["steps_per_execution"] != "auto":
-            require_whole("steps_per_execution", given["steps_per_execution"], otherwise="'auto'")
         clips = {name: given[name] for name in ("accumulate_steps", "clip_norm", "clip_value", "global_clip_norm")}
         loss = losses.build(given["loss"], given["loss_weights"], module)
         outputs = loss.outputs if isinstance(loss, LossByOutput) else None
@@ -90,6 +92,19 @@ class CompileConfig:
             ema=EMAConfig(given["ema_momentum"], given["ema_overwrite_frequency"]) if given["use_ema"] else None,
             arguments=given,
         )
+
+    def with_option(self, name: str, value: Any) -> CompileConfig:
+        """Return the same arguments with another value of one.
+
+        Args:
+            name: `"run_eagerly"`, `"steps_per_execution"` or `"jit_compile"`.
+            value: The value.
+
+        Raises:
+            ArgumentError: It is no such value.
+        """
+        changed: dict[str, Any] = {name: value}
+        return replace(self, **changed, arguments=self.arguments and self.arguments | changed)
 
     @property
     def loss_modules(self) -> list[nn.Module]:

@@ -173,7 +173,7 @@ class Engine:
     @property
     def compiled(self) -> bool:
         """True after `compile`."""
-        return self.config is not UNCOMPILED
+        return self.config.arguments is not None
 
     def place_on(self, cores: Cores) -> Placement:
         """Return the placement of steps on these cores; with `run_eagerly`, the host."""

@@ -16,7 +16,9 @@ from .. import losses
 from ..data import unpack
 from ..data.batches import as_tensors
 from ..errors import ArgumentError, DataError, NotCompiledError
+from ..optimizers import parameters
 from ..runtime import Sharding, fetch, to_device, tracing
+from ..utils.users_code import warn
 from . import precision
 from .arguments import call
 from .engine import Engine
@@ -45,6 +47,19 @@ class EngineSlot:
                 "choose another name"
             )
         vars(model)["_engine"] = value
+
+
+class CompileOption:
+    """An argument of `compile` that can be read, and set for the passes that follow."""
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, model: Any, kind: type | None = None) -> Any:
+        return self if model is None else getattr(model._engine.config, self._name)
+
+    def __set__(self, model: Any, value: object) -> None:
+        model._engine.config = model._engine.config.with_option(self._name, value)
 
 
 class StepMethods:
@@ -178,6 +193,9 @@ class StepMethods:
         if optimizer is None:
             raise NotCompiledError("apply_gradients needs an optimizer: call model.compile(optimizer='adamw', ...)")
         engine = self._engine
+        if not any(parameter.requires_grad for parameter in parameters(optimizer)):
+            warn("the optimizer has nothing to train: the module has no parameters, or none that requires a gradient")
+            return
         own = engine.state.attach(optimizer)
         optimizer.zero_grad()
         loss.backward()

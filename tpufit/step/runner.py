@@ -36,17 +36,19 @@ _MOST_JOINED = 16
 
 @dataclass
 class Tally:
-    """The steps and rows of a pass so far.
+    """The steps and rows of a pass so far, and its seed.
 
     Attributes:
         steps: The number of steps started.
         rows: The number of rows in these steps.
         batches: The number of batches done, including those before a resumption.
+        seed: The seed of the pass; training has that of the run instead.
     """
 
     steps: int = 0
     rows: int = 0
     batches: int = 0
+    seed: int = 0
 
 
 class StepRunner:
@@ -86,7 +88,7 @@ class StepRunner:
             state.drop_gradients()
             for optimizer in state.named_optimizers().values() if not state.placement.on_host else ():
                 state.attach(optimizer)
-        if role not in engine.programs:
+        if role not in engine.programs or engine.programs[role][0].jit_compile != engine.config.jit_compile:
             engine.programs[role] = self._build()
         self._program, self._metrics = engine.programs[role]
         # A program and its graphs outlive the pass; each pass brings its own Python and policy.
@@ -253,10 +255,10 @@ class StepRunner:
         return [sent.send(row) for row, (_, sent) in zip(rates, attached, strict=True)]
 
     def _seeds(self, steps: int) -> list[int]:
-        """Return the seed of each step. Other roles than training count down from -1, so they share none with it."""
-        numbers = self._engine.state.numbers
-        first, direction = (numbers.step, 1) if self.role == "train" else (-1 - self.tally.steps, -1)
-        return [step_seed(numbers.seed, first + direction * i) for i in range(steps)]
+        """Return the seed of each step: of the run and the training so far, else of the pass."""
+        numbers, tally = self._engine.state.numbers, self.tally
+        seed, first = (numbers.seed, numbers.step) if self.role == "train" else (tally.seed, tally.steps)
+        return [step_seed(seed, first + i) for i in range(steps)]
 
     def _body(
         self,

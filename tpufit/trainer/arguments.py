@@ -38,7 +38,7 @@ class TrainingData:
     y: Any = None
     sample_weight: Any = None
     batch_size: int | None = None
-    shuffle: bool = True
+    shuffle: bool | str = True
     steps_per_epoch: int | None = None
     class_weight: Mapping[int, float] | None = None
 
@@ -48,7 +48,7 @@ class TrainingData:
         Raises:
             ArgumentError: The weights are used with several outputs, or are no weights.
         """
-        if self.class_weight is None:
+        if self.class_weight is None or (isinstance(self.class_weight, Mapping) and not self.class_weight):
             return None
         weigher = ClassWeight(self.class_weight)
         if isinstance(engine.config.loss, LossByOutput):
@@ -118,7 +118,7 @@ class Schedule:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        require_whole("epochs", self.epochs)
+        require_whole("epochs", self.epochs, 0)
         require_whole("initial_epoch", self.initial_epoch, 0)
         if self.seconds is not None and not self.seconds > 0:
             raise ArgumentError(f"max_time must be a number of seconds above 0 or a timedelta, got {self.max_time!r}")

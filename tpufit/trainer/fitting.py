@@ -46,6 +46,7 @@ def run_fit(
     """
     require_compiled(engine, "fit")
     require_gradients("fit")
+    optimizers.required(engine.model.optimizer)
     verbosity, given = resolve_verbose(verbose), as_list(callbacks)
     options = FitOptions(schedule.policy(engine), train.weigher(engine))
     resumed = find_checkpoint(schedule.resume, given)

@@ -7,6 +7,7 @@ import torch
 from ..data.batches import as_tensors
 from ..runtime import Cores, CoresArgument, start
 from ..step import Engine, StepRunner, modes_kept
+from ..utils.random import draw_seed
 from .fitting import scale_rates
 
 
@@ -51,4 +52,6 @@ def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
             scale_rates(engine, cores)
         engine.move_to(placement)
         run = engine.batch_runners[role] = StepRunner(engine, role)
+        if role != "train":
+            run.tally.seed = draw_seed()
     return run

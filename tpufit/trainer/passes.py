@@ -1,10 +1,10 @@
 """One pass over data: the loop that training, evaluation and prediction share, with `evaluate` and `predict`.
 
 pass
-    for each group of steps that run as one graph
+    for each group of `steps_per_execution` steps, or as many as are left
         on_*_batch_begin
         on_train_step_begin             for each of the steps
-        steps                           one graph, started and not waited for
+        steps                           one graph, started and not waited for; each its own if they can't be joined
         on_*_batch_end                  its logs wait only if one is read
         leave if asked to stop
 """
@@ -23,6 +23,7 @@ from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..diagnostics.report import Pass
 from ..runtime import add_seconds, agree, fetch, timing
 from ..step import DeviceBatch, Engine, StepRunner, modes_kept
+from ..utils.random import draw_seed, step_seed
 from .interruption import Interruption
 
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
@@ -81,7 +82,8 @@ class PassLoop:
                 if tells_begin:
                     callbacks.call(begin, run.tally.batches)
                     run.note_hooks()
-                outputs = step(group, feed.paused, last)
+                parts = _joined(group, run.group_size)
+                outputs = [made for part in parts for made in step(part, feed.paused, last and part is parts[-1]) or ()]
                 if tells_end:
                     if self.waited is not None:  # first, because the hook may read `input_bound`
                         self.waited(feed.times.waited)
@@ -137,6 +139,9 @@ def evaluate(
     with closing(callbacks, engine):
         callbacks.call("on_test_begin")
         run = StepRunner(engine, "eval", data.device_transform, warm=data.passed)
+        numbers = engine.state.numbers
+        # Inside `fit` it is a function of the run, which a resumed one repeats. Counted down, because steps count up.
+        run.tally.seed = draw_seed() if interruption is None else step_seed(numbers.seed, -1 - numbers.step)
         model.module.eval()
         began = perf_counter()
 
@@ -166,6 +171,7 @@ def predict(engine: Engine, data: Stream, callbacks: CallbackList, take: Callabl
     with closing(callbacks, engine):
         callbacks.call("on_predict_begin")
         run = StepRunner(engine, "predict", data.device_transform, warm=data.passed)
+        run.tally.seed = draw_seed()
         model.module.eval()
         began = perf_counter()
 
@@ -214,20 +220,24 @@ def _ending(feed: BatchReader[DeviceBatch], interruption: Interruption | None) -
 
 
 def _groups(feed: Iterable[DeviceBatch], size: Callable[[], int]) -> Iterator[list[DeviceBatch]]:
-    """Yield groups of batches to run as one graph: of one structure, and at most `size()` of them.
-
-    Batches that don't fill a group run one by one: each smaller size would need a graph of its own.
-    """
+    """Yield groups of `size()` batches, and at last the rest."""
     group: list[DeviceBatch] = []
     for batch in feed:
-        if group and batch.signature != group[0].signature:
-            yield from ([one] for one in group)
-            group = []
         group.append(batch)
         if len(group) >= size():
             yield group
             group = []
-    yield from ([one] for one in group)
+    if group:
+        yield group
+
+
+def _joined(group: list[DeviceBatch], size: int) -> list[list[DeviceBatch]]:
+    """Return the batches that run as one graph: the whole group, if its batches are of one structure.
+
+    Batches that don't fill a group run one by one: each smaller size would need a graph of its own.
+    """
+    whole = len(group) >= size and all(batch.signature == group[0].signature for batch in group)
+    return [group] if whole else [[batch] for batch in group]
 
 
 def _knowing_the_last(groups: Iterator[list[DeviceBatch]], look: bool) -> Iterator[tuple[list[DeviceBatch], bool]]:

@@ -66,6 +66,11 @@ def step_seed(seed: int, step: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
+def draw_seed() -> int:
+    """Draw a seed from PyTorch's generator, as a `DataLoader` does for each pass."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
 @dataclass(frozen=True)
 class RNGState:
     """The state of the host's random numbers: of Python, NumPy, PyTorch and the user's own generators.
