@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..runtime import start_profile, stop_profile, to_host
 from ._support.event_files import rewind
-from ._support.frequency import Frequency, batches
+from ._support.frequency import batches
 from ._support.scalars import scalars
 from .base import Callback, Logs
 
@@ -89,11 +89,16 @@ class TensorBoard(Callback):
                 raise ArgumentError(f"hparams must be numbers, texts or bools by name, got {name!r}: {value!r}")
         self.log_dir, self.hparams = os.fspath(log_dir), dict(hparams or {})
         self.write_graph, self.write_images, self.histogram_freq = write_graph, write_images, histogram_freq
-        self.write_steps_per_second, self.update_freq = write_steps_per_second, update_freq
-        self._updates = Frequency(batches("update_freq", update_freq, {"epoch": 0, "batch": 1}))
+        self.write_steps_per_second = write_steps_per_second
+        self._every = batches("update_freq", update_freq, {"epoch": 0, "batch": 1})
         self._profile = _Profile(profile_batch)
         self._progress = _Progress()
         self._writers: dict[str, Any] = {}
+
+    @property
+    def update_freq(self) -> str | int:
+        """`"epoch"`, or a number of batches."""
+        return self._every or "epoch"
 
     @property
     def steps(self) -> int:
@@ -200,7 +205,7 @@ class TensorBoard(Callback):
         """Write the running means, if it is time to."""
         steps = self.steps
         self._profile.look(steps, logs, self.log_dir)
-        if self._updates.is_due(steps):
+        if self._every and self._progress.passed_multiple("batch", self._every, steps):
             values = self._rate() | scalars(logs)
             if self.write_steps_per_second:
                 values["steps_per_second"] = self._progress.steps_per_second("batch", steps)
@@ -246,7 +251,6 @@ class TensorBoard(Callback):
         steps = self.steps
         if resumes:
             self._rewind(epoch, within)
-        self._updates.begin(steps)
         self._progress.mark("epoch", steps)
         self._progress.mark("batch", steps)
 
@@ -334,6 +338,10 @@ class _Progress:
         """Leave the validation's time out."""
         took = time.perf_counter() - self._paused
         self._marks = {name: (steps, began + took) for name, (steps, began) in self._marks.items()}
+
+    def passed_multiple(self, name: str, every: int, steps: int) -> bool:
+        """True if a multiple of `every` steps was reached since a mark."""
+        return steps // every > self._marks[name][0] // every
 
     def steps_per_second(self, name: str, steps: int) -> float:
         """The speed since a mark."""

@@ -202,6 +202,74 @@ def test_its_state_goes_through_json_into_another_object(job, make):
     assert (weights is None) == (loaded_weights is None)
 
 
+# What Keras 3.15's callbacks have before any `fit`, made with the arguments that they need; Keras sets `best_epoch` and
+# History's `epoch` only when training begins. Not listed: `monitor_op`, a function of Keras's tensors, and the open
+# files of CSVLogger.
+UNUSED = {
+    "BackupAndRestore": {"save_freq": "epoch", "double_checkpoint": False, "delete_checkpoint": True},
+    "CSVLogger": {"sep": ",", "append": True},
+    "EarlyStopping": {
+        "monitor": "val_loss",
+        "mode": "auto",
+        "min_delta": 0,
+        "patience": 9,
+        "verbose": 0,
+        "baseline": None,
+        "restore_best_weights": True,
+        "start_from_epoch": 0,
+        "best": None,
+        "wait": 0,
+        "stopped_epoch": 0,
+        "best_epoch": 0,
+        "best_weights": None,
+    },
+    "History": {"history": {}, "epoch": []},
+    "LearningRateScheduler": {"verbose": 0},
+    "ModelCheckpoint": {
+        "monitor": "val_loss",
+        "mode": "auto",
+        "min_delta": 0,
+        "verbose": 0,
+        "save_best_only": False,
+        "save_freq": "epoch",
+        "best": None,
+    },
+    "ProgbarLogger": {"verbose": 1, "epochs": 1, "target": None, "seen": 0},
+    "ReduceLROnPlateau": {
+        "monitor": "val_loss",
+        "mode": "auto",
+        "min_delta": 1e-4,
+        "factor": 0.1,
+        "min_lr": 0,
+        "patience": 1,
+        "verbose": 0,
+        "cooldown": 0,
+        "best": None,
+        "wait": 0,
+        "cooldown_counter": 0,
+    },
+    "RemoteMonitor": {"path": "/publish/epoch/end/", "field": "data", "headers": None, "send_as_json": False},
+    "SwapEMAWeights": {"swap_on_epoch": False},
+    "TensorBoard": {
+        "histogram_freq": 0,
+        "write_graph": True,
+        "write_images": False,
+        "write_steps_per_second": False,
+        "update_freq": "epoch",
+        "embeddings_freq": 0,
+        "embeddings_metadata": None,
+    },
+    "TerminateOnNaN": {"raise_error": False},
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_an_unused_callback_has_keras_attributes(cores, name, tmp_path, url):
+    callback = FACTORIES[name](tmp_path, url)
+    assert {attribute: getattr(callback, attribute) for attribute in UNUSED[name]} == UNUSED[name]
+    assert callback.model is None and callback.params is None
+
+
 def test_a_progress_bar_of_ones_own_is_the_only_one(job, capsys):
     model, size = job.start(), 8 // job.cores
     model.fit(X, Y, size, verbose=2, callbacks=[callbacks.ProgbarLogger()])

@@ -160,8 +160,10 @@ def test_history():
 @pytest.mark.parametrize(
     ("make", "state"),
     [
+        (partial(ModelCheckpoint, save_freq=4), {"followed": {"best": 0.5, "wait": 0}, "since": 2}),
+        (partial(BackupAndRestore, save_freq=4), {"since": 2}),
+        # As earlier versions wrote it, which saved at multiples of the model's steps.
         (partial(ModelCheckpoint, save_freq=4), {"followed": {"best": 0.5, "wait": 0}}),
-        # As earlier versions wrote it, which counted steps themselves.
         (
             partial(ModelCheckpoint, save_freq=4),
             {"followed": {"best": 0.5, "wait": 0}, "count": {"steps": 3, "last": 2}},
