@@ -241,6 +241,8 @@ KERAS = {
         "write_steps_per_second": False,
         "update_freq": "epoch",
         "profile_batch": 0,
+        "embeddings_freq": 0,
+        "embeddings_metadata": None,
     },
     "TerminateOnNaN": {"raise_error": False},
 }
