@@ -29,6 +29,7 @@ EPOCHS = 2
 # How to make each callback, in a folder of its own and beside a server that takes what it is sent.
 FACTORIES = {
     "BackupAndRestore": lambda folder, url: callbacks.BackupAndRestore(folder / "backup"),
+    "CallbackList": lambda folder, url: callbacks.CallbackList([callbacks.EarlyStopping(patience=9)]),
     "CSVLogger": lambda folder, url: callbacks.CSVLogger(folder / "log.csv", append=True),
     "Diagnostics": lambda folder, url: callbacks.Diagnostics(),
     "EarlyStopping": lambda folder, url: callbacks.EarlyStopping(patience=9, restore_best_weights=True),
@@ -200,6 +201,17 @@ def test_its_state_goes_through_json_into_another_object(job, make):
     if not isinstance(again, callbacks.OneCycle):  # finds its place by the epoch, where the steps are known
         assert json.loads(json.dumps(loaded)) == json.loads(json.dumps(state))
     assert (weights is None) == (loaded_weights is None)
+
+
+def test_fit_takes_a_list_of_keras_as_keras_does(job, capsys):
+    model, size, own, other = job.start(), 8 // job.cores, Recorder(), callbacks.History()
+    history = model.fit(X, Y, size, verbose=2, callbacks=callbacks.CallbackList([own, other]))
+    assert other.history == history.history and own.ended == [["accuracy", "loss"]]
+    assert (own.model, own.params) == (model, {"epochs": 1, "steps": 5, "verbose": 2})
+    assert "Epoch" not in capsys.readouterr().out  # its progress bar is up to it
+    shown = callbacks.CallbackList([own], add_progbar=True)
+    history = model.fit(X, Y, size, 2, verbose=2, callbacks=[shown])
+    assert history.epoch == [0, 1] and capsys.readouterr().out.count("Epoch") == 2
 
 
 # What Keras 3.15's callbacks have before any `fit`, made with the arguments that they need; Keras sets `best_epoch` and

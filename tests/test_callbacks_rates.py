@@ -183,6 +183,7 @@ KERAS = {
         "double_checkpoint": False,
         "delete_checkpoint": True,
     },
+    "CallbackList": {"callbacks": None, "add_history": False, "add_progbar": False, "model": None},
     "CSVLogger": {"filename": NEEDED, "separator": ",", "append": False},
     "EarlyStopping": {
         "monitor": "val_loss",

@@ -362,7 +362,7 @@ def test_an_object_that_is_not_used_makes_no_files(tmp_path):
 
 
 class Words(FakeModel):
-    """Two embedding layers, each of whose weights a test sets to one number."""
+    """Two embedding layers, and one that is none."""
 
     def __init__(self):
         super().__init__()
@@ -435,6 +435,7 @@ def test_wrong_number_of_epochs(name, freq):
 def test_wrong_profile_batch(profile_batch):
     with pytest.raises(ArgumentError, match="profile_batch must be a step from 1, or the first and the last"):
         TensorBoard(profile_batch=profile_batch)
+    TensorBoard(profile_batch=[10, 12])  # a list will do
 
 
 def test_wrong_hparams():

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 
 from .. import optimizers
-from ..callbacks import History
+from ..callbacks import CallbackList, History
 from ..callbacks.progbar_logger import resolve_verbose
 from ..checkpoint import find_checkpoint, saved_state
 from ..runtime import Cores, CoresArgument, start
 from ..step import Engine, FitOptions
 from . import loop
-from .arguments import Schedule, TrainingData, ValidationData, as_list, callback_list, require_compiled
+from .arguments import Schedule, TrainingData, ValidationData, callback_list, require_compiled
 
 
 def run_fit(
@@ -35,7 +35,7 @@ def run_fit(
         cores: The argument of `fit`.
     """
     require_compiled(engine, "fit")
-    verbosity, given = resolve_verbose(verbose), as_list(callbacks)
+    verbosity, given = resolve_verbose(verbose), CallbackList(callbacks).callbacks
     options = FitOptions(schedule.policy(engine), train.weigher(engine))
     resumed = find_checkpoint(schedule.resume, given)
     # A resumed run keeps its seed, which the order of the data depends on.
@@ -58,7 +58,7 @@ def run_fit(
             print(f"going on from step {resumed.step}", flush=True)
     history = History()
     params = {"epochs": schedule.epochs, "steps": data.steps, "verbose": verbosity}
-    everyone = callback_list(engine, [*given, history], params)
+    everyone = callback_list(engine, callbacks, params, history)
     # Last: an error above leaves the history and the report of the `fit` before.
     engine.begin_fit(history, options, seed)
     epochs = range(schedule.initial_epoch, schedule.epochs)
