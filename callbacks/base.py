@@ -194,7 +194,8 @@ class Callback:
 
         Args:
             batch: The batch's number in the epoch, from 0.
-            logs: Empty.
+            logs: `"iterations"`: the number of steps that the optimizer has taken before this one. With
+                `accumulate_steps=n` it is the same for n batches.
         """
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:

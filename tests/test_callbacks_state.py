@@ -42,7 +42,7 @@ def train(callback, seen, first=(0, 0), until=(EPOCHS, 0)):
     while (epoch, batch) < until and not callback.model.stop_training:
         callback.on_epoch_begin(epoch, {})
         while batch < STEPS and (epoch, batch) < until:
-            callback.on_train_step_begin(batch, {})
+            callback.on_train_step_begin(batch, {"iterations": epoch * STEPS + batch})
             seen.append(callback.model.learning_rate)
             batch += 1
         if batch < STEPS:
@@ -135,6 +135,15 @@ def test_every_scheduler_of_pytorchs(name, interval, first):
     if name == "plateau" and interval == "step":
         interval = "epoch"  # it follows a log of the epoch
     resumed(partial(LRScheduler, SCHEDULES[name], interval, monitor="loss"), first)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_state_of_an_earlier_version_still_says_if_its_rate_was_used(fresh):
+    callback = begin(LRScheduler(SCHEDULES["exponential"], "step"), FakeModel(lr=0.4))
+    state = callback.state_dict()
+    callback.load_state_dict({"scheduler": state["scheduler"], "fresh": fresh})
+    callback.on_train_step_begin(0, {"iterations": 7})
+    assert callback.model.learning_rate == pytest.approx(0.4 if fresh else 0.36)
 
 
 @pytest.mark.parametrize("first", [(CUT, 0), (CUT, 2)], ids=["between epochs", "in an epoch"])
