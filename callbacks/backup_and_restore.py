@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Mapping
+from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 from ..checkpoint import AsyncCheckpointWriter, CheckpointDirectory
 from ..errors import ArgumentError
-from ._support.frequency import Frequency, batches
+from ._support.frequency import SaveRule
 from .base import Callback, Logs
 
 
@@ -17,10 +19,11 @@ class BackupAndRestore(Callback):
 
     Args:
         backup_dir: The folder for the backup. It can't be shared with another `ModelCheckpoint` or training.
-        save_freq: `"epoch"` (default), or a number of the model's training steps. It is backed up too when the process
-            gets SIGTERM or Ctrl-C, and when `max_time` is over.
+        save_freq: As in `ModelCheckpoint` (default `"epoch"`). It is backed up too when the process gets SIGTERM or
+            Ctrl-C, and when `max_time` is over.
         double_checkpoint: Keep the backup before the newest too, should the newest be damaged (default False).
-        delete_checkpoint: Delete the backup when training has come to its end (default True).
+        delete_checkpoint: Delete the backup when training has come to its end (default True), and the folder unless
+            something else is in it.
 
     Attributes:
         checkpoints: The writer of the folder.
@@ -42,11 +45,11 @@ class BackupAndRestore(Callback):
     def __init__(
         self,
         backup_dir: str | os.PathLike[str],
-        save_freq: str | int = "epoch",
+        save_freq: str | int | timedelta = "epoch",
         double_checkpoint: bool = False,
         delete_checkpoint: bool = True,
     ) -> None:
-        self._frequency = Frequency(batches("save_freq", save_freq, {"epoch": 0}))
+        self._rule = SaveRule(save_freq)
         if not backup_dir:
             raise ArgumentError(f"backup_dir must be the path of a folder, got {backup_dir!r}")
         self.backup_dir, self.save_freq = os.fspath(backup_dir), save_freq
@@ -57,20 +60,22 @@ class BackupAndRestore(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Make sure that the folder can be written to."""
         self._failed = False
+        self._rule.saved(monotonic())
         self.checkpoints.run.open()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Count steps from here."""
-        self._frequency.begin(self.model.steps_taken)
+        self._rule.begin(self.model.steps_taken)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Back up, if it is time to."""
-        if self._frequency.is_due(self.model.steps_taken):
+        if self._rule.is_due(self.model.steps_taken, monotonic()):
+            self._rule.saved(monotonic())
             self.model.save_checkpoint(self.checkpoints)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Back up, if it is time to."""
-        if not self._frequency.every:
+        if not self._rule.between_batches:
             self.model.save_checkpoint(self.checkpoints)
 
     def on_exception(self, exception: BaseException, logs: Logs | None = None) -> None:
@@ -84,13 +89,13 @@ class BackupAndRestore(Callback):
         self.checkpoints.run.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps that the backup is of: a callback without a state is not told when training goes on."""
-        return {"steps": self.model.steps_taken}
+        """The steps since the last backup."""
+        return self._rule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Count steps from here, which in the middle of an epoch is after `on_epoch_begin`.
+        """Go on from a state, which in the middle of an epoch is after `on_epoch_begin`.
 
         Args:
             state: The dict that `state_dict` returned.
         """
-        self._frequency.begin(self.model.steps_taken)
+        self._rule.load_state_dict(state, self.model.steps_taken)

@@ -90,8 +90,8 @@ class Callback:
     stay on the device until you read one, which waits for it. The logs of an epoch are plain floats.
 
     Attributes:
-        model: The model, from the start of `fit`, `evaluate` or `predict` on.
-        params: `"epochs"`, `"steps"` (batches an epoch, None if unknown) and `"verbose"` (0, 1 or 2).
+        model: The model, from the start of `fit`, `evaluate` or `predict` on; None before.
+        params: None before, then `"epochs"`, `"steps"` (batches an epoch, None if unknown) and `"verbose"` (0, 1 or 2).
         reads_weights: True (default) puts the weights back into the module before each of its hooks. A callback that
             leaves the module alone, or only uses the model's own methods (`state_dict`, `save_weights`, ...) and the
             optimizer, may say False, and save that time.
@@ -111,8 +111,8 @@ class Callback:
     Source: `keras.callbacks.Callback`.
     """
 
-    model: TrainedModel
-    params: dict[str, Any]
+    model: TrainedModel = None  # type: ignore[assignment] # so that a hook need not ask
+    params: dict[str, Any] = None  # type: ignore[assignment]
     reads_weights: bool = True
     measures_time: bool = False
     checkpoints: AsyncCheckpointWriter | None = None
@@ -198,7 +198,8 @@ class Callback:
 
         Args:
             batch: The batch's number in the epoch, from 0.
-            logs: Empty.
+            logs: `"iterations"`: the number of steps that the optimizer has taken before this one. With
+                `accumulate_steps=n` it is the same for n batches.
         """
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:

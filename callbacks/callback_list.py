@@ -2,12 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ..errors import ArgumentError, CallbackError
 from ..runtime import timing
 from ..utils.users_code import warn
 from .base import Callback, TrainedModel
+from .history import History
+from .progbar_logger import ProgbarLogger
 
 # The hooks that a loop calls, each with the number of arguments before `logs`.
 _HOOKS = {
@@ -35,18 +38,24 @@ _ENDS = {"on_train_begin": "on_train_end", "on_test_begin": "on_test_end", "on_p
 _Hook = Callable[..., object]
 
 
-class CallbackList:
+class CallbackList(Callback):
     """Callbacks in their order, each asked once which hooks it overrides, so that the others cost nothing.
 
+    It has all hooks of `Callback` as methods, for a training loop of your own. Given to `fit`, it stands for its
+    callbacks, and gets no progress bar besides.
+
     Args:
-        callbacks: A callback, a list or tuple of them, or None. An object of any class will do that has at least one
-            hook as a method.
-        model: The callbacks' `self.model`.
-        params: The callbacks' `self.params`, one dict for all.
-        expose: Called before a hook of a callback that may look at the weights (`Callback.reads_weights`).
+        callbacks: A callback, a list or tuple of them or of such lists, or None (default). An object of any class will
+            do that has at least one hook as a method.
+        add_history: Add a `History` if there is none (default False).
+        add_progbar: Add a `ProgbarLogger` if there is none (default False).
+        model: The callbacks' `self.model` (default: set by `set_model`).
+        params: The callbacks' `self.params`, one dict for all: `epochs=3, steps=10, verbose=1`.
 
     Attributes:
+        callbacks: The callbacks, as a list.
         measures: True if one of them wants the host's time to be measured (`Callback.measures_time`).
+        expose: Called before a hook of a callback that may look at the weights (`Callback.reads_weights`).
 
     Raises:
         ArgumentError: One of them is not a callback; raised before any of their methods runs.
@@ -56,10 +65,10 @@ class CallbackList:
         >>> class Greeting(Callback):
         ...     def on_epoch_begin(self, epoch, logs=None):
         ...         print("epoch", epoch, "of", self.params["epochs"])
-        >>> hooks = CallbackList([Greeting()], model=None, params={"epochs": 3})
+        >>> hooks = CallbackList([Greeting()], epochs=3)
         >>> hooks.has("on_epoch_begin"), hooks.has("on_train_batch_end")
         (True, False)
-        >>> hooks.call("on_epoch_begin", 0)
+        >>> hooks.on_epoch_begin(0)
         epoch 0 of 3
 
     Source: `keras.callbacks.CallbackList`.
@@ -67,44 +76,77 @@ class CallbackList:
 
     def __init__(
         self,
-        callbacks: object,
-        model: TrainedModel | None,
-        params: dict[str, Any],
-        expose: Callable[[], None] = lambda: None,
+        callbacks: object = None,
+        add_history: bool = False,
+        add_progbar: bool = False,
+        model: TrainedModel | None = None,
+        **params: Any,
     ) -> None:
-        self._expose = expose
-        self._callbacks: tuple[object, ...] = (
-            () if callbacks is None else tuple(callbacks) if isinstance(callbacks, (list, tuple)) else (callbacks,)
-        )
-        for callback in self._callbacks:
+        self.callbacks = [] if callbacks is None else _flat(callbacks)
+        for callback in self.callbacks:
             _check(callback)
-        self.measures = any(getattr(callback, "measures_time", False) for callback in self._callbacks)
-        self._listeners: dict[str, list[tuple[object, _Hook]]] = {hook: [] for hook in _HOOKS}
+        for kind, wanted in ((History, add_history), (ProgbarLogger, add_progbar)):
+            if wanted and not any(isinstance(callback, kind) for callback in self.callbacks):
+                self.callbacks.append(kind())
+        self.expose: Callable[[], None] = lambda: None
         self._open: str | None = None  # the end hook of the training, evaluation or prediction under way
         self._failed: object = None
-        for callback in self._callbacks:
-            for setter, value in (("set_params", params), ("set_model", model)):
-                if hasattr(callback, setter):
-                    self._run(callback, getattr(callback, setter), setter, value)
-        # Only now: a callback may choose its hooks when it learns of the model.
-        for hook, listeners in self._listeners.items():
-            for callback in self._callbacks:
-                method = _overridden(callback, hook)
-                if method is not None:
-                    listeners.append((callback, method))
+        self.set_params(params)
+        self.set_model(model)
+
+    def append(self, callback: object) -> None:
+        """Add a callback at the end.
+
+        Args:
+            callback: The callback.
+
+        Raises:
+            ArgumentError: It is none.
+        """
+        _check(callback)
+        self.callbacks.append(callback)
+        self._tell("set_params", self.params or None, callback)
+        self._tell("set_model", self.model, callback)
+        self._listen()
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Give all callbacks the parameters of the run, if there are any."""
+        self.params = params
+        self._tell("set_params", params or None, *self.callbacks)
+
+    def set_model(self, model: TrainedModel | None) -> None:
+        """Give all callbacks the model, if there is one."""
+        if model is not None:
+            self.model = model
+        self._tell("set_model", model, *self.callbacks)
+        self._listen()  # only now: a callback may choose its hooks when it learns of the model
+
+    def _tell(self, setter: str, value: object, *callbacks: object) -> None:
+        for callback in callbacks if value is not None else ():
+            if hasattr(callback, setter):
+                self._run(callback, getattr(callback, setter), setter, value)
+
+    def _listen(self) -> None:
+        """Ask each callback which hooks it overrides."""
+        own = {hook: [(callback, _overridden(callback, hook)) for callback in self.callbacks] for hook in _HOOKS}
+        self._listeners: dict[str, list[tuple[object, _Hook]]] = {
+            hook: [(callback, method) for callback, method in pairs if method is not None]
+            for hook, pairs in own.items()
+        }
         self._readers = {
             hook
             for hook, listeners in self._listeners.items()
             if any(getattr(callback, "reads_weights", True) for callback, _ in listeners)
         }
+        self.measures = any(getattr(callback, "measures_time", False) for callback in self.callbacks)
         if self.measures:
-            self.call = timing("callbacks", self.call)  # type: ignore[method-assign]
+            self.call = timing("callbacks", partial(CallbackList.call, self))  # type: ignore[method-assign]
 
     def __iter__(self) -> Iterator[object]:
-        return iter(self._callbacks)
+        return iter(self.callbacks)
 
     def __len__(self) -> int:
-        return len(self._callbacks)
+        return len(self.callbacks)
 
     def has(self, hook: str) -> bool:
         """True if any callback overrides a hook.
@@ -130,7 +172,7 @@ class CallbackList:
         listeners = self._listeners[hook]
         if listeners:
             if hook in self._readers:
-                self._expose()
+                self.expose()
             if len(args) == _HOOKS[hook]:
                 args = (*args, {})
             for position, (callback, method) in enumerate(listeners):
@@ -159,7 +201,7 @@ class CallbackList:
         failed = self._failed if isinstance(error, CallbackError) else None
         for name, args in (("on_exception", (error, {})), (hook, ({},))):
             if name in self._readers:
-                self._expose()
+                self.expose()
             self._end(name, [pair for pair in self._listeners[name] if pair[0] is not failed], *args)
 
     def _run(self, callback: object, method: _Hook, hook: str, *args: Any) -> None:
@@ -176,6 +218,25 @@ class CallbackList:
             except Exception as error:
                 with contextlib.suppress(Warning):  # where warnings are errors, the first error still comes first
                     warn(f"while ending after an error, {_says(callback, hook, error)}")
+
+
+def _forwarding(hook: str) -> _Hook:
+    def forward(self: CallbackList, *args: Any, **named: Any) -> None:
+        self.call(hook, *(arg for arg in (*args, *named.values()) if arg is not None))
+
+    forward.__doc__ = f"Call `{hook}` of all callbacks."
+    return forward
+
+
+# As methods, all hooks do the same.
+for _hook in _HOOKS:
+    for _name in filter(None, (_hook, _ALIASES.get(_hook))):
+        setattr(CallbackList, _name, _forwarding(_hook))
+
+
+def _flat(callbacks: object) -> list[object]:
+    inner = callbacks.callbacks if isinstance(callbacks, CallbackList) else callbacks
+    return [one for part in inner for one in _flat(part)] if isinstance(inner, (list, tuple)) else [inner]
 
 
 def _check(callback: object) -> None:

@@ -40,7 +40,7 @@ class CSVLogger(Callback):
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         if not isinstance(separator, str) or len(separator) != 1:
             raise ArgumentError(f"separator must be one character, got {separator!r}")
-        self.filename, self.separator, self.append = os.fspath(filename), separator, append
+        self.filename, self.sep, self.append = os.fspath(filename), separator, append
         self._table: CSVFile | None = None
         self._first_row = 0  # of this training; those before it are of earlier ones
         self._resumes = False
@@ -71,7 +71,7 @@ class CSVLogger(Callback):
 
     def _open(self, epoch: int) -> CSVFile:
         if self._table is None:
-            self._table = CSVFile(self.filename, self.separator, self.append or self._resumes)
+            self._table = CSVFile(self.filename, self.sep, self.append or self._resumes)
             if self._resumes:
                 self._table.drop_epochs_from(epoch, self._first_row)
             else:

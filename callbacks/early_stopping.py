@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ArgumentError
 from ..utils.terminal import say
 from ._support.monitor import Monitor
-from .base import Callback, Logs
+from .base import Logs
+from .monitor_callback import MonitorCallback
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(MonitorCallback):
     """Ends training when a log has stopped getting better.
 
     An object may be used for several calls of `fit`; each forgets the one before.
@@ -54,8 +55,6 @@ class EarlyStopping(Callback):
     Source: `keras.callbacks.EarlyStopping`.
     """
 
-    reads_weights = False
-
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -70,22 +69,16 @@ class EarlyStopping(Callback):
         for name, epochs in (("patience", patience), ("start_from_epoch", start_from_epoch)):
             if epochs < 0:
                 raise ArgumentError(f"{name} must be a number of epochs, 0 or more, got {epochs!r}")
-        self.patience, self.verbose, self.start_from_epoch = patience, verbose, start_from_epoch
-        self.monitor, self.mode, self.min_delta, self.baseline = monitor, mode, min_delta, baseline
-        self.restore_best_weights = restore_best_weights
+        super().__init__(Monitor(monitor, mode, min_delta, baseline))
+        self.patience, self.verbose = patience, verbose
+        self.start_from_epoch, self.restore_best_weights = start_from_epoch, restore_best_weights
         self.stopped_epoch = self.best_epoch = 0
         self.best_weights: dict[str, Tensor] | None = None
-        self._followed = Monitor(monitor, mode, min_delta, baseline)
 
     @property
-    def best(self) -> float | None:
-        """The best value so far, or None."""
-        return self._followed.best
-
-    @property
-    def wait(self) -> int:
-        """Epochs in a row without a better value."""
-        return self._followed.wait
+    def baseline(self) -> float | None:
+        """The value that must be beaten too, or None."""
+        return self._followed.baseline
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the training before."""

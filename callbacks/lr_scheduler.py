@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LRScheduler(RateCallback):
-    """Lets a scheduler of `torch.optim.lr_scheduler` set the rates, after each epoch or before each step.
+    """Lets a scheduler of `torch.optim.lr_scheduler` set the rates, after each epoch or each step of the optimizer.
 
     It is made when training begins, and so starts from the rate that the cores have scaled. The rates that it sets are
     actual ones. Epoch logs get a `learning_rate`. Used for a second `fit`, it goes on where it was.
@@ -23,7 +23,8 @@ class LRScheduler(RateCallback):
         scheduler: A function of the optimizer that makes the scheduler, e.g. a `functools.partial` of its class; or a
             scheduler made already, of the very optimizer given to `compile`, whose rates the cores must not have
             scaled: `compile(scale_lr=None)`.
-        interval: `"epoch"` (default) or `"step"`: a rate for each step, also of steps that run as one graph.
+        interval: `"epoch"` (default) or `"step"`: a rate for each step of the optimizer, also of steps that run as one
+            graph. With `accumulate_steps=n` it takes its step after n batches, and at the epoch's end.
         monitor: The log that `torch.optim.lr_scheduler.ReduceLROnPlateau` follows (default `"val_loss"`).
 
     Raises:
@@ -55,7 +56,7 @@ class LRScheduler(RateCallback):
         self.scheduler: lr_scheduler.LRScheduler | None = None
         self._make = scheduler
         self._monitor = Monitor(monitor)
-        self._fresh = True
+        self._iterations: int | None = None  # before the step that the rate is for; None if any
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Make the scheduler, if there is none of this optimizer."""
@@ -73,13 +74,14 @@ class LRScheduler(RateCallback):
             raise ArgumentError(f"scheduler must make a scheduler of the optimizer it is given, got {self.scheduler!r}")
         # PyTorch warns where no optimizer.step() came before; in a step that is replayed there is none to be seen.
         setattr(optimizer, "_opt_called", True)  # noqa: B010 - no attribute that PyTorch declares
-        self._fresh = True
+        self._iterations = None
 
     def on_train_step_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Set the rate of the step: of the very first it is set already."""
-        if self.interval == "step" and not self._fresh:
+        """Set the rate of the step, unless it has one: the very first, and one that waits for more gradients."""
+        iterations = (logs or {})["iterations"]
+        if self.interval == "step" and self._iterations not in (None, iterations):
             self._step(None)
-        self._fresh = False
+        self._iterations = iterations
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Set the rate of the next epoch."""
@@ -90,7 +92,7 @@ class LRScheduler(RateCallback):
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state, as far as it is numbers and texts; the rest comes with another scheduler."""
         assert self.scheduler is not None
-        return {"scheduler": _plain(self.scheduler.state_dict()), "fresh": self._fresh}
+        return {"scheduler": _plain(self.scheduler.state_dict()), "iterations": self._iterations}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -100,7 +102,8 @@ class LRScheduler(RateCallback):
         """
         assert self.scheduler is not None
         self.scheduler.load_state_dict(dict(state["scheduler"]))
-        self._fresh = state["fresh"]
+        # Earlier versions only knew if the rate had been used.
+        self._iterations = state["iterations"] if "iterations" in state else None if state["fresh"] else -1
         # When it was made it set the rates that training begins with.
         for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate

@@ -11,13 +11,14 @@ from ..errors import ArgumentError, CheckpointNotWrittenError
 from ..utils.terminal import say
 from ..utils.users_code import warn
 from ._support.checkpoint_path import CheckpointPath
+from ._support.frequency import SaveRule
 from ._support.monitor import Monitor
-from ._support.save_rule import SaveRule
 from ._support.scalars import as_scalar, as_text
-from .base import Callback, Logs
+from .base import Logs
+from .monitor_callback import MonitorCallback
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(MonitorCallback):
     """Saves the state of training, or weights alone: after each epoch, or after every so many batches or minutes.
 
     A run directory gets all that `fit(resume=True)` needs to go on bit for bit. It is written in the background, and
@@ -35,8 +36,8 @@ class ModelCheckpoint(Callback):
         save_weights_only: Save weights alone (default False), as a file does in any case.
         mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if neither does, an
             error asks).
-        save_freq: `"epoch"` (default), a number of the model's training steps (4 is after the steps 4, 8, 12, ...), or
-            a `timedelta`.
+        save_freq: `"epoch"` (default), a number of training steps since the last time, counted across epochs and calls
+            of `fit` from this object's first step on, or a `timedelta`.
         initial_value_threshold: The value to beat at first (default: none). It stays from one `fit` to the next.
         keep_last: The number of newest checkpoints that a run directory keeps (default 3); None keeps all.
         keep_best: The number of best ones that it keeps besides (default: 1 if the log is there). If a number is given
@@ -67,8 +68,6 @@ class ModelCheckpoint(Callback):
     Source: `keras.callbacks.ModelCheckpoint`.
     """
 
-    reads_weights = False
-
     def __init__(
         self,
         filepath: str | os.PathLike[str],
@@ -94,11 +93,11 @@ class ModelCheckpoint(Callback):
         for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
             if value is not None and value < least:
                 raise ArgumentError(f"{name} must be a whole number of at least {least}, or None, got {value!r}")
-        self.filepath, self.monitor, self.verbose = os.fspath(filepath), monitor, verbose
+        super().__init__(Monitor(monitor, mode, best=initial_value_threshold))
+        self.filepath, self.verbose = os.fspath(filepath), verbose
         self.save_best_only, self.keep_best, self.save_on_exception = save_best_only, keep_best, on_exception
         self.save_freq = save_freq
         self._path = CheckpointPath(filepath, per_batch=self._rule.between_batches)
-        self._followed = Monitor(monitor, mode, best=initial_value_threshold)
         self._epoch = 0
         if self._path.run is not None:
             if save_weights_only:
@@ -109,11 +108,6 @@ class ModelCheckpoint(Callback):
             self.checkpoints = AsyncCheckpointWriter(
                 CheckpointDirectory(self._path.run, keep_last, best), max_save_failures
             )
-
-    @property
-    def best(self) -> float | None:
-        """The best value so far, or None."""
-        return self._followed.best
 
     @property
     def save_weights_only(self) -> bool:
@@ -149,8 +143,8 @@ class ModelCheckpoint(Callback):
             self.checkpoints.run.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far."""
-        return {"followed": self._followed.state_dict()}
+        """The best so far, and the steps since the last checkpoint."""
+        return {"followed": self._followed.state_dict(), **self._rule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -160,7 +154,7 @@ class ModelCheckpoint(Callback):
         """
         self._followed.load_state_dict(state["followed"])
         # In the middle of an epoch this comes after on_epoch_begin, and the model has taken its steps back since.
-        self._rule.begin(self.model.steps_taken)
+        self._rule.load_state_dict(state, self.model.steps_taken)
 
     def _save(self, epoch: int, batch: int | None, logs: Logs) -> None:
         reason = ""

@@ -1,6 +1,7 @@
 """`ProgbarLogger`: the progress bar, or plain lines where there is no terminal."""
 
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -51,6 +52,12 @@ class ProgbarLogger(Callback):
     Args:
         console: The place to write (default: standard output).
 
+    Attributes:
+        verbose: 0, 1 or 2: nothing, a bar, or a line.
+        epochs: The number of epochs.
+        target: The steps of the pass; None until it is known.
+        seen: The steps of the pass so far.
+
     Example:
         >>> from types import SimpleNamespace
         >>> progress = ProgbarLogger()
@@ -69,18 +76,24 @@ class ProgbarLogger(Callback):
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or standard_output()
+        self.verbose = self.epochs = 1
+        self.target: int | None = None
+        self.seen = 0
         self._in_fit = False
-        self._fit_steps: int | None = None
         self._line: ProgressLine | None = None
         self._canvas: Canvas | None = None
         self._rows_before = 0
         self._previous: Logs | None = None
         self._drawn = 0.0
 
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Take what it shows of the run."""
+        super().set_params(params)
+        self.verbose, self.epochs, self.target = params["verbose"], params["epochs"], params["steps"]
+
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """From now on a validation is part of an epoch."""
         self._in_fit = True
-        self._fit_steps = None
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Leave a clean terminal, also after an error."""
@@ -89,7 +102,7 @@ class ProgbarLogger(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Begin a line."""
-        self._begin(f"Epoch {epoch + 1}/{self.params['epochs']}", self.params["steps"] or self._fit_steps)
+        self._begin(f"Epoch {epoch + 1}/{self.epochs}")
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Draw, if it is time to."""
@@ -98,14 +111,14 @@ class ProgbarLogger(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Finish the line."""
         if self._line is not None:
-            self._fit_steps = self._line.done
+            self.target = self.params["steps"] or self.seen
             self._line.input_bound = self.model.input_bound
         self._finish(logs)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Begin a line, for `evaluate` alone."""
         if not self._in_fit:
-            self._begin("Evaluate", self.params["steps"])
+            self._begin("Evaluate")
         elif self._line is not None:
             now = time.perf_counter()
             self._line.stop(now)
@@ -127,7 +140,7 @@ class ProgbarLogger(Callback):
 
     def on_predict_begin(self, logs: Logs | None = None) -> None:
         """Begin a line."""
-        self._begin("Predict", self.params["steps"])
+        self._begin("Predict")
 
     def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Draw, if it is time to."""
@@ -137,21 +150,23 @@ class ProgbarLogger(Callback):
         """Finish the line."""
         self._finish(None)
 
-    def _begin(self, title: str, total: int | None) -> None:
-        if not self.params["verbose"]:
+    def _begin(self, title: str) -> None:
+        self.seen = 0
+        if not self.verbose:
             return
         now = self._drawn = time.perf_counter()
-        self._line = ProgressLine(title, total, now)
+        self._line = ProgressLine(title, self.target, now)
         self._rows_before = self.model.rows_seen
         self._previous = None
         # Inside another one's bar (a callback of fit calls evaluate) there is no canvas, and a plain line at the end.
-        if self.params["verbose"] == 1 and self._canvas is None:
+        if self.verbose == 1 and self._canvas is None:
             self._canvas = canvas_of(self._console)
             if self._canvas is not None:
                 self._canvas.draw(self._bar(now, ended=False))
                 self._clock = Clock(self._draw_clock, _INTERVAL)
 
     def _advance(self, done: int, logs: Logs | None) -> None:
+        self.seen = done
         if self._line is None:
             return
         now = time.perf_counter()

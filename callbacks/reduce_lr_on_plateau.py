@@ -7,9 +7,10 @@ from ..errors import ArgumentError
 from ..utils.terminal import say
 from ._support.monitor import Monitor
 from .base import Logs, RateCallback
+from .monitor_callback import MonitorCallback
 
 
-class ReduceLROnPlateau(RateCallback):
+class ReduceLROnPlateau(MonitorCallback, RateCallback):
     """Multiplies the learning rate by a factor when a log has stopped getting better.
 
     Epoch logs get a `learning_rate`, as in Keras. An object may be used for several calls of `fit`; each forgets
@@ -25,6 +26,11 @@ class ReduceLROnPlateau(RateCallback):
         min_delta: The least change that counts as better (default 0.0001).
         cooldown: Epochs after a reduction in which none is counted (default 0).
         min_lr: The rate is never made smaller than this (default 0).
+
+    Attributes:
+        best: The best value so far, or None.
+        wait: Epochs in a row without a better value.
+        cooldown_counter: Epochs for which it still cools down.
 
     Raises:
         ArgumentError: A factor of 1 or more, or an unknown mode.
@@ -55,37 +61,41 @@ class ReduceLROnPlateau(RateCallback):
     ) -> None:
         if not 0 <= factor < 1:
             raise ArgumentError(f"factor must be at least 0 and below 1, or the rate would not get smaller: {factor!r}")
+        super().__init__(Monitor(monitor, mode, min_delta))
         self.factor, self.patience, self.verbose = factor, patience, verbose
         self.cooldown, self.min_lr = cooldown, min_lr
-        self._monitor = Monitor(monitor, mode, min_delta)
-        self._cooling = 0
+        self.cooldown_counter = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the training before."""
-        self._monitor.settle(self.model.higher_is_better(self._monitor.name), self.model.metrics_names)
-        self._monitor.reset()
-        self._cooling = 0
+        self._followed.settle(self.model.higher_is_better(self.monitor), self.model.metrics_names)
+        self._followed.reset()
+        self.cooldown_counter = 0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Look at the log, and reduce the rate if it is time to."""
         super().on_epoch_end(epoch, logs)
-        value = self._monitor.read(logs, type(self).__name__)
+        value = self._followed.read(logs, type(self).__name__)
         if value is None:
             return
-        self._cooling = max(0, self._cooling - 1)
-        self._monitor.observe(value)
-        if self._cooling:
-            self._monitor.wait = 0
+        self.cooldown_counter = max(0, self.cooldown_counter - 1)
+        self._followed.observe(value)
+        if self.in_cooldown():
+            self.wait = 0
         rate = self.model.learning_rate
-        if self._monitor.wait >= max(self.patience, 1) and not self._cooling and rate > self.min_lr:
+        if self.wait >= max(self.patience, 1) and rate > self.min_lr:
             self.model.learning_rate = max(rate * self.factor, self.min_lr)
-            self._cooling, self._monitor.wait = self.cooldown, 0
+            self.cooldown_counter, self.wait = self.cooldown, 0
             if self.verbose:
                 say(f"Epoch {epoch + 1}: ReduceLROnPlateau reduces the learning rate to {self.model.learning_rate:g}")
 
+    def in_cooldown(self) -> bool:
+        """True while it cools down after a reduction."""
+        return self.cooldown_counter > 0
+
     def state_dict(self) -> dict[str, Any]:
         """The best so far, and the counts of epochs since, as numbers."""
-        return {**self._monitor.state_dict(), "cooling": self._cooling}
+        return {**self._followed.state_dict(), "cooling": self.cooldown_counter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -93,5 +103,5 @@ class ReduceLROnPlateau(RateCallback):
         Args:
             state: The dict that `state_dict` returned; after `on_train_begin`, which forgets everything.
         """
-        self._monitor.load_state_dict(state)
-        self._cooling = state["cooling"]
+        self._followed.load_state_dict(state)
+        self.cooldown_counter = state["cooling"]

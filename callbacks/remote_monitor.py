@@ -54,7 +54,7 @@ class RemoteMonitor(Callback):
         if whole.netloc != server.netloc:
             raise ArgumentError(f"path must begin with '/', or it leads to the server {whole.netloc!r}: got {path!r}")
         self.root, self.path, self.field, self.send_as_json = root, path, field, send_as_json
-        self.headers = dict(headers or {})
+        self.headers = headers
         self._timeout = _TIMEOUT
         self._warned = False
 
@@ -83,7 +83,9 @@ class RemoteMonitor(Callback):
             body, kind = text, "application/json"
         else:
             body, kind = urllib.parse.urlencode({self.field: text}), "application/x-www-form-urlencoded"
-        return urllib.request.Request(self.url, body.encode(), {"Content-Type": kind, **self.headers}, method="POST")
+        return urllib.request.Request(
+            self.url, body.encode(), {"Content-Type": kind, **(self.headers or {})}, method="POST"
+        )
 
 
 def _as_plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -12,7 +12,8 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..runtime import start_profile, stop_profile, to_host
 from ._support.event_files import rewind
-from ._support.frequency import Frequency, batches
+from ._support.frequency import batches
+from ._support.projector import Metadata, embedding_layers, metadata_files, write_embeddings
 from ._support.scalars import scalars
 from .base import Callback, Logs
 
@@ -48,6 +49,10 @@ class TensorBoard(Callback):
         profile_batch: A training step, or the first and last of several, from 1, to record a profile of (default 0:
             none). It is written to `train/plugins/profile`: TensorBoard shows it with its plugin (`pip install xprof`),
             and ui.perfetto.dev shows its `trace.json.gz`. It waits for the device twice.
+        embeddings_freq: The number of epochs from one writing of the embedding layers to the next, from the first
+            (default 0: never). TensorBoard's projector shows the last one, once it is started again.
+        embeddings_metadata: The file with a label on each line for each row of an embedding, for all layers or by the
+            layer's name (`"encoder.tokens"`); a relative path begins in `log_dir` (default: none).
         hparams: Hyperparameters by name, numbers, texts and bools, for TensorBoard's tab of that name, which compares
             the trainings below one `--logdir` (default: none).
 
@@ -78,22 +83,31 @@ class TensorBoard(Callback):
         write_images: bool = False,
         write_steps_per_second: bool = False,
         update_freq: str | int = "epoch",
-        profile_batch: int | tuple[int, int] = 0,
+        profile_batch: int | Sequence[int] = 0,
+        embeddings_freq: int = 0,
+        embeddings_metadata: Metadata = None,
         *,
         hparams: Mapping[str, bool | str | float] | None = None,
     ) -> None:
-        if isinstance(histogram_freq, bool) or not isinstance(histogram_freq, int) or histogram_freq < 0:
-            raise ArgumentError(f"histogram_freq must be a number of epochs, or 0 for none, got {histogram_freq!r}")
+        for name, freq in (("histogram_freq", histogram_freq), ("embeddings_freq", embeddings_freq)):
+            if isinstance(freq, bool) or not isinstance(freq, int) or freq < 0:
+                raise ArgumentError(f"{name} must be a number of epochs, or 0 for none, got {freq!r}")
         for name, value in (hparams or {}).items():
             if not isinstance(name, str) or not isinstance(value, (bool, int, float, str)):
                 raise ArgumentError(f"hparams must be numbers, texts or bools by name, got {name!r}: {value!r}")
         self.log_dir, self.hparams = os.fspath(log_dir), dict(hparams or {})
         self.write_graph, self.write_images, self.histogram_freq = write_graph, write_images, histogram_freq
-        self.write_steps_per_second, self.update_freq = write_steps_per_second, update_freq
-        self._updates = Frequency(batches("update_freq", update_freq, {"epoch": 0, "batch": 1}))
+        self.write_steps_per_second = write_steps_per_second
+        self.embeddings_freq, self.embeddings_metadata = embeddings_freq, embeddings_metadata
+        self._every = batches("update_freq", update_freq, {"epoch": 0, "batch": 1})
         self._profile = _Profile(profile_batch)
         self._progress = _Progress()
         self._writers: dict[str, Any] = {}
+
+    @property
+    def update_freq(self) -> str | int:
+        """`"epoch"`, or a number of batches."""
+        return self._every or "epoch"
 
     @property
     def steps(self) -> int:
@@ -179,7 +193,9 @@ class TensorBoard(Callback):
             self._begin(progress.epoch, resumes=True, within=True)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """From now on an evaluation is a validation."""
+        """From now on an evaluation is a validation. A wrong `embeddings_metadata` is found before the first step."""
+        if self.embeddings_freq:
+            metadata_files(self.embeddings_metadata, embedding_layers(self.model.module), self.log_dir)
         self._progress.begun = self.model.steps_taken
         self._profile.look(self.steps, None, self.log_dir)
 
@@ -200,7 +216,7 @@ class TensorBoard(Callback):
         """Write the running means, if it is time to."""
         steps = self.steps
         self._profile.look(steps, logs, self.log_dir)
-        if self._updates.is_due(steps):
+        if self._every and self._progress.passed_multiple("batch", self._every, steps):
             values = self._rate() | scalars(logs)
             if self.write_steps_per_second:
                 values["steps_per_second"] = self._progress.steps_per_second("batch", steps)
@@ -222,6 +238,7 @@ class TensorBoard(Callback):
         """Write the epoch."""
         progress, values = self._progress, scalars(logs)
         progress.epoch = None
+        self._write_weights(epoch)
         train = self._rate() | {name: value for name, value in values.items() if not name.startswith("val_")}
         validation = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
         if self.model.input_bound is not None:
@@ -233,8 +250,6 @@ class TensorBoard(Callback):
         if not progress.described:
             progress.described = True
             self._describe()
-        if self.histogram_freq and epoch % self.histogram_freq == 0:
-            self._write_histograms(epoch)
         for writer in self._writers.values():
             writer.flush()  # so that a TensorBoard that is open shows the epoch now
 
@@ -246,7 +261,6 @@ class TensorBoard(Callback):
         steps = self.steps
         if resumes:
             self._rewind(epoch, within)
-        self._updates.begin(steps)
         self._progress.mark("epoch", steps)
         self._progress.mark("batch", steps)
 
@@ -266,8 +280,19 @@ class TensorBoard(Callback):
             for part in session:
                 self.writer(".").file_writer.add_summary(part)
 
-    def _write_histograms(self, epoch: int) -> None:
-        weights = self.model.state_dict()
+    def _write_weights(self, epoch: int) -> None:
+        """Write embeddings and histograms, if it is time to."""
+        embeddings, histograms = (f and epoch % f == 0 for f in (self.embeddings_freq, self.histogram_freq))
+        weights = self.model.state_dict() if embeddings or histograms else {}
+        layers = embedding_layers(self.model.module) if embeddings else {}
+        if layers:  # before the run's first event: the projector looks at a run once
+            files = metadata_files(self.embeddings_metadata, layers, self.log_dir)
+            tables = {name: weights[weight] for name, weight in layers.items()}
+            write_embeddings(Path(self.log_dir, "train"), tables, files)
+        if histograms:
+            self._write_histograms(weights, epoch)
+
+    def _write_histograms(self, weights: Mapping[str, Tensor], epoch: int) -> None:
         for name, tensor in weights.items():
             finite = tensor[tensor.isfinite()].float()
             if tensor.is_floating_point() and finite.numel():
@@ -335,6 +360,10 @@ class _Progress:
         took = time.perf_counter() - self._paused
         self._marks = {name: (steps, began + took) for name, (steps, began) in self._marks.items()}
 
+    def passed_multiple(self, name: str, every: int, steps: int) -> bool:
+        """True if a multiple of `every` steps was reached since a mark."""
+        return steps // every > self._marks[name][0] // every
+
     def steps_per_second(self, name: str, steps: int) -> float:
         """The speed since a mark."""
         before, began = self._marks[name]
@@ -351,8 +380,8 @@ class _Profile:
         ArgumentError: `profile_batch` is neither 0, nor a step, nor a first and a last step.
     """
 
-    def __init__(self, profile_batch: int | tuple[int, int]) -> None:
-        pair = profile_batch if isinstance(profile_batch, tuple) else (profile_batch, profile_batch)
+    def __init__(self, profile_batch: int | Sequence[int]) -> None:
+        pair = tuple(profile_batch) if isinstance(profile_batch, Sequence) else (profile_batch, profile_batch)
         whole = len(pair) == 2 and all(isinstance(step, int) and not isinstance(step, bool) for step in pair)
         if not whole or (not 1 <= pair[0] <= pair[1] and profile_batch != 0):
             raise ArgumentError(

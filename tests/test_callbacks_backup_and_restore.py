@@ -1,5 +1,8 @@
 """BackupAndRestore: when it backs up, how many it keeps, and what is left when training ends."""
 
+import itertools
+from datetime import timedelta
+
 import pytest
 from fake_model import FakeModel
 
@@ -20,9 +23,10 @@ class Saving(FakeModel):
         self.kept.append(writer.run.steps())
 
 
-def train(backup, epochs=3, error=None, out_of_time=False):
+def train(backup, epochs=3, error=None, out_of_time=False, before=0):
     """Epochs of three steps. Returns what was kept after each backup, and what is left in the end."""
     model = Saving()
+    model.steps_taken = before
     backup.set_model(model)
     backup.on_train_begin({})
     for epoch in range(epochs):
@@ -61,6 +65,34 @@ def test_the_one_before_may_be_kept_too(tmp_path):
 )
 def test_it_is_deleted_once_training_has_come_to_its_end(tmp_path, options, end, left):
     assert train(BackupAndRestore(tmp_path, **options), **end)[1] == left
+
+
+def test_steps_are_its_own_and_counted_across_fits(tmp_path):
+    backup = BackupAndRestore(tmp_path, save_freq=4)
+    assert train(backup, epochs=2, before=5)[0] == [[9]]  # trained for five steps without it
+    assert train(backup, before=20)[0] == [[22], [26]]  # two were left over
+
+
+def test_the_folder_goes_too_unless_something_else_is_in_it(tmp_path):
+    folder = tmp_path / "backup"
+    backup = BackupAndRestore(folder)
+    train(backup)
+    assert not folder.exists() and tmp_path.exists()
+    train(backup, error=ValueError())
+    (folder / "notes.txt").write_text("mine")
+    train(backup)
+    assert {path.name for path in folder.iterdir()} == {"notes.txt", ".lock"}
+    link = tmp_path / "link"
+    folder.rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "notes.txt").unlink()
+    link.symlink_to(tmp_path / "elsewhere")
+    assert train(BackupAndRestore(link))[1] == [] and link.exists()
+
+
+def test_every_so_many_seconds(tmp_path, monkeypatch):
+    clock = itertools.count(step=50)  # each look at it comes 50 s later
+    monkeypatch.setattr("tpufit.callbacks.backup_and_restore.monotonic", lambda: next(clock))
+    assert train(BackupAndRestore(tmp_path, timedelta(seconds=100)), epochs=2)[0] == [[2], [4], [6]]
 
 
 def test_an_error_counts_for_its_own_fit_only(tmp_path):

@@ -29,6 +29,7 @@ EPOCHS = 2
 # How to make each callback, in a folder of its own and beside a server that takes what it is sent.
 FACTORIES = {
     "BackupAndRestore": lambda folder, url: callbacks.BackupAndRestore(folder / "backup"),
+    "CallbackList": lambda folder, url: callbacks.CallbackList([callbacks.EarlyStopping(patience=9)]),
     "CSVLogger": lambda folder, url: callbacks.CSVLogger(folder / "log.csv", append=True),
     "Diagnostics": lambda folder, url: callbacks.Diagnostics(),
     "EarlyStopping": lambda folder, url: callbacks.EarlyStopping(patience=9, restore_best_weights=True),
@@ -202,6 +203,85 @@ def test_its_state_goes_through_json_into_another_object(job, make):
     if not isinstance(again, callbacks.OneCycle):  # finds its place by the epoch, where the steps are known
         assert json.loads(json.dumps(loaded)) == json.loads(json.dumps(state))
     assert (weights is None) == (loaded_weights is None)
+
+
+def test_fit_takes_a_list_of_keras_as_keras_does(job, capsys):
+    model, size, own, other = job.start(), 8 // job.cores, Recorder(), callbacks.History()
+    history = model.fit(X, Y, size, verbose=2, callbacks=callbacks.CallbackList([own, other]))
+    assert other.history == history.history and own.ended == [["accuracy", "loss"]]
+    assert (own.model, own.params) == (model, {"epochs": 1, "steps": 5, "verbose": 2})
+    assert "Epoch" not in capsys.readouterr().out  # its progress bar is up to it
+    shown = callbacks.CallbackList([own], add_progbar=True)
+    history = model.fit(X, Y, size, 2, verbose=2, callbacks=[shown])
+    assert history.epoch == [0, 1] and capsys.readouterr().out.count("Epoch") == 2
+
+
+# What Keras 3.15's callbacks have before any `fit`, made with the arguments that they need; Keras sets `best_epoch` and
+# History's `epoch` only when training begins. Not listed: `monitor_op`, a function of Keras's tensors, and the open
+# files of CSVLogger.
+UNUSED = {
+    "BackupAndRestore": {"save_freq": "epoch", "double_checkpoint": False, "delete_checkpoint": True},
+    "CSVLogger": {"sep": ",", "append": True},
+    "EarlyStopping": {
+        "monitor": "val_loss",
+        "mode": "auto",
+        "min_delta": 0,
+        "patience": 9,
+        "verbose": 0,
+        "baseline": None,
+        "restore_best_weights": True,
+        "start_from_epoch": 0,
+        "best": None,
+        "wait": 0,
+        "stopped_epoch": 0,
+        "best_epoch": 0,
+        "best_weights": None,
+    },
+    "History": {"history": {}, "epoch": []},
+    "LearningRateScheduler": {"verbose": 0},
+    "ModelCheckpoint": {
+        "monitor": "val_loss",
+        "mode": "auto",
+        "min_delta": 0,
+        "verbose": 0,
+        "save_best_only": False,
+        "save_freq": "epoch",
+        "best": None,
+    },
+    "ProgbarLogger": {"verbose": 1, "epochs": 1, "target": None, "seen": 0},
+    "ReduceLROnPlateau": {
+        "monitor": "val_loss",
+        "mode": "auto",
+        "min_delta": 1e-4,
+        "factor": 0.1,
+        "min_lr": 0,
+        "patience": 1,
+        "verbose": 0,
+        "cooldown": 0,
+        "best": None,
+        "wait": 0,
+        "cooldown_counter": 0,
+    },
+    "RemoteMonitor": {"path": "/publish/epoch/end/", "field": "data", "headers": None, "send_as_json": False},
+    "SwapEMAWeights": {"swap_on_epoch": False},
+    "TensorBoard": {
+        "histogram_freq": 0,
+        "write_graph": True,
+        "write_images": False,
+        "write_steps_per_second": False,
+        "update_freq": "epoch",
+        "embeddings_freq": 0,
+        "embeddings_metadata": None,
+    },
+    "TerminateOnNaN": {"raise_error": False},
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_an_unused_callback_has_keras_attributes(cores, name, tmp_path, url):
+    callback = FACTORIES[name](tmp_path, url)
+    assert {attribute: getattr(callback, attribute) for attribute in UNUSED[name]} == UNUSED[name]
+    assert callback.model is None and callback.params is None
 
 
 def test_a_progress_bar_of_ones_own_is_the_only_one(job, capsys):

@@ -3,7 +3,7 @@
 import pytest
 from fake_model import FakeModel
 
-from tpufit.callbacks import Callback, CallbackList
+from tpufit.callbacks import Callback, CallbackList, History, ProgbarLogger
 from tpufit.errors import ArgumentError, CallbackError
 
 INDEXED = ["on_epoch_begin", "on_epoch_end"] + [
@@ -13,7 +13,7 @@ PLAIN = [f"on_{what}_{when}" for what in ("train", "test", "predict") for when i
 
 
 def listed(*callbacks, **params):
-    return CallbackList(list(callbacks), FakeModel(), params)
+    return CallbackList(list(callbacks), model=FakeModel(), **params)
 
 
 def recorder(name, hooks, calls):
@@ -133,16 +133,66 @@ def test_model_and_params_come_before_any_hook():
             seen.append((self.model, self.params))
 
     model, params = FakeModel(), {"epochs": 2, "steps": None, "verbose": 0}
-    CallbackList(Looking(), model, params).call("on_train_begin")
+    CallbackList(Looking(), model=model, **params).call("on_train_begin")
     assert seen == [(model, params)]
 
 
 def test_none_one_or_many():
     one = Callback()
-    assert list(CallbackList(None, FakeModel(), {})) == []
-    assert list(CallbackList(one, FakeModel(), {})) == [one]
-    assert list(CallbackList((one, one), FakeModel(), {})) == [one, one]
-    assert len(CallbackList([one], FakeModel(), {})) == 1
+    assert list(CallbackList(None, model=FakeModel())) == []
+    assert list(CallbackList(one, model=FakeModel())) == [one]
+    assert list(CallbackList((one, one), model=FakeModel())) == [one, one]
+    assert len(CallbackList([one], model=FakeModel())) == 1
+    assert CallbackList([one, CallbackList([one, (one,)])]).callbacks == [one, one, one]
+
+
+def test_its_methods_are_the_hooks():
+    calls = []
+    hooks = listed(recorder("C", [*INDEXED, *PLAIN, "on_save", "on_exception"], calls))
+    for hook in PLAIN:
+        getattr(hooks, hook)()
+    for hook in INDEXED:
+        getattr(hooks, hook)(7, logs={"loss": 0.5})
+    hooks.on_epoch_end(8, None)
+    hooks.on_batch_end(9, {})
+    expected = [("C", hook, {}) for hook in PLAIN] + [("C", hook, 7, {"loss": 0.5}) for hook in INDEXED]
+    assert calls == [*expected, ("C", "on_epoch_end", 8, {}), ("C", "on_train_batch_end", 9, {})]
+    assert all(name in vars(CallbackList) for name in dir(Callback) if name.startswith("on_"))
+
+
+def test_one_that_is_added_later_is_told_as_the_others_were():
+    class Told(Callback):
+        def __init__(self):
+            self.told = []
+
+        def set_params(self, params):
+            self.told.append(params)
+
+        def set_model(self, model):
+            self.told.append(model)
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.told.append(epoch)
+
+    first, second, model = Told(), Told(), FakeModel()
+    hooks = CallbackList(first, False, False, model, epochs=3)
+    hooks.append(second)
+    hooks.on_epoch_end(5)
+    assert first.told == second.told == [{"epochs": 3}, model, 5]
+    assert CallbackList(first).model is None and first.told[3:] == []  # nothing to tell
+    later = CallbackList([second])
+    later.set_params({"epochs": 1})
+    later.set_model(model)
+    assert second.told[3:] == [{"epochs": 1}, model] and (later.model, later.params) == (model, {"epochs": 1})
+    with pytest.raises(ArgumentError, match="got 3 of type int"):
+        hooks.append(3)
+
+
+def test_history_and_progress_are_added_where_they_are_missing():
+    kinds = [type(one) for one in CallbackList(Callback(), add_history=True, add_progbar=True)]
+    assert kinds == [Callback, History, ProgbarLogger]
+    own = [ProgbarLogger(), History()]
+    assert CallbackList(own, True, True).callbacks == own
 
 
 @pytest.mark.parametrize(

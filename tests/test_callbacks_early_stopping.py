@@ -155,6 +155,22 @@ def test_verbose_says_what_it_does(capsys):
     assert capsys.readouterr().out == "Epoch 2: early stopping\nRestoring the weights of the best epoch: 1\n"
 
 
+def test_its_attributes_are_keras_and_may_be_set():
+    stopping = EarlyStopping("loss", -0.5, 3, baseline=0.8)
+    assert (stopping.monitor, stopping.mode, stopping.min_delta, stopping.baseline) == ("loss", "auto", 0.5, 0.8)
+    stopping.best, stopping.wait, stopping.stopped_epoch, stopping.best_epoch = 0.1, 3, 5, 5
+    seen = []
+    model = FakeModel()
+    stopping.set_model(model)
+    stopping.on_train_begin({})
+    for epoch, loss in enumerate([2.0, 1.0, 1.5, 1.4]):
+        seen.append((stopping.best, stopping.wait, stopping.best_epoch, model.stop_training))
+        stopping.on_epoch_end(epoch, {"loss": loss})
+    assert seen == [(None, 0, 0, False), (2.0, 1, 0, False), (1.0, 2, 1, False), (1.0, 3, 1, True)]
+    stopping.on_train_end({})
+    assert (stopping.best, stopping.wait, stopping.stopped_epoch, stopping.best_epoch) == (1.0, 4, 3, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

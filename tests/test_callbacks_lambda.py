@@ -12,7 +12,7 @@ HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_may_be_a_function(hook):
     calls = []
-    hooks = CallbackList(LambdaCallback(**{hook: lambda *args: calls.append(args)}), FakeModel(), {})
+    hooks = CallbackList(LambdaCallback(**{hook: lambda *args: calls.append(args)}), model=FakeModel())
     called = hook.replace("on_batch", "on_train_batch")
     assert hooks.has(called)
     takes_one = any(word in hook for word in ("epoch", "batch", "step", "save", "exception"))
@@ -22,7 +22,7 @@ def test_every_hook_may_be_a_function(hook):
 
 
 def test_hooks_that_are_not_given_cost_nothing():
-    hooks = CallbackList([LambdaCallback(), LambdaCallback(on_epoch_end=None, on_test_end=None)], FakeModel(), {})
+    hooks = CallbackList([LambdaCallback(), LambdaCallback(on_epoch_end=None, on_test_end=None)], model=FakeModel())
     assert not any(hooks.has(hook) for hook in HOOKS if not hook.startswith("on_batch"))
 
 
@@ -38,7 +38,7 @@ def test_the_order_of_keras_arguments():
 def test_functions_may_reach_the_model_through_the_object_and_other_attributes_are_kept():
     callback = LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(callback.model, "stop_training", True), note=7)
     model = FakeModel()
-    CallbackList(callback, model, {}).call("on_epoch_end", 0)
+    CallbackList(callback, model=model).call("on_epoch_end", 0)
     assert model.stop_training and callback.note == 7
     assert callback.reads_weights and not LambdaCallback(reads_weights=False).reads_weights
 

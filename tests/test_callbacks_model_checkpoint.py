@@ -113,6 +113,14 @@ def test_every_few_batches_across_epochs(tmp_path, save_freq, expected, save_wei
     assert [Path(path).name for path in saved] == [f"{name}.safetensors" for name in expected]
 
 
+def test_batches_are_its_own_and_counted_across_fits(tmp_path):
+    checkpoint, model = ModelCheckpoint(tmp_path / "{epoch}-{batch}.safetensors", save_freq=4), FakeModel()
+    model.steps_taken = 5  # trained without it
+    for expected in (["2-1"], ["2-1", "1-2", "2-3"]):
+        saved = epochs(checkpoint, [{"loss": 0.5}] * 2, steps=3, model=model)
+        assert [Path(path).stem for path in saved] == expected
+
+
 def test_every_batch(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "{epoch:02d}-{batch:02d}.safetensors", save_freq=1)
     saved = epochs(checkpoint, [{"loss": 0.5}] * 2, steps=2)
@@ -186,15 +194,17 @@ def test_the_best_are_kept_by_a_log_that_is_there(tmp_path):
         run_of(checkpoint)
 
 
-def test_what_is_left_of_steps_joined_to_one_graph_is_counted(tmp_path):
+def test_what_is_left_of_steps_joined_to_one_graph_is_not_carried_over_as_in_keras(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "run", save_freq=4)
     checkpoint.set_model(FakeModel())
     checkpoint.on_train_begin({})
     checkpoint.on_epoch_begin(0, {})
-    for last in (2, 5, 8):  # steps_per_execution=3: the hook comes once for three
+    saved = []
+    for last in (2, 5, 8, 11):  # steps_per_execution=3: the hook comes once for three
         checkpoint.model.steps_taken += 3
         checkpoint.on_train_batch_end(last, {})
-    assert len(checkpoint.model.wanted) == 2
+        saved.append(len(checkpoint.model.wanted))
+    assert saved == [0, 1, 1, 2]
     checkpoint.on_train_end({})
 
 

@@ -93,6 +93,20 @@ def test_cooldown():
     assert rates(ReduceLROnPlateau(factor=0.5, patience=1, cooldown=2), [1.0] * 6) == expected
 
 
+def test_its_attributes_are_keras_and_may_be_set():
+    plateau = ReduceLROnPlateau("loss", 0.5, 1, min_delta=-0.01, cooldown=2)
+    plateau.best, plateau.wait, plateau.cooldown_counter = 0.5, 3, 2
+    plateau.set_model(FakeModel(lr=1.0))
+    plateau.on_train_begin({})
+    seen = []
+    for epoch, loss in enumerate([1.0, 1.0, 1.0, 1.0, 1.0, 0.5]):
+        seen.append((plateau.best, plateau.wait, plateau.cooldown_counter, plateau.in_cooldown()))
+        plateau.on_epoch_end(epoch, {"loss": loss})
+    first, reduced = [(None, 0, 0, False), (1.0, 0, 0, False)], [(1.0, 0, 2, True), (1.0, 0, 1, True)]
+    assert seen == [*first, *reduced, (1.0, 0, 2, True), (1.0, 0, 1, True)]
+    assert (plateau.monitor, plateau.min_delta, plateau.best, plateau.cooldown_counter) == ("loss", 0.01, 0.5, 0)
+
+
 def test_each_fit_begins_anew_but_for_the_rate():
     plateau, model = ReduceLROnPlateau(factor=0.5, patience=1, cooldown=5), FakeModel(lr=1.0)
     assert rates(plateau, [1.0, 1.0, 1.0], model=model) == [1, 1, 0.5]
@@ -169,6 +183,7 @@ KERAS = {
         "double_checkpoint": False,
         "delete_checkpoint": True,
     },
+    "CallbackList": {"callbacks": None, "add_history": False, "add_progbar": False, "model": None},
     "CSVLogger": {"filename": NEEDED, "separator": ",", "append": False},
     "EarlyStopping": {
         "monitor": "val_loss",
@@ -227,6 +242,8 @@ KERAS = {
         "write_steps_per_second": False,
         "update_freq": "epoch",
         "profile_batch": 0,
+        "embeddings_freq": 0,
+        "embeddings_metadata": None,
     },
     "TerminateOnNaN": {"raise_error": False},
 }

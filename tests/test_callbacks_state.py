@@ -42,7 +42,7 @@ def train(callback, seen, first=(0, 0), until=(EPOCHS, 0)):
     while (epoch, batch) < until and not callback.model.stop_training:
         callback.on_epoch_begin(epoch, {})
         while batch < STEPS and (epoch, batch) < until:
-            callback.on_train_step_begin(batch, {})
+            callback.on_train_step_begin(batch, {"iterations": epoch * STEPS + batch})
             seen.append(callback.model.learning_rate)
             batch += 1
         if batch < STEPS:
@@ -137,6 +137,15 @@ def test_every_scheduler_of_pytorchs(name, interval, first):
     resumed(partial(LRScheduler, SCHEDULES[name], interval, monitor="loss"), first)
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_state_of_an_earlier_version_still_says_if_its_rate_was_used(fresh):
+    callback = begin(LRScheduler(SCHEDULES["exponential"], "step"), FakeModel(lr=0.4))
+    state = callback.state_dict()
+    callback.load_state_dict({"scheduler": state["scheduler"], "fresh": fresh})
+    callback.on_train_step_begin(0, {"iterations": 7})
+    assert callback.model.learning_rate == pytest.approx(0.4 if fresh else 0.36)
+
+
 @pytest.mark.parametrize("first", [(CUT, 0), (CUT, 2)], ids=["between epochs", "in an epoch"])
 @pytest.mark.parametrize("steps", [STEPS, None], ids=["steps known", "steps unknown"])
 def test_one_cycle(first, steps):
@@ -160,8 +169,10 @@ def test_history():
 @pytest.mark.parametrize(
     ("make", "state"),
     [
+        (partial(ModelCheckpoint, save_freq=4), {"followed": {"best": 0.5, "wait": 0}, "since": 2}),
+        (partial(BackupAndRestore, save_freq=4), {"since": 2}),
+        # As earlier versions wrote it, which saved at multiples of the model's steps.
         (partial(ModelCheckpoint, save_freq=4), {"followed": {"best": 0.5, "wait": 0}}),
-        # As earlier versions wrote it, which counted steps themselves.
         (
             partial(ModelCheckpoint, save_freq=4),
             {"followed": {"best": 0.5, "wait": 0}, "count": {"steps": 3, "last": 2}},

@@ -30,7 +30,7 @@ class Seen(Callback):
 @pytest.mark.parametrize("what", ["test", "predict"])
 def test_averages_are_evaluated_and_predicted_with_and_the_weights_come_back(what):
     model, seen = Averaging(), Seen(f"on_{what}_batch_begin", f"on_{what}_batch_end")
-    hooks = CallbackList([SwapEMAWeights(), seen], model, {})
+    hooks = CallbackList([SwapEMAWeights(), seen], model=model)
     hooks.call(f"on_{what}_begin")
     hooks.call(f"on_{what}_batch_begin", 0)
     hooks.call(f"on_{what}_batch_end", 0)
@@ -45,7 +45,7 @@ def test_averages_are_evaluated_and_predicted_with_and_the_weights_come_back(wha
 def test_a_checkpoint_after_it_saves_averages_if_asked_and_weights_are_trained(tmp_path, swap_on_epoch, first, saved):
     swap, checkpoint = SwapEMAWeights(swap_on_epoch), ModelCheckpoint(tmp_path / "{epoch}.safetensors")
     model, trained = Averaging(), Seen("on_train_batch_begin")
-    hooks = CallbackList([trained, *([swap, checkpoint] if first else [checkpoint, swap])], model, {})
+    hooks = CallbackList([trained, *([swap, checkpoint] if first else [checkpoint, swap])], model=model)
     hooks.call("on_train_begin")
     for epoch in range(3):
         hooks.call("on_epoch_begin", epoch)

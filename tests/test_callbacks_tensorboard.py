@@ -361,22 +361,81 @@ def test_an_object_that_is_not_used_makes_no_files(tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
+class Words(FakeModel):
+    """Two embedding layers, and one that is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.ModuleDict(
+            {"tokens": nn.Embedding(3, 2), "places": nn.Embedding(2, 4), "head": nn.Linear(2, 1)}
+        )
+
+
+@pytest.mark.parametrize("one_file", [True, False])
+def test_embeddings_are_written_with_their_labels(tmp_path, one_file):
+    from google.protobuf import text_format
+    from tensorboard.plugins.projector import ProjectorConfig
+
+    (tmp_path / "words.tsv").write_text("a\nb\nc\n")
+    metadata = "words.tsv" if one_file else {"tokens": tmp_path / "words.tsv"}
+    model = Words()
+    fit(TensorBoard(tmp_path, embeddings_freq=2, embeddings_metadata=metadata), epochs=3, model=model)
+    config = text_format.Parse((tmp_path / "train" / "projector_config.pbtxt").read_text(), ProjectorConfig())
+    labelled = {"tokens", "places"} if one_file else {"tokens"}
+    assert {e.tensor_name for e in config.embeddings} == {"tokens", "places"}
+    assert {e.tensor_name for e in config.embeddings if e.metadata_path} == labelled
+    for embedding in config.embeddings:
+        written = np.loadtxt(tmp_path / "train" / embedding.tensor_path, dtype="float32", ndmin=2)
+        assert np.array_equal(written, model.module[embedding.tensor_name].weight.detach().numpy())
+        if embedding.metadata_path:
+            assert (tmp_path / "train" / embedding.metadata_path).read_text() == "a\nb\nc\n"
+
+
+def test_embeddings_are_written_every_few_epochs(tmp_path):
+    board, model = TensorBoard(tmp_path, embeddings_freq=2), Words()
+    board.set_model(model)
+    board.on_train_begin({})
+    seen = []
+    for epoch in range(4):
+        nn.init.constant_(model.module["tokens"].weight, epoch)
+        board.on_epoch_end(epoch, {"loss": 1.0})
+        seen.append(np.loadtxt(tmp_path / "train" / "tokens.tsv").max())
+    board.on_train_end({})
+    assert seen == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"head": "words.tsv"}, r"must name embedding layers \(tokens, places\), got 'head'"),
+        ("words.tsv", "must be files that exist, got .*words.tsv"),
+    ],
+)
+def test_wrong_metadata_of_embeddings_is_found_before_training(tmp_path, metadata, message):
+    board = TensorBoard(tmp_path, embeddings_freq=1, embeddings_metadata=metadata)
+    board.set_model(Words())
+    with pytest.raises(ArgumentError, match=message):
+        board.on_train_begin({})
+
+
 @pytest.mark.parametrize("update_freq", [0, -1, 2.5, True, "step", None])
 def test_wrong_update_freq(update_freq):
     with pytest.raises(ArgumentError, match="update_freq must be 'epoch', 'batch' or a number of batches"):
         TensorBoard(update_freq=update_freq)
 
 
-@pytest.mark.parametrize("histogram_freq", [-1, 0.5, True])
-def test_wrong_histogram_freq(histogram_freq):
-    with pytest.raises(ArgumentError, match="histogram_freq must be a number of epochs, or 0 for none"):
-        TensorBoard(histogram_freq=histogram_freq)
+@pytest.mark.parametrize("name", ["histogram_freq", "embeddings_freq"])
+@pytest.mark.parametrize("freq", [-1, 0.5, True])
+def test_wrong_number_of_epochs(name, freq):
+    with pytest.raises(ArgumentError, match=f"{name} must be a number of epochs, or 0 for none"):
+        TensorBoard(**{name: freq})
 
 
 @pytest.mark.parametrize("profile_batch", [-1, True, 2.5, (3, 2), (0, 2), (1, 2, 3), "10"])
 def test_wrong_profile_batch(profile_batch):
     with pytest.raises(ArgumentError, match="profile_batch must be a step from 1, or the first and the last"):
         TensorBoard(profile_batch=profile_batch)
+    TensorBoard(profile_batch=[10, 12])  # a list will do
 
 
 def test_wrong_hparams():

@@ -21,7 +21,7 @@ class Ends(Callback):
 def train(guard, bad_steps, *others):
     """An epoch, with what is known after each batch: the first bad step, or None. Returns the batches trained."""
     model = FakeModel()
-    hooks = CallbackList([guard, *others], model, {})
+    hooks = CallbackList([guard, *others], model=model)
     hooks.call("on_train_begin")
     batch = -1
     try:

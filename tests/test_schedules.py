@@ -11,7 +11,15 @@ from torch.optim import lr_scheduler
 
 import tpufit
 from tpufit import runtime
-from tpufit.callbacks import Callback, CSVLogger, LearningRateScheduler, LRScheduler, OneCycle, TensorBoard
+from tpufit.callbacks import (
+    Callback,
+    CSVLogger,
+    LearningRateScheduler,
+    LRScheduler,
+    ModelCheckpoint,
+    OneCycle,
+    TensorBoard,
+)
 from tpufit.errors import ArgumentError, CallbackError
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300)
@@ -40,26 +48,27 @@ class Rates(Callback):
         self.momenta.append(group.get("momentum") or group["betas"][0])
 
 
-def fit(cores, callback, epochs=3, optimizer=SGD, **options):
+def fit(cores, callback, epochs=3, optimizer=SGD, resume=False, **options):
     model, rates = tpufit.Model(net()), Rates()
     options = {"scale_lr": None, "jit_compile": True} | options
     model.compile(optimizer, "cross_entropy", **options)
     before = runtime.counts()
-    history = model.fit(X, Y, 16 // cores, epochs, verbose=0, shuffle=False, callbacks=[callback, rates], cores=cores)
+    how = {"verbose": 0, "shuffle": False, "callbacks": [callback, rates], "cores": cores, "resume": resume}
+    history = model.fit(X, Y, 16 // cores, epochs, **how)
     return model, rates, history.history, runtime.counts() - before
 
 
-def on_the_host(schedule, epochs=3):
+def on_the_host(schedule, epochs=3, rows=16):
     """Plain PyTorch, with a schedule per step that is made of the optimizer."""
     module = net()
     optimizer = SGD(module.parameters())
     steps = schedule(optimizer)
     seen = []
     for _ in range(epochs):
-        for first in range(0, 157, 16):
+        for first in range(0, 157, rows):
             seen.append(optimizer.param_groups[0]["lr"])
             optimizer.zero_grad()
-            x, y = torch.from_numpy(X[first : first + 16]), torch.from_numpy(Y[first : first + 16])
+            x, y = torch.from_numpy(X[first : first + rows]), torch.from_numpy(Y[first : first + rows])
             F.cross_entropy(module(x), y).backward()
             optimizer.step()
             steps.step()
@@ -94,6 +103,38 @@ def test_a_scheduler_of_pytorchs_per_step(cores, schedule, k):
     assert history["learning_rate"] == pytest.approx(expected[9::10], rel=1e-12)
     assert counts.graphs["train"] <= (3 if k > 1 else 2) and not counts.captures
     assert counts.host_reads == 0 and not counts.fallbacks
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_schedule_takes_a_step_for_each_of_the_optimizers(cores, tmp_path, k):
+    """Ten batches an epoch, four at a time: 4, 4 and 2 make three steps, as three batches of four times the rows."""
+    options = {"accumulate_steps": 4, "steps_per_execution": k}
+    model, rates, _, counts = fit(cores, LRScheduler(SCHEDULES[0], "step"), epochs=2, **options)
+    weights, expected = on_the_host(SCHEDULES[0], epochs=2, rows=64)
+    groups = [3 * epoch + step for epoch in range(2) for step in [0] * 4 + [1] * 4 + [2] * 2]
+    assert rates.rates == pytest.approx([expected[group] for group in groups], rel=1e-12)
+    assert_close(weights, model.state_dict())
+    assert not counts.captures and counts.host_reads == 0 and not counts.fallbacks
+
+    # A checkpoint after six batches, of which two wait.
+    keep = [ModelCheckpoint(tmp_path, save_freq=6, keep_last=None), LRScheduler(SCHEDULES[0], "step")]
+    fit(cores, keep, epochs=2, **options)
+    keep = [ModelCheckpoint(tmp_path / "again"), LRScheduler(SCHEDULES[0], "step")]
+    again = fit(cores, keep, epochs=2, resume=tmp_path / "step-0000000006", **options)
+    assert again[1].rates == rates.rates[6:]
+    assert_close(model.state_dict(), again[0].state_dict())
+
+
+def test_a_rate_for_gradients_that_were_dropped_is_not_used_up(cores):
+    class Stop(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 5
+
+    schedule, later = LRScheduler(SCHEDULES[0], "step"), Rates()
+    model, rates, _, _ = fit(cores, [schedule, Stop()], accumulate_steps=4)
+    assert rates.rates == pytest.approx([0.1] * 4 + [0.095] * 2)
+    model.fit(X, Y, 16 // cores, 1, verbose=0, callbacks=[schedule, later])
+    assert later.rates == pytest.approx([0.095] * 4 + [0.095 * 0.95] * 4 + [0.095 * 0.95**2] * 2)
 
 
 def test_a_scheduler_of_pytorchs_per_epoch_starts_from_the_scaled_rate_and_goes_on(cores):

@@ -10,7 +10,12 @@ import time
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
+from fake_model import FakeModel
+from torch import nn
+
+from tpufit.callbacks import TensorBoard
 
 FIT = """
 import numpy as np, tpufit, torch
@@ -67,20 +72,20 @@ def server(tmp_path):
     log = (tmp_path / "server.log").open("w+")
     process = subprocess.Popen([*command, "--host", "127.0.0.1"], stdout=log, stderr=subprocess.STDOUT)
 
-    def get(path, body):
+    def get(path, body, read):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{port}/data/plugin/{path}", data)
         if data is not None:
             request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=20) as answer:
-            return json.load(answer)
+            return read(answer.read())
 
-    def ask(path, until=bool, body=None, timeout=90):
+    def ask(path, until=bool, body=None, timeout=90, read=json.loads):
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             assert process.poll() is None, (log.seek(0), log.read())[1]
             try:
-                answer = get(path, body)
+                answer = get(path, body, read)
                 if until(answer):
                     return answer
             except urllib.error.URLError:
@@ -143,6 +148,26 @@ def test_a_fit_over_http(run_python, server, tmp_path):
     (trace,) = (tmp_path / "logs/a/train/plugins/profile").glob("*/*.trace.json.gz")
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert "PjRtCpuExecutable::ExecuteHelper" in names  # the steps; the operations in them are there too
+
+
+@pytest.mark.slow
+def test_the_projector_shows_the_embeddings(server, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "words.tsv").write_text("a\nb\nc\n")
+    model = FakeModel()
+    model.module = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 1))
+    board = TensorBoard(logs, embeddings_freq=1, embeddings_metadata={"0": "words.tsv"})
+    board.set_model(model)
+    board.on_train_begin({})
+    board.on_epoch_end(0, {"loss": 1.0})
+    board.on_train_end({})
+    assert server("projector/runs", timeout=60) == ["train"]
+    config = server("projector/info?run=train")
+    assert [(one["tensorName"], one["tensorShape"]) for one in config["embeddings"]] == [("0", [3, 2])]
+    assert server("projector/metadata?run=train&name=0", read=bytes.splitlines) == [b"a", b"b", b"c"]
+    shown = server("projector/tensor?run=train&name=0", read=lambda data: np.frombuffer(data, "float32").tolist())
+    assert shown == model.module[0].weight.flatten().tolist()
 
 
 @pytest.mark.slow

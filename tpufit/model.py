@@ -60,7 +60,6 @@ from .trainer.arguments import (
     Schedule,
     TrainingData,
     ValidationData,
-    as_list,
     callback_list,
     evaluation_stream,
     require_compiled,
@@ -387,7 +386,7 @@ class Model(StepMethods):
         held_out = evaluation_stream(data, batch_size, placement, now, steps, name="x")
         engine.move_to(placement)
         params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
-        logs = passes.evaluate(engine, held_out, callback_list(engine, as_list(callbacks), params))
+        logs = passes.evaluate(engine, held_out, callback_list(engine, callbacks, params))
         return _returned(logs, self.metrics_names, return_dict)
 
     @torch.inference_mode(False)
@@ -451,7 +450,7 @@ class Model(StepMethods):
         engine.move_to(placement)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
         with predictions.committed():
-            everyone = callback_list(engine, as_list(callbacks), params)
+            everyone = callback_list(engine, callbacks, params)
             passes.predict(engine, data, everyone, predictions.add)
         return predictions.result()
 

@@ -79,8 +79,8 @@ def hooks() -> dict[str, float]:
         return (time.perf_counter() - began) / CALLS * 1e6
 
     return {
-        "off": run(CallbackList([Hooked()], None, {}), nothing),
-        "on": run(CallbackList([Hooked(), Diagnostics()], None, {}), timing("steps", nothing)),
+        "off": run(CallbackList([Hooked()]), nothing),
+        "on": run(CallbackList([Hooked(), Diagnostics()]), timing("steps", nothing)),
     }
 
 

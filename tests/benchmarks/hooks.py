@@ -82,7 +82,7 @@ VARIANTS: dict[str, Callable[[], list[Callback]]] = {
 
 def dispatch(callbacks: list[Callback], steps: int) -> float:
     """Microseconds a step that the calls of the hooks take, as the loop makes them, with nothing else around."""
-    hooks = CallbackList(callbacks, None, {})
+    hooks = CallbackList(callbacks)
     tell_begin, tell_end = hooks.has("on_train_batch_begin"), hooks.has("on_train_batch_end")
     logs: dict[str, Any] = {}
     began = time.perf_counter()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointBusyError, CheckpointDamagedError, CheckpointNotWrittenError
-from ..utils.files import DISK_FULL, HeldError, Lock
+from ..utils.files import DISK_FULL, LOCK, HeldError, Lock
 from ..utils.text import size
 from ..utils.users_code import warn
 from .format import Checkpoint, Score, read, read_manifest, write
@@ -78,9 +78,12 @@ class CheckpointDirectory:
             self._lock = None
 
     def clear(self) -> None:
-        """Remove all checkpoints with a readable manifest. Nothing else is ever deleted."""
+        """Remove all checkpoints with a readable manifest, and the folder if only its lock is left: nothing else."""
         for name in self._numbers():
             self._store.remove(name)
+        with suppress(OSError):  # a link to a folder stays, and one that is gone is gone
+            if [entry.name for entry in self.path.iterdir()] == [LOCK]:
+                shutil.rmtree(self.path)
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, whole or damaged, in ascending order."""

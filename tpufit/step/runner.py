@@ -66,7 +66,8 @@ class StepRunner:
         tally: The steps and rows of the pass so far.
         group: The batches of the steps started last, or being started.
         inside: True while steps are being started. It stays True after an error: a step may be half done.
-        before_step: The function called before each training step, which may set rates; None if there is none.
+        before_step: The function called before each training step with the optimizer's steps so far; it may set rates.
+            None if there is none.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class StepRunner:
         self.tally = Tally()
         self.group: Sequence[DeviceBatch] = ()
         self.inside = False
-        self.before_step: Callable[[], None] | None = None
+        self.before_step: Callable[[int], None] | None = None
         self._in_flight = InFlight()
         state, loss = engine.state, engine.config.loss
         strict = engine.options.strict if role != "predict" else LENIENT
@@ -124,13 +125,14 @@ class StepRunner:
         """
         engine, program, state = self._engine, self._program, self._engine.state
         # First: `before_step` may change options that `refresh` looks at, and a bad label must raise before any change.
-        inputs, seeds = self._inputs(group), self._seeds(len(group))
+        updates = state.next_updates(len(group), last) if self.role == "train" else []
+        inputs, seeds = self._inputs(group, updates), self._seeds(len(group))
         if not program.traced_because and not state.placement.on_host:
             used = [optimizer for optimizer, _ in state.attached]
             self._keys.refresh(used, state.device.held, program.met)
-        # From here on an error may leave the step half done, and nothing is saved: even `next_updates` already counts.
+        # From here on an error may leave the step half done, and nothing is saved: even `count_updates` already counts.
         self.inside, self.group, engine.latest = True, group, self
-        updates = state.next_updates(len(group), last) if self.role == "train" else []
+        state.count_updates(updates)
         key = self._keys.of([batch.signature for batch in group], updates)
         body = partial(self._body, group, updates)
         if program.knows(key):
@@ -229,11 +231,11 @@ class StepRunner:
 
     # One group of steps
 
-    def _inputs(self, group: Sequence[DeviceBatch]) -> list[Tensor]:
+    def _inputs(self, group: Sequence[DeviceBatch], updates: Sequence[UpdatePlan]) -> list[Tensor]:
         """Return the inputs of a group's graph (see the top of this file), after checking the batches' labels."""
         loss, inputs = self._engine.config.loss, []
         # Rates first: `before_step` may set the rate of the very step it is called for, and precedes its errors.
-        vectors = self._send_rates(len(group))
+        vectors = self._send_rates(len(group), updates)
         for i, batch in enumerate(group):
             if batch.labels is not None and loss is not None:
                 loss.check_labels(batch.labels)
@@ -241,14 +243,17 @@ class StepRunner:
             inputs += [vector[i] for vector in vectors]
         return inputs
 
-    def _send_rates(self, steps: int) -> list[list[Tensor]]:
+    def _send_rates(self, steps: int, updates: Sequence[UpdatePlan]) -> list[list[Tensor]]:
         """Send the rates of the next steps to the device: for each attached optimizer, a vector a step."""
         attached = self._engine.state.attached
         if self.before_step is None:
             return [sent.send([optimizers.rates(optimizer)] * steps) for optimizer, sent in attached]
         rates: list[list[list[float]]] = [[] for _ in attached]
-        for _ in range(steps):
-            self.before_step()
+        plans, numbers = updates or [UpdatePlan()] * steps, self._engine.state.numbers
+        iterations = numbers.updates if updates else numbers.step
+        for plan in plans:
+            self.before_step(iterations)
+            iterations += plan.takes_step
             for row, (optimizer, _) in zip(rates, attached, strict=True):
                 row.append(optimizers.rates(optimizer))
         self._keys.note_hooks()

@@ -6,7 +6,7 @@ New state belongs in `tensors` if it lives on the device, else in `TrainNumbers`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -242,7 +242,7 @@ class TrainState:
     # Steps
 
     def next_updates(self, steps: int, last: bool) -> list[UpdatePlan]:
-        """Plan the use of the next steps' gradients.
+        """Plan the use of the next steps' gradients. Nothing changes before `count_updates`.
 
         Args:
             steps: The number of steps.
@@ -255,16 +255,19 @@ class TrainState:
         overwrite = ema.overwrite_frequency if ema is not None else None
         if every == 1 and overwrite is None:
             return []
-        plans = []
+        plans, waiting, updates = [], now.batches_waiting, now.updates
         for i in range(steps):
-            now.batches_waiting += 1
-            takes_step = now.batches_waiting == every or (last and i == steps - 1)
-            if takes_step:
-                now.batches_waiting = 0
-                now.updates += 1
-            overwrites = takes_step and overwrite is not None and now.updates % overwrite == 0
+            takes_step = waiting + 1 == every or (last and i == steps - 1)
+            waiting, updates = (0, updates + 1) if takes_step else (waiting + 1, updates)
+            overwrites = takes_step and overwrite is not None and updates % overwrite == 0
             plans.append(UpdatePlan(takes_step, overwrites))
         return plans
+
+    def count_updates(self, plans: Iterable[UpdatePlan]) -> None:
+        """Count planned steps as done."""
+        for plan in plans:
+            self.numbers.updates += plan.takes_step
+            self.numbers.batches_waiting = 0 if plan.takes_step else self.numbers.batches_waiting + 1
 
     def drop_gradients(self) -> None:
         """Drop the gradients left over from an epoch that was broken off."""

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from .. import losses
-from ..callbacks import ProgbarLogger
-from ..callbacks.callback_list import CallbackList
+from ..callbacks import Callback, CallbackList
 from ..data import Stream, stream, train_validation_split
 from ..errors import ArgumentError, NotCompiledError, require_whole
 from ..losses import ClassWeight, LossByOutput
@@ -205,17 +204,14 @@ def require_gradients(method: str) -> None:
         raise ArgumentError(f"{method} is called under torch.no_grad() or torch.inference_mode(): call it outside")
 
 
-def callback_list(engine: Engine, callbacks: list[Any], params: dict[str, Any]) -> CallbackList:
-    """Return the callbacks, with a progress bar if one is wanted and missing: a silent one would cost time."""
-    wanted = params["verbose"] and not any(isinstance(callback, ProgbarLogger) for callback in callbacks)
-    progress = [ProgbarLogger()] if wanted else []
+def callback_list(engine: Engine, callbacks: Any, params: dict[str, Any], *own: Callback) -> CallbackList:
+    """Return the callbacks, then `own`, and a progress bar if one is wanted and missing: a silent one would cost time.
+
+    A `CallbackList` of the user's gets no bar, as in Keras.
+    """
+    add_progbar = bool(params["verbose"]) and not isinstance(callbacks, CallbackList)
     # The engine's model is the user's own, with all that callbacks may touch.
     model: Any = engine.model
-    return CallbackList([*callbacks, *progress], model, params, engine.expose)
-
-
-def as_list(callbacks: Any) -> list[Any]:
-    """Return the argument `callbacks` as a list."""
-    if callbacks is None:
-        return []
-    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    everyone = CallbackList([*CallbackList(callbacks), *own], False, add_progbar, model, **params)
+    everyone.expose = engine.expose
+    return everyone

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from .. import optimizers
-from ..callbacks import History
+from ..callbacks import CallbackList, History
 from ..callbacks.progbar_logger import resolve_verbose
 from ..checkpoint import find_checkpoint, saved_state
 from ..errors import counted
@@ -16,7 +16,6 @@ from .arguments import (
     Schedule,
     TrainingData,
     ValidationData,
-    as_list,
     callback_list,
     require_compiled,
     require_gradients,
@@ -47,7 +46,7 @@ def run_fit(
     require_compiled(engine, "fit")
     require_gradients("fit")
     optimizers.required(engine.model.optimizer)
-    verbosity, given = resolve_verbose(verbose), as_list(callbacks)
+    verbosity, given = resolve_verbose(verbose), CallbackList(callbacks).callbacks
     options = FitOptions(schedule.policy(engine), train.weigher(engine))
     resumed = find_checkpoint(schedule.resume, given)
     # A resumed run keeps its seed, which the order of the data depends on.
@@ -72,7 +71,7 @@ def run_fit(
             print(f"going on from step {resumed.step}", flush=True)
     history = History()
     params = {"epochs": schedule.epochs, "steps": data.steps, "verbose": verbosity}
-    everyone = callback_list(engine, [*given, history], params)
+    everyone = callback_list(engine, callbacks, params, history)
     # Last: an error above leaves the history and the report of the `fit` before.
     engine.begin_fit(history, options, seed)
     epochs = range(schedule.initial_epoch, schedule.epochs)

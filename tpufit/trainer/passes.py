@@ -100,13 +100,13 @@ class PassLoop:
         add_seconds("prepare", times.prepared, beside=True)
         return times.waited
 
-    def _step_hook(self) -> Callable[[], None]:
+    def _step_hook(self) -> Callable[[int], None]:
         """Return the call of `on_train_step_begin`. It counts steps itself, because several may run as one graph."""
         started = self.run.tally.batches
 
-        def begin_step() -> None:
+        def begin_step(iterations: int) -> None:
             nonlocal started
-            self.callbacks.call("on_train_step_begin", started)
+            self.callbacks.call("on_train_step_begin", started, {"iterations": iterations})
             started += 1
 
         return begin_step

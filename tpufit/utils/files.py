@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .users_code import warn
 
+LOCK = ".lock"  # the file in a folder that is locked
 # The errors of a file system that has no room for more, and of one that has no locks.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -122,7 +123,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         self._close = weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

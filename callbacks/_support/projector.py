@@ -1,0 +1,73 @@
+"""Embedding layers in a form that TensorBoard's projector shows. With no hooks and no model."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from ...errors import ArgumentError
+
+# What Keras takes: one file for all embedding layers, or one for each by the layer's name.
+Metadata = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None
+
+
+def embedding_layers(module: nn.Module) -> dict[str, str]:
+    """The names of a module's embedding layers, each with the name of its weight.
+
+    Args:
+        module: The module.
+
+    Example:
+        >>> embedding_layers(nn.Sequential(nn.Embedding(3, 2), nn.Flatten()))
+        {'0': '0.weight'}
+    """
+    found = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Embedding)}
+    return {name or "embedding": f"{name}.weight".removeprefix(".") for name in found}
+
+
+def metadata_files(metadata: Metadata, layers: Mapping[str, str], folder: str) -> dict[str, Path]:
+    """The file of labels of each layer that has one.
+
+    Args:
+        metadata: The argument of `TensorBoard`.
+        layers: What `embedding_layers` returned.
+        folder: The folder that relative paths begin in.
+
+    Raises:
+        ArgumentError: There is no such layer, or no such file.
+    """
+    if metadata is None:
+        return {}
+    by_layer = metadata if isinstance(metadata, Mapping) else dict.fromkeys(layers, metadata)
+    files = {name: Path(folder, file) for name, file in by_layer.items()}
+    for name, file in files.items():
+        if name not in layers:
+            known = ", ".join(layers) or "none"
+            raise ArgumentError(f"embeddings_metadata must name embedding layers ({known}), got {name!r}")
+        if not file.is_file():
+            raise ArgumentError(f"embeddings_metadata must be files that exist, got {file}: write a label on each line")
+    return files
+
+
+def write_embeddings(folder: Path, tables: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
+    """Write embeddings in place of those before.
+
+    Args:
+        folder: The run's.
+        tables: The weights on the host by layer.
+        files: The files of labels by layer; they are copied, because TensorBoard reads nothing outside of the run.
+    """
+    from tensorboard.plugins.projector import ProjectorConfig, visualize_embeddings
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = ProjectorConfig()
+    for name, table in tables.items():
+        embedding = config.embeddings.add(tensor_name=name, tensor_path=f"{name}.tsv")
+        np.savetxt(folder / embedding.tensor_path, table.float().numpy(), fmt="%.9g", delimiter="\t")
+        if name in files:
+            embedding.metadata_path = f"{name}.metadata.tsv"
+            shutil.copyfile(files[name], folder / embedding.metadata_path)
+    visualize_embeddings(str(folder), config)  # last: TensorBoard then reads the files that it names
