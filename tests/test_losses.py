@@ -34,7 +34,7 @@ def test_bfloat16_outputs_are_compared_in_float32():
 BY_ELEMENT = [name for name in NAMES if name not in ("cross_entropy", "nll_loss", "multilabel_soft_margin_loss")]
 
 
-@pytest.mark.parametrize("loss", [*BY_ELEMENT, nn.MSELoss(), nn.BCELoss(), nn.HuberLoss(0.5)], ids=str)
+@pytest.mark.parametrize("loss", [*BY_ELEMENT, nn.MSELoss(), nn.BCELoss(), nn.HuberLoss(delta=0.5)], ids=str)
 def test_targets_have_the_outputs_shape_and_type(loss):
     prediction, numbers = torch.tensor([0.2, 0.9, 0.6]), torch.tensor([0, 1, 1])
     weight, function = torch.tensor([1.0, 0.0, 3.0]), Loss(loss)

@@ -245,9 +245,9 @@ class Loader(Source):
     def first(self) -> Any:
         if isinstance(self.loader.batch_sampler, Iterator):
             return None
-        rows = list(islice(iter(self.loader.batch_sampler or ()), 1))
-        one = {"num_workers": min(1, self.loader.num_workers)}  # each is a process to start
-        return next(iter(read(_over(self.loader, rows, **one))))
+        one = {"num_workers": 1, "persistent_workers": False}  # each worker is a process to start
+        workers = self.loader.num_workers
+        return next(read(_over(self.loader, self.loader.batch_sampler, **one) if workers else self.loader))
 
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.loader), "batch_size": self.batch_size}
