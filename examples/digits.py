@@ -46,7 +46,7 @@ model.compile(
     metrics=["accuracy"],
     precision="bf16" if args.bf16 else "fp32",
 )
-model.summary()
+model.summary(input_size=(64, 1, 8, 8))
 history = model.fit(
     x,
     y,

@@ -1,5 +1,7 @@
 """History keeps what every epoch logged."""
 
+import re
+
 from tpufit.callbacks import History
 
 
@@ -30,3 +32,15 @@ def test_two_histories_share_nothing():
     first, second = History(), History()
     first.on_epoch_end(0, {"loss": 0.5})
     assert (second.history, second.epoch) == ({}, [])
+
+
+def test_it_shows_itself():
+    history = History()
+    assert repr(history) == "History(0 epochs)"
+    history.on_epoch_end(0, {"loss": 0.123456})
+    assert repr(history) == "History(1 epoch: loss 0.1235)"
+    history.on_epoch_end(1, {"loss": 0.0625, "val_<loss>": 2.0})
+    assert repr(history) == "History(2 epochs: loss 0.0625, val_<loss> 2)"
+    shown = history._repr_html_()
+    rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", shown)]
+    assert rows == [["epoch", "loss", "val_&lt;loss&gt;"], ["1", "0.1235", ""], ["2", "0.0625", "2"]]

@@ -121,3 +121,13 @@ def test_a_missing_log_is_one_warning_that_lists_the_others():
 def test_an_array_cant_be_followed():
     with pytest.raises(ArgumentError, match="single number only, and 'recall'"):
         Monitor("recall").read({"recall": np.zeros(3)}, "EarlyStopping")
+
+
+def test_a_typing_error_is_answered_with_the_nearest_log():
+    logs = {"loss": 1.0, "accuracy": 0.5, "val_accuracy": 0.5}
+    with pytest.warns(UserWarning, match=r"Did you mean 'val_accuracy'\? Available: accuracy, loss, val_accuracy\."):
+        Monitor("val_acuracy", "max").read(logs, "EarlyStopping")
+    with pytest.raises(ArgumentError, match=r"'val_accurcy' says.* Did you mean 'val_accuracy'\?"):
+        Monitor("val_accurcy").settle(None, ["loss", "accuracy"])
+    with pytest.warns(UserWarning, match=r"without it\. Available: loss\."):  # what is missing is the validation
+        Monitor("val_loss").read({"loss": 1.0}, "EarlyStopping")

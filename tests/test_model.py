@@ -1,6 +1,9 @@
 """`Model` where no device is needed: what compile accepts, what it answers to mistakes, and the summary."""
 
+import copy
 import inspect
+import io
+import pickle
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from torch import nn
 
 import tpufit
 from tpufit.diagnostics.summary import table
-from tpufit.errors import ArgumentError, NotCompiledError, UnknownNameError
+from tpufit.errors import ArgumentError, NotCompiledError, UnknownNameError, NotPicklableError
 from tpufit.step import precision
 
 
@@ -198,3 +201,120 @@ def test_summary_knows_outputs_from_a_batch_and_leaves_the_model_as_it_was():
     assert [outputs(text) for text in printed] == [["?"] * 4, ["5x6"] * 3 + ["5x2"], *[["3x6"] * 3 + ["3x2"]] * 2]
     assert net.training and all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random) and not net[0]._forward_hooks
+
+
+def test_the_package_shows_its_names_and_its_help(run_python):
+    result = run_python("import tpufit; print(*dir(tpufit)); help(tpufit); help(tpufit.Model)")
+    names = result.stdout.splitlines()[0].split()
+    assert {*tpufit.__all__, "callbacks", "data", "errors"} <= set(names) and "__main__" not in names
+    shown = result.stdout
+    assert "class Model(" in shown and " |  fit(" in shown and "set_random_seed(" in shown and not result.stderr
+
+
+def test_the_parameters_are_the_modules():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    trained = tpufit.Model(net)
+    assert [id(p) for p in trained.parameters()] == [id(p) for p in net.parameters()]
+    assert dict(trained.named_parameters("net")).keys() == {f"net.{name}" for name, _ in net.named_parameters()}
+    assert trained.count_params() == 9 + 6
+    net.append(net[0])
+    assert trained.count_params() == 9 + 6
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("to", r"model\.to_cpu\(\)"),
+        ("train", r"model\(x, training=False\)"),
+        ("half", r"precision='bf16'"),
+        ("layers", r"model\.module\.children\(\)"),
+        ("trainable_weights", r"requires_grad\]"),
+        ("zero_grad", r"model\.apply_gradients\(loss\)"),
+        ("modules", r"no nn\.Module but has one: model\.module\.modules$"),
+        ("register_forward_hook", r"model\.module\.register_forward_hook$"),
+        ("fitt", "^'Model' object has no attribute 'fitt'$"),
+    ],
+)
+def test_habits_of_pytorch_and_keras_are_answered(name, said):
+    with pytest.raises(AttributeError, match=said):
+        getattr(model(), name)
+    assert not hasattr(model(), name) and name not in dir(model())
+
+
+def test_the_names_of_habits_are_the_users_own():
+    class Own(tpufit.Model):
+        step = 3
+
+        def __init__(self):
+            super().__init__(nn.Linear(2, 2))
+            self.layers = [1]
+
+        def train(self):
+            return "mine"
+
+        @property
+        def weights(self):
+            return self.nothing
+
+    own = Own()
+    assert (own.step, own.layers, own.train()) == (3, [1], "mine")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        own.weights  # noqa: B018
+
+
+@pytest.mark.parametrize("store", [pickle.dumps, copy.deepcopy, copy.copy, lambda it: torch.save(it, io.BytesIO())])
+def test_a_model_is_saved_and_not_pickled(store):
+    with pytest.raises(NotPicklableError, match=r"a Model can't be pickled or copied: model\.save\(path\)"):
+        store(model())
+
+
+class Rebuilt(tpufit.Model):
+    def __reduce__(self):
+        return Rebuilt, (self.module,)
+
+
+def test_a_subclass_may_say_how_it_is_pickled():
+    assert pickle.loads(pickle.dumps(Rebuilt(nn.Linear(2, 2)))).count_params() == 6
+
+
+@pytest.mark.parametrize("several", [["adam", "sgd"], (torch.optim.SGD,), {"g": "adam", "d": "sgd"}])
+def test_several_optimizers_are_answered_with_a_gan(several):
+    with pytest.raises(ArgumentError) as error:
+        model().compile(several, "mse")
+    first, second = str(error.value).splitlines()
+    assert f"got {len(several)} optimizer" in first and "self.apply_gradients(loss, self." in second
+
+
+def test_a_model_shows_itself():
+    trained = model()
+    assert repr(trained) == "Model(Linear, 9 parameters, not compiled, 0 steps taken)"
+    trained.compile("adamw", "mse")
+    assert repr(trained) == "Model(Linear, 9 parameters, compiled with AdamW, 0 steps taken)"
+    assert "Model object at" in repr(tpufit.Model.__new__(tpufit.Model))
+
+
+def test_a_compiled_module_is_used_without_its_compilation():
+    net = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="torch.compile has no effect here") as caught:
+        assert tpufit.Model(torch.compile(net)).module is net
+    assert caught[0].filename == __file__
+
+
+def compiled_in_place(net):
+    net.compile()
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "the module was made by torch.jit"),
+        (lambda: nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))), "the layer '0' was made by torch"),
+        (lambda: nn.Sequential(torch.compile(nn.Linear(2, 2))), "the layer '0' was compiled by torch.compile"),
+        (lambda: compiled_in_place(nn.Linear(2, 2)), "the module was compiled by torch.compile"),
+    ],
+)
+def test_modules_that_cant_be_traced_are_refused(make, said):
+    with pytest.raises(ArgumentError, match=said):
+        tpufit.Model(make())

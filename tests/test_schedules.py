@@ -263,3 +263,35 @@ def test_the_rate_has_keras_names_and_groups_keep_their_proportions(cores):
 def test_wrong_arguments(make, message):
     with pytest.raises(ArgumentError, match=message):
         make()
+
+
+@pytest.mark.parametrize("kind", [lr_scheduler.OneCycleLR, lr_scheduler.CosineAnnealingLR], ids=["one", "cosine"])
+def test_a_scheduler_that_was_made_already(cores, kind):
+    def made(optimizer):
+        return kind(optimizer, 0.2, total_steps=31) if kind is lr_scheduler.OneCycleLR else kind(optimizer, 30)
+
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+    model, callback = tpufit.Model(module), LRScheduler(made(optimizer), interval="step")
+    model.compile(optimizer, "cross_entropy", scale_lr=None)
+    history = model.fit(X, Y, 16 // cores, 2, verbose=0, cores=cores, callbacks=[callback]).history
+    other = torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.5)
+    schedule, expected = made(other), []
+    for _ in range(2 * -(-len(X) // 16)):
+        expected.append(other.param_groups[0]["lr"])
+        other.step()
+        schedule.step()
+    assert history["learning_rate"] == pytest.approx([expected[len(expected) // 2 - 1], expected[-1]])
+
+
+def test_a_scheduler_that_was_made_for_other_rates_is_refused(cores):
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, schedule = tpufit.Model(module), lr_scheduler.StepLR(optimizer, 1)
+    model.compile(optimizer, "cross_entropy", scale_lr="linear")
+    if cores > 1:
+        with pytest.raises(CallbackError, match=r"made for the rates \[0.1\], .* scaled them to .*scale_lr=None"):
+            model.fit(X, Y, 16 // cores, verbose=0, cores=cores, callbacks=[LRScheduler(schedule)])
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(CallbackError, match="the scheduler's optimizer isn't the one of compile"):
+        model.fit(X, Y, 16 // cores, verbose=0, cores=cores, callbacks=[LRScheduler(schedule)])

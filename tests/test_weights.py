@@ -165,3 +165,24 @@ def test_a_module_that_keeps_more_than_tensors():
 
     with pytest.raises(WeightsError, match="_extra_state"):
         tpufit.Model(Odd(2, 2)).state_dict()
+
+
+@pytest.mark.cores(1, 8)
+def test_what_torch_saves_after_a_fit_is_loaded_without_torch_xla(cores, tmp_path, run_python):
+    model, x = tpufit.Model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))), torch.ones(16, 3)
+    model.compile("adam", "mse")
+    model.fit(x, x, batch_size=2, verbose=0, cores=cores)
+    state = model.module.state_dict()
+    torch.save([state, model.optimizer.state_dict(), list(model.parameters())], tmp_path / "w.pt")
+    assert {tensor.device.type for tensor in [*state.values(), *model.parameters()]} == {"xla"}
+    result = run_python("""
+        import sys; sys.modules["torch_xla"] = None
+        import torch
+        weights, optimizer, parameters = torch.load("w.pt")
+        print({t.device.type for t in [*weights.values(), *parameters, optimizer["state"][0]["exp_avg"]]})
+        print(parameters[0].requires_grad, *weights["0.weight"].flatten().tolist())
+    """)
+    assert result.returncode == 0, result.stderr
+    devices, values = result.stdout.splitlines()
+    assert devices == "{'cpu'}"
+    assert values.split() == ["True", *map(str, model.state_dict()["0.weight"].flatten().tolist())]

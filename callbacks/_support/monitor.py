@@ -159,7 +159,8 @@ class Monitor:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+    # What is only without validation is no typing error.
+    near = [] if name.removeprefix("val_") in known else difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

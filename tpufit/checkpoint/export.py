@@ -39,7 +39,7 @@ def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> No
     with engine.noticing_loss():
         host = copies(own, "state")
     twins = {
-        id(tensor): nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
+        id(tensor): nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
         for tensor, value in zip(own, host, strict=True)
     }
     try:

@@ -1,0 +1,97 @@
+"""`export` writes a program that plain PyTorch loads: the weights of the moment, and any number of rows."""
+
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit.errors import ArgumentError
+
+# PyTorch's own, from its reading of the file.
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+
+
+class Pair(nn.Module):
+    """Two inputs, a nest of outputs, tied weights, and layers that behave differently in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.rest = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout())
+        self.register_buffer("two", torch.tensor(2.0), persistent=False)
+
+    def forward(self, left, right):
+        return {"sum": self.rest(self.a(left) + self.b(right)) * self.two}
+
+
+def loaded(path):
+    return torch.export.load(path).module()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("named", [False, True])
+def test_several_inputs(tmp_path, named, rows):
+    model = tpufit.Model(Pair())
+    left, right = torch.ones(rows, 4), torch.ones(rows, 4)
+    model.export(tmp_path / "pair.pt2", {"right": right.numpy(), "left": left} if named else (left, right))
+    assert model.module.training
+    program = loaded(tmp_path / "pair.pt2")
+    for count in (1, 5):
+        left, right = torch.randn(2, count, 4)
+        found = program(left=left, right=right) if named else program(left, right)
+        expected = model.predict((left, right), verbose=0)
+        torch.testing.assert_close(found["sum"].detach(), torch.tensor(expected["sum"]))
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+def test_the_weights_of_the_moment(cores, tmp_path, precision, run_python):
+    def exported():
+        model.export(path, x)
+        return loaded(path)(x.to(dtype)).float().detach()
+
+    x, path = torch.randn(32, 4), tmp_path / "net.pt2"
+    dtype, error = (torch.float32, 1e-5) if precision == "fp32" else (torch.bfloat16, 0.05)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
+    model = tpufit.Model(net)
+    model.compile("adam", "mse", precision=precision, use_ema=True, ema_momentum=0.5)
+    model.fit(x, x[:, :2], batch_size=2, verbose=0, cores=cores)
+    tensors, random = list(map(id, net.parameters())), torch.get_rng_state()
+    averages = exported()
+    assert list(map(id, net.parameters())) == tensors and {p.device.type for p in net.parameters()} == {"xla"}
+    assert torch.equal(torch.get_rng_state(), random)
+    torch.testing.assert_close(averages, torch.tensor(model.predict(x, verbose=0)).float(), rtol=error, atol=error)
+    model.swap_ema_weights()
+    weights = exported()
+    torch.testing.assert_close(weights, torch.tensor(model.predict(x, verbose=0)).float(), rtol=error, atol=error)
+    assert not torch.equal(weights, averages)
+    model.fit(x, x[:, :2], batch_size=2, verbose=0)  # and training goes on
+    result = run_python(f"""
+        import sys; sys.modules["torch_xla"] = sys.modules["tpufit"] = None
+        import torch
+        print(*torch.export.load("net.pt2").module()(torch.zeros(7, 4, dtype={dtype})).shape)
+    """)
+    assert result.stdout == "7 2\n", result.stderr
+
+
+class ByValue(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum().item() > 0 else x
+
+
+class ByRows(nn.Module):
+    def forward(self, x):
+        return x.reshape(3, 4) + 1
+
+
+@pytest.mark.parametrize("net", [ByValue(), ByRows(), Pair()])
+def test_what_cant_be_exported_is_one_error(tmp_path, net):
+    with pytest.raises(ArgumentError, match=rf"{type(net).__name__} can't be exported.*PyTorch says: \S"):
+        tpufit.Model(net).export(tmp_path / "net.pt2", torch.ones(3, 4))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_suffix_is_pytorchs(tmp_path):
+    with pytest.raises(ArgumentError, match=r"a \.pt2 file, got filepath='.*net\.onnx'"):
+        tpufit.Model(nn.Linear(2, 2)).export(tmp_path / "net.onnx", torch.ones(1, 2))
