@@ -487,7 +487,9 @@ ITEMS: dict[str, Callable[[int], dict[str, Any]]] = {
             "metrics": {"label": ["accuracy", "auroc"], "value": "mae"},
         },
     ),
-    "short last batch": trained(37, data=(VECTORS[:75], LABELS[:75]), metrics=["accuracy", "auroc", "f1"]),
+    "short last batch": trained(
+        37, data=(VECTORS[:75], LABELS[:75]), metrics={"accuracy": "accuracy", "auroc": "auroc", "f1": "f1_micro"}
+    ),
     "on batches": on_batches,
     **{name: of(name) for name in ARCHITECTURES},
     "two optimizers": Training(partial(rivals, 20), _of_generator, model=Rivals, validates=False),

@@ -119,6 +119,26 @@ def test_however_the_steps_run(cores, how):
 
 
 @on_cores
+@pytest.mark.parametrize(
+    "y", [Y, np.eye(4, dtype="float32")[Y], torch.from_numpy(Y)], ids=["array", "one-hot", "tensor"]
+)
+def test_balanced_weights_are_scikit_learns(cores, y):
+    model = compiled(net())
+    x, held = np.concatenate([X, X]), np.zeros_like(Y)  # those to validate on don't count
+    both = np.concatenate([Y, held]) if y.ndim == 1 else np.concatenate([y, np.eye(4, dtype="float32")[held]])
+    fit(model, cores, x=x, y=torch.from_numpy(both) if isinstance(y, torch.Tensor) else both, class_weight="balanced",
+        validation_split=0.5)  # fmt: skip
+    assert_equal(model, plain(net(), torch.from_numpy(77 / (4 * np.bincount(Y)))))
+
+
+@on_cores
+def test_an_empty_dict_is_none(cores):
+    model = compiled(net())
+    fit(model, cores, class_weight={})
+    assert_equal(model, plain(net(), torch.ones(4)))
+
+
+@on_cores
 def test_one_hot_targets(cores):
     model = compiled(net())
     fit(model, cores, y=np.eye(4, dtype="float32")[Y], class_weight=WEIGHTS)
@@ -178,6 +198,11 @@ def test_mistakes():
     ]:
         with pytest.raises(ArgumentError, match=message):
             model.fit(X, Y, class_weight=wrong)
+    for data in (DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), 32), [(X, Y)]):
+        with pytest.raises(
+            ArgumentError, match=r"'balanced' counts the labels of one array y, got y = None: pass other"
+        ):
+            model.fit(data, class_weight="balanced")
     several = compiled(net(), {"a": "mse", "b": "mse"})
     with pytest.raises(ArgumentError, match="one output only, and the loss has several: pass sample_weight"):
         several.fit(X, Y, class_weight=WEIGHTS)

@@ -112,8 +112,12 @@ def test_a_loss_that_is_no_tensor():
 def test_a_label_outside_the_classes(label, named):
     loss = Loss("cross_entropy")
     found = loss.label_range(torch.tensor([0, 1, label]))
-    with pytest.raises(LabelError, match=f"{named} is outside the module's 3 classes"):
+    loss.check_labels(None, LOGITS)
+    message = rf"{named} is outside the module's 3 classes \(0 to 2\), in a batch of targets of shape \(3,\), int64\."
+    with pytest.raises(LabelError, match=message):
         loss.check_labels(found, LOGITS)
+    with pytest.raises(LabelError, match=r"targets of shape \(1, 2\), uint8\."):  # a replayed step's, of another shape
+        loss.check_labels(loss.label_range(torch.tensor([[1, 7]], dtype=torch.uint8)))
 
 
 def test_labels_that_are_fine():

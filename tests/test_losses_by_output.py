@@ -270,7 +270,7 @@ def test_mistakes_that_compile_finds():
     model = tpufit.Model(made(ByName))
     both = {"kind": "cross_entropy", "size": "mse"}
     for loss, weights, message in [
-        (both, {"kind": 1.0}, "loss_weights must be a dict of 'kind' and 'size', as loss is, got a dict of 'kind'"),
+        (both, {"age": 1.0}, "loss_weights must be a dict of 'kind' and 'size', as loss is, got a dict of 'age'"),
         (both, {"kind": 1.0, "size": 1.0, "age": 1.0}, "got a dict of 'kind', 'size' and 'age'"),
         (both, [1.0, 2.0], "got a list of 2"),
         (["mse", "mse"], [1.0], "a tuple or list of 2, as loss is, got a list of 1"),
@@ -284,6 +284,12 @@ def test_mistakes_that_compile_finds():
             model.compile(sgd, loss, loss_weights=weights)
     with pytest.raises(UnknownNameError, match="did you mean 'cross_entropy'"):
         model.compile(sgd, {"kind": "crossentropy"})
+
+
+def test_a_weight_that_is_left_out_is_1():
+    ones = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
+    assert LossByOutput({"a": "mse", "b": "mse"}, {"b": 3.0}).total(ones) == 4.0
+    assert LossByOutput(["mse", None, "mse"], [None, None, 3]).total({0: ones["a"], 2: ones["b"]}) == 4.0
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])

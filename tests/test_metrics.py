@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torchmetrics
+from torch import nn
 
-from tpufit import metrics
-from tpufit.errors import ArgumentError, UnknownNameError
+import tpufit
+from tpufit import metrics, runtime
+from tpufit.errors import ArgumentError, ReplayError, UnknownNameError
 from tpufit.metrics import LazyLogs, Metric, PassMetrics
 from tpufit.runtime import HOST
 
@@ -38,16 +40,83 @@ def joined(parts):
     [
         ("accuracy", torchmetrics.Accuracy(task="multiclass", num_classes=4)),
         ("acc", torchmetrics.Accuracy(task="multiclass", num_classes=4)),
-        ("precision", torchmetrics.Precision(task="multiclass", num_classes=4)),
-        ("recall", torchmetrics.Recall(task="multiclass", num_classes=4)),
-        ("f1", torchmetrics.F1Score(task="multiclass", num_classes=4)),
-        ("specificity", torchmetrics.Specificity(task="multiclass", num_classes=4)),
         ("auroc", torchmetrics.AUROC(task="multiclass", num_classes=4)),
+        *(
+            (f"{name}{ending}", kind(task="multiclass", num_classes=4, average=average))
+            for name, kind in {
+                "precision": torchmetrics.Precision,
+                "recall": torchmetrics.Recall,
+                "f1": torchmetrics.F1Score,
+                "f1_score": torchmetrics.F1Score,
+                "specificity": torchmetrics.Specificity,
+            }.items()
+            for ending, average in {"": "macro", "_micro": "micro"}.items()
+        ),
     ],
 )
 def test_names_of_classification(name, theirs):
     parts = batches(7, 7, 3)
     assert run(name, parts) == pytest.approx(float(theirs(*joined(parts))), abs=1e-7)
+
+
+def test_the_mean_of_labels_and_of_two_classes():
+    several = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.6]]), torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
+    expected = torchmetrics.functional.f1_score(several[0], several[1].long(), "multilabel", num_labels=2, average=None)
+    assert run("f1", [several]) == pytest.approx(expected.mean().item()) != pytest.approx(run("f1_micro", [several]))
+    binary = torch.tensor([0.9, 0.2, 0.7]), torch.tensor([1, 0, 0])
+    assert run("f1", [binary]) == run("f1_micro", [binary]) == pytest.approx(2 / 3)
+
+
+def test_one_hot_targets_are_classes_to_a_loss_of_classes():
+    ((y_pred, y),) = batches(40)
+    soft = torch.nn.functional.one_hot(y, 4) * 0.9 + 0.025
+
+    def values(y, ignored):
+        names = ["accuracy", "f1", "recall_micro", "auroc"]
+        running = PassMetrics(metrics.build(names, ["accuracy"], ignored=ignored), HOST)
+        for part in (slice(0, 25), slice(25, 40)):
+            running.begin()
+            running.update_metrics(y_pred[part], y[part], torch.arange(40.0)[part])
+            running.count(1, running.kept)
+        return running.results("test")
+
+    for label in (-100, 0):  # PyTorch ignores it in probabilities
+        assert values(soft, {None: label}) == pytest.approx(values(y, {None: -100}))
+    assert run("accuracy", [(soft.clamp(0, 1), (soft > 0.5).float())]) == 1.0  # else of several labels
+
+
+def test_functions_are_averaged_over_rows():
+    def error(y_pred, y):
+        return (y_pred - y).abs()
+
+    parts = [(torch.randn(n, 2), torch.randn(n, 2)) for n in (7, 3)]
+    rows = error(*joined(parts)).mean(1)
+    weight = torch.arange(10.0)
+    built = metrics.build({"each": error, "one": lambda p, y: error(p, y).max().item()}, [error])
+    assert [m.name for m in built] == ["each", "one", "error"]
+    assert [m.name for m in metrics.build([error, lambda p, y: p], {"b": error})] == ["error", "lambda", "b"]
+    assert [m.name for m in metrics.build({"b": [error], "a": error})] == ["a_error", "b_error"]
+    running = PassMetrics(built, HOST)
+    for (y_pred, y), own in zip(parts, weight.split([7, 3]), strict=True):
+        running.begin()
+        running.update_metrics(y_pred, y, own)
+        running.count(len(y), running.kept)
+    expected = {
+        "each": rows.mean().item(),
+        "one": sum(len(y) * error(p, y).max().item() for p, y in parts) / 10,
+        "error": ((rows * weight).sum() / weight.sum()).item(),
+    }
+    assert running.results("test") == pytest.approx(expected)
+    assert run(lambda p, y: 2, parts) == 2.0
+
+
+def test_a_function_that_returns_other_than_rows():
+    with pytest.raises(ArgumentError, match=r"one value for each of 3 rows, or one number, got shape \(4,\)"):
+        run(lambda p, y: torch.zeros(4), [(torch.ones(3), torch.ones(3))])
+    weighted = PassMetrics(metrics.build(None, [lambda p, y: (p - y).mean()]), HOST)
+    with pytest.raises(ArgumentError, match=r"each of 3 rows that weights are for, got shape \(\)"):
+        weighted.update_metrics(torch.ones(3), torch.ones(3), torch.ones(3))
+    weighted.update_metrics(torch.ones(3), torch.ones(3))  # without weights to heed
 
 
 @pytest.mark.parametrize("name", ["mse", "mae", "r2_score", "mean_squared_error"])
@@ -178,3 +247,167 @@ def test_bad_metrics():
         PassMetrics(metrics.build(["accuracy"]), HOST).update_metrics((torch.ones(2), torch.ones(2)), torch.ones(2))
     with pytest.raises(ArgumentError, match="scalar tensors by name, got 'loss': a tensor of shape"):
         PassMetrics([], HOST).add_means({"loss": torch.ones(2)}, 2)
+
+
+X, Y = torch.randn(77, 6, generator=torch.Generator().manual_seed(0)), torch.arange(77) % 3
+HOW = [{"jit_compile": True}, {"jit_compile": False}, {"run_eagerly": True}, {"steps_per_execution": 2}]
+
+
+class ByHand(tpufit.Model):
+    """Its metrics are attributes that its steps update."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.seen = torchmetrics.MeanMetric()
+        self.f1 = torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro")
+        self.auroc = torchmetrics.AUROC(task="multiclass", num_classes=3)
+        self.unused = torchmetrics.MeanSquaredError()
+
+    def train_step(self, batch):
+        return self.add(*batch, learns=True)
+
+    def test_step(self, batch):
+        return self.add(*batch, learns=False)
+
+    def add(self, x, y, learns):
+        y_pred = self(x)
+        loss = self.compute_loss(x, y, y_pred)
+        if learns:
+            self.apply_gradients(loss)
+        self.seen.update(loss, weight=len(x))
+        self.f1(y_pred[:5], target=y[:5])
+        self.f1(y_pred[5:], y[5:])
+        self.auroc.update(y_pred, y)
+        return {"loss": self.seen.compute(), "area": self.auroc, "first": loss}
+
+
+def model_of(kind, **arguments):
+    torch.manual_seed(0)
+    model = kind(nn.Linear(6, 3))
+    model.compile(lambda p: torch.optim.SGD(p, 0.0), "cross_entropy", scale_lr=None, **arguments)
+    return model
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_metrics_that_are_attributes_belong_to_a_pass(cores, how):
+    model = model_of(ByHand, metrics=["accuracy"], **how)
+    before = runtime.counts()
+    history = model.fit(X, Y, 16 // cores, 3, verbose=0, validation_data=(X[:40], Y[:40]), cores=cores).history
+    counts = runtime.counts() - before
+    for prefix, size in (("", 77), ("val_", 40)):
+        y_pred, y = model.predict(X[:size], verbose=0), Y[:size]
+        y_pred = torch.from_numpy(y_pred)
+        expected = {
+            "loss": nn.functional.cross_entropy(y_pred, y).item(),
+            "area": torchmetrics.functional.auroc(y_pred, y, "multiclass", num_classes=3).item(),
+            "f1": torchmetrics.functional.f1_score(y_pred, y, "multiclass", num_classes=3, average="macro").item(),
+        }
+        expected["first"] = expected["loss"]
+        for name, value in expected.items():  # the same in each epoch, for the rate is 0
+            assert history[f"{prefix}{name}"] == pytest.approx([value] * 3, abs=1e-5), name
+    assert list(history)[:4] == ["loss", "area", "first", "f1"] and len(history) == 8
+    if how.get("jit_compile") is True:
+        assert counts.host_reads == 0 and not counts.fallbacks and counts.graphs.get("train", 0) <= 2
+    assert [model.f1 is metric for metric in model.metrics] == [False, False, True, False, False]
+    assert model.metrics_names == ["loss", "accuracy", "seen", "f1", "auroc", "unused"]
+    assert model.higher_is_better("val_f1") is True
+    assert int(model.f1.tp.sum()) == 0 and model.f1._update_count == 0
+    model.f1.update(torch.tensor([0, 1]), torch.tensor([0, 1]))  # outside a step it is the user's
+    assert model.f1.compute() == 1.0
+
+
+@pytest.mark.cores(1, 8)
+def test_another_metric_in_its_place_is_noticed(cores):
+    model = model_of(ByHand)
+    model.evaluate(X, Y, 16 // cores, verbose=0, cores=cores)
+    model.f1 = torchmetrics.MeanMetric(nan_strategy="ignore")
+    model.add = lambda x, y, learns: model.f1.update(x.mean()) or {"loss": 2}
+    assert model.evaluate(X[:32], Y[:32], 32 // cores, verbose=0, return_dict=True) == pytest.approx(
+        {"loss": 2.0, "f1": X[:32].mean().item()}
+    )
+    model.add = lambda x, y, learns: {"loss": torchmetrics.MeanMetric()}
+    with pytest.raises(ArgumentError, match=r"by name, got 'loss': MeanMetric\(\)"):
+        model.evaluate(X[:48], Y[:48], 48 // cores, verbose=0)
+    model.add = lambda x, y, learns: {"loss": model.seen.update("a word")}
+    with pytest.raises(ArgumentError, match="inside a step seen.update takes tensors and numbers, got 'a word'"):
+        model.evaluate(X[:24], Y[:24], 24 // cores, verbose=0)
+
+
+class Numbers(tpufit.Model):
+    """Its steps log numbers of the host."""
+
+    steps = 0
+
+    def train_step(self, batch):
+        logs = super().train_step(batch)
+        self.steps += self.counts
+        return {**logs, "number": 0.5, "tensor": torch.tensor([3]), "steps": self.steps}
+
+    def test_step(self, batch):
+        return {**super().test_step(batch), "number": 0.5, "tensor": torch.tensor([3])}
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_a_step_may_log_numbers_of_the_host(cores, how):
+    model = model_of(Numbers, **how)
+    model.counts = 0
+    history = model.fit(X, Y, 16 // cores, 4, verbose=0, validation_data=(X, Y), cores=cores).history
+    constant = {"number": 0.5, "tensor": 3.0, "val_number": 0.5, "val_tensor": 3.0, "steps": 0.0}
+    assert {name: set(history[name]) for name in constant} == {name: {value} for name, value in constant.items()}
+
+
+@pytest.mark.cores(1, 8)
+def test_a_number_that_changes_is_not_frozen(cores):
+    model = model_of(Numbers)
+    model.counts = 1
+    with pytest.warns(UserWarning, match="traced anew on every call, which is slow, because its Python changes"):
+        history = model.fit(X[:64], Y[:64], 16 // cores, 3, verbose=0, cores=cores).history
+    assert history["steps"] == [2.5, 6.5, 10.5]
+    model = model_of(Numbers, jit_compile=True)
+    model.counts = 1
+    with pytest.raises(ReplayError, match=r"its Python changes Numbers\.steps"):
+        model.fit(X, Y, 16 // cores, 3, verbose=0, cores=cores)
+
+
+class Keras(tpufit.Model):
+    """Overrides what a subclass of `keras.Model` may."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred, sample_weight, training) * (1 if training else 2)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {**super().compute_metrics(x, y, y_pred, sample_weight), "largest": y_pred.max() * 0 + 3}
+
+    def get_metrics_result(self):
+        logs = super().get_metrics_result()
+        return {**logs, "wrong": 1 - logs["accuracy"]}
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("how", [{"jit_compile": True}, {"run_eagerly": True}], ids=str)
+def test_the_methods_of_keras_may_be_overridden(cores, how):
+    model = model_of(Keras, metrics=["accuracy"], **how)
+    assert tpufit.Model.get_metrics_result(model) == {}
+    history = model.fit(X, Y, 16 // cores, 2, verbose=0, validation_data=(X, Y), validation_step_freq=2, cores=cores)
+    logs = {name: values[-1] for name, values in history.history.items()}
+    assert logs["val_loss"] == pytest.approx(2 * logs["loss"], abs=1e-5)
+    assert logs["wrong"] == 1 - logs["accuracy"] and logs["val_wrong"] == 1 - logs["val_accuracy"]
+    assert logs["largest"] == logs["val_largest"] == 3.0
+    logs = model.evaluate(X, Y, 16 // cores, verbose=0, return_dict=True)
+    assert model.get_metrics_result() == logs and list(logs) == ["loss", "largest", "accuracy", "wrong"]
+    loss, largest, accuracy = model.test_on_batch(X[:16], Y[:16])
+    assert model.get_metrics_result() == {
+        "loss": loss, "largest": largest, "accuracy": accuracy, "wrong": 1 - accuracy
+    }  # fmt: skip
+
+
+@pytest.mark.cores(1, 8)
+def test_a_loss_of_ones_own_need_not_take_training(cores):
+    class Own(tpufit.Model):
+        def compute_loss(self, x, y, y_pred, sample_weight=None):
+            return super().compute_loss(x, y, y_pred, sample_weight) + 1
+
+    logs = [model_of(kind).evaluate(X, Y, 16 // cores, verbose=0, cores=cores) for kind in (Own, tpufit.Model)]
+    assert logs[0] == pytest.approx(logs[1] + 1, abs=1e-5)

@@ -1,6 +1,7 @@
 """Metrics for each output and with weights are exact on 1 and on 8 cores; what can't be traced runs on the host."""
 
 import re
+from inspect import isfunction
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import tpufit
 from tpufit import metrics, runtime
 from tpufit.errors import ArgumentError, UnknownNameError
 from tpufit.metrics import PassMetrics
+from tpufit.metrics.weighted import RowMean
 from tpufit.runtime import HOST
 
 on_cores = pytest.mark.cores(1, 8, timeout=300)
@@ -156,7 +158,7 @@ def test_weighted_metrics(cores, weighted):
         "size_cost": (error().abs() * weight).sum().item(),
     }
     assert {name: logs[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    assert list(logs)[3:] == list(expected)
+    assert list(logs)[3:] == sorted(expected)  # as in Keras
 
 
 @on_cores
@@ -241,6 +243,15 @@ class Histogram(torchmetrics.Metric):
         return self.total
 
 
+def distance(y_pred, y):
+    """A function's value for each row."""
+    return (y_pred - y[:, None]).abs().amax(1)
+
+
+def with_numpy(y_pred, y):
+    return np.abs(y_pred.numpy() - y.numpy()[:, None]).max()
+
+
 @on_cores
 @pytest.mark.parametrize(
     ("metric", "on_host"),
@@ -255,16 +266,20 @@ class Histogram(torchmetrics.Metric):
         (Counting(), True),
         (Arrays(), True),
         (Histogram(), True),
+        (distance, False),
+        (with_numpy, True),
     ],
-    ids=lambda value: str(value) if isinstance(value, (str, bool)) else type(value).__name__,
+    ids=lambda value: (
+        str(value) if isinstance(value, (str, bool)) else getattr(value, "__name__", type(value).__name__)
+    ),
 )
 def test_exact_with_an_uneven_tail(cores, metric, on_host):
     logs = evaluated(cores, Kind, KIND, "cross_entropy", on_host=on_host, metrics={"it": metric})
     named = {
-        "f1_score": torchmetrics.F1Score(task="multiclass", num_classes=4),
+        "f1_score": torchmetrics.F1Score(task="multiclass", num_classes=4, average="macro"),
         "auroc": torchmetrics.AUROC(task="multiclass", num_classes=4),
     }
-    expected = (named[metric] if isinstance(metric, str) else metric).clone()
+    expected = RowMean(metric) if isfunction(metric) else named.get(metric, metric).clone()
     y_pred, y = outputs()["kind"], torch.from_numpy(KIND)
     for i in range(0, 77, 32):
         expected.update(y_pred[i : i + 32], y[i : i + 32])
@@ -324,10 +339,12 @@ def test_labels_that_the_loss_leaves_out_are_none_to_a_metric(cores, loss, ignor
         "auroc": classification.multiclass_auroc(y_pred, y, 4, ignore_index=ignored).item(),
     }
     named = ["f1", "precision", "recall", "specificity"]
-    for name in named:  # of all classes together, as torchmetrics' default is
+    for name in named:
         of_counted = getattr(classification, f"multiclass_{'f1_score' if name == 'f1' else name}")
-        expected[name] = of_counted(y_pred[counts], y[counts], 4, average="micro").item()
-    named += ["accuracy", "auroc"]
+        for ending, average in (("", "macro"), ("_micro", "micro")):
+            value = of_counted(y_pred[counts], y[counts], 4, average=average)
+            expected[f"{name}{ending}"] = value.item()
+    named = [name for name in expected if name != "weighted_accuracy"]
     logs = evaluated(cores, Last, tokens, loss, WEIGHT, metrics=named, weighted_metrics=["accuracy"])
     assert {name: logs[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
@@ -382,6 +399,7 @@ def test_a_dict_goes_by_outputs_or_by_names():
 
 def test_a_weighted_metric_is_called_so_only_if_it_must():
     assert names(["accuracy"], ["mae", "accuracy"]) == ["accuracy", "mae", "weighted_accuracy"]
+    assert names({"b": ["mse", "acc"]}, {"a": "mae"}, ["b", "a"]) == ["a_mae", "b_acc", "b_mse"]  # as Keras sorts them
     assert names({"a": "mae"}, {"a": "mae", "b": "mae"}, ["a", "b"]) == ["a_mae", "a_weighted_mae", "b_mae"]
 
 

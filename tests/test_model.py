@@ -12,7 +12,7 @@ from torch import nn
 
 import tpufit
 from tpufit.diagnostics.summary import table
-from tpufit.errors import ArgumentError, NotCompiledError, UnknownNameError, NotPicklableError
+from tpufit.errors import ArgumentError, NotCompiledError, NotPicklableError, UnknownNameError
 from tpufit.step import precision
 
 

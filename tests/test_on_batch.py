@@ -30,27 +30,55 @@ def test_a_loop_of_ones_own_is_fit(cores):
     history = fitted.fit(X, Y, 16 // cores, 3, verbose=0, cores=cores).history
     before = runtime.counts()
     for epoch in range(3):
-        own.reset_metrics()
+        logs, rows = [], []
         for batch in own.batches(X, Y, batch_size=16 // cores, epoch=epoch, cores=cores):
-            logs = own.train_on_batch(*batch, return_dict=True)
-        assert dict(logs) == {name: values[epoch] for name, values in history.items()}
+            logs.append(own.train_on_batch(*batch, return_dict=True))
+            rows.append(len(batch[0]))
+        means = {name: np.average([one[name] for one in logs], weights=rows) for name in logs[0]}
+        assert means == pytest.approx({name: values[epoch] for name, values in history.items()}, abs=1e-6)
     counts = runtime.counts() - before
     for name, value in fitted.state_dict().items():
         assert torch.equal(own.state_dict()[name], value), name
     assert not own._engine.programs["train"][0].traced_because
-    assert counts.waits["batch logs"] == 3 and counts.graphs["train"] == 0  # the graphs are those of `fit`
+    assert counts.waits["batch logs"] == 21 and counts.graphs["train"] == 0  # the graphs are those of `fit`
 
 
-def test_values_are_running_means_until_they_are_reset(cores):
+def test_values_are_those_of_the_batch_alone(cores):
     model = make()
-    first = model.test_on_batch(X[:16], Y[:16], cores=cores)
-    both = model.test_on_batch(X[16:48], Y[16:48])
-    assert both == pytest.approx(model.evaluate(X[:48], Y[:48], verbose=0), abs=1e-6)
-    assert model.test_on_batch(X[:16], Y[:16]) == pytest.approx(first, abs=1e-6)  # evaluate began anew
+    model.compile("adamw", "cross_entropy", ["accuracy", "auroc"])  # which keeps whole batches
+    for role in ("test", "train", "test"):
+        for rows in (slice(0, 32), slice(32, 64), slice(64, 96)):
+            logs = model.evaluate(X[rows], Y[rows], verbose=0, cores=cores)
+            if role == "test":
+                assert model.test_on_batch(X[rows], Y[rows]) == pytest.approx(logs, abs=1e-6)
+            else:
+                model.train_on_batch(X[rows], Y[rows])
+    rows = slice(0, 32)
+    later = [model.test_on_batch(X[rows], Y[rows], return_dict=True), model.test_on_batch(X[32:64], Y[32:64])][0]
+    assert list(later.values()) == model.test_on_batch(X[rows], Y[rows])  # also if they are read later
     model.reset_metrics()
-    loss, accuracy = model.test_on_batch(X[16:48], Y[16:48])
-    assert [loss, accuracy] == pytest.approx(model.evaluate(X[16:48], Y[16:48], verbose=0), abs=1e-6)
-    assert model.metrics_names == ["loss", "accuracy"]
+    assert model.test_on_batch(X[rows], Y[rows]) == list(later.values())
+    assert model.metrics_names == ["loss", "accuracy", "auroc"]
+
+
+def test_a_step_that_is_not_finite_has_its_own_number(cores):
+    model = make()
+    model.compile(lambda p: torch.optim.SGD(p, 0.0), "cross_entropy", scale_lr=None)
+    for x in (X[:16], X[16:32], X[:16] * np.nan, X[16:32]):
+        logs = model.train_on_batch(x, Y[:16], return_dict=True, cores=cores)
+    assert logs["loss"] > 0 and model.first_bad_step == 3
+
+
+def test_class_weights_come_after_sample_weights(cores):
+    one, other = make(), make()
+    for model in (one, other):
+        model.compile(lambda p: torch.optim.SGD(p, 0.1), "cross_entropy", scale_lr=None)
+    weights = WEIGHTS * np.array([2.0, 0.5, 1.0], "float32")[Y]
+    logs = one.train_on_batch(X[:32], Y[:32], WEIGHTS[:32], {0: 2.0, 1: 0.5}, True, cores=cores)
+    assert dict(logs) == pytest.approx({"loss": other.train_on_batch(X[:32], Y[:32], weights[:32])}, abs=1e-6)
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value)
+    assert one.train_on_batch(X[:32], Y[:32], class_weight={}) > 0
 
 
 def test_weights_are_current_after_every_batch(cores):

@@ -40,7 +40,7 @@ from .errors import (
     counted,
 )
 from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
-from .metrics import MetricsArgument
+from .metrics import MetricsArgument, metrics_in
 from .optimizers import OptimizerArgument
 from .runtime import HOST, CoresArgument, copies, copy_into, fetch, platform, settled, start, tracing
 from .step import (
@@ -86,7 +86,6 @@ class Model(StepMethods):
         module: The module.
         optimizer: The optimizer of `compile`; the rates in its `param_groups` are numbers that may be set at any time.
         loss: The loss as `compile` was given it; setting it doesn't change what trains.
-        metrics: The metrics of `compile`.
         run_eagerly: The argument of `compile`; the next `fit`, `evaluate` or `predict` takes up another value.
         steps_per_execution: Likewise.
         jit_compile: Likewise, as it was given: `"auto"` (which Keras replaces by True or False), True or False.
@@ -120,7 +119,6 @@ class Model(StepMethods):
     def __init__(self, module: nn.Module) -> None:
         self.module = usable(module)
         self.optimizer: Optimizer | None = None
-        self.metrics: list[Any] = []
         self.history: History | None = None
         self.input_bound: float | None = None
         self.stop_training = self.stop_evaluating = self.stop_predicting = self.out_of_time = False
@@ -181,15 +179,20 @@ class Model(StepMethods):
                 no loss. `"module"`: the loss that the module returns, as Hugging Face's do for batches with
                 `"labels"`; this is the default for a module that takes `labels`. It may be left out if
                 `compute_loss` or `train_step` is overridden.
-            loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1).
-            metrics: Names (`"accuracy"`) and torchmetrics objects, in a list or by name in a dict. For several outputs,
-                in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. The keys of a
-                dict are outputs if `loss` is a dict or one of the values is a list, else names of metrics. Labels that
-                the loss ignores (`ignore_index`) are ignored by `"accuracy"` and `"auroc"` too, and if `ignore_index`
-                isn't the default of -100, by the other names as well.
+            loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1); a dict may
+                leave outputs out.
+            metrics: Names (`"accuracy"`), torchmetrics objects, and functions of (prediction, target), as a loss is,
+                whose values for each row, or for a batch, are averaged over the rows; in a list, or by name in a dict.
+                Of several classes or labels `"f1"`, `"precision"`, `"recall"` and `"specificity"` are the mean of the
+                classes (macro), and `"f1_micro"` and the like are of all together. One-hot targets are classes if the
+                loss is one of classes. For several outputs, in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or
+                `[["accuracy"], "mse"]`. The keys of a dict are outputs if `loss` is a dict or one of the values is a
+                list, else names of metrics. Labels that the loss ignores (`ignore_index`) are ignored by `"accuracy"`
+                and `"auroc"` too, and if `ignore_index` isn't the default of -100, by the other names as well.
             weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
-                `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, and torchmetrics objects whose `update`
-                takes a weight. If one of `metrics` has the same name, theirs gets the prefix `weighted_`.
+                `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, functions that return a value for each
+                row, and torchmetrics objects whose `update` takes a weight. If one of `metrics` has the same name,
+                theirs gets the prefix `weighted_`.
             run_eagerly: Run the steps in plain PyTorch on the host (default False), to debug them with prints and
                 breakpoints.
             steps_per_execution: The number of steps that run as one graph (default 1). More take less of the
@@ -233,7 +236,7 @@ class Model(StepMethods):
         if precision == "bf16-true":
             to_bfloat16([*self.module.parameters(), *self.module.buffers()])
             before.state.renew()
-        self.optimizer, self.metrics = built, config.metrics
+        self.optimizer = built
         if loss is not None:
             self.loss = loss
         self._engine = Engine(self, config, before)
@@ -249,7 +252,7 @@ class Model(StepMethods):
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool | str = True,
-        class_weight: Mapping[int, float] | None = None,
+        class_weight: Mapping[int, float] | str | None = None,
         sample_weight: Any = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
@@ -282,7 +285,8 @@ class Model(StepMethods):
             shuffle: True (default) to give arrays and map-style datasets a new order each epoch, `"batch"` to give it
                 only to each `batch_size` rows among themselves, or False; loaders and iterables keep theirs.
             class_weight: Weights of the rows by class, `{0: 1.0, 1: 5.0}`, for training only; classes left out weigh 1.
-                They are multiplied with `sample_weight`, and work with data of any form.
+                They are multiplied with `sample_weight`, and work with data of any form. `"balanced"`, for a y in one
+                array: rows / (classes * rows of the class), as in scikit-learn.
             sample_weight: One weight a row, with arrays, or one for each element of a sequence, shape `(rows, time)`;
                 for several outputs one array for all, or one for each in the form of `y`.
             initial_epoch: The epoch to begin with, from 0 (default 0).
@@ -524,18 +528,18 @@ class Model(StepMethods):
         x: Any,
         y: Any = None,
         sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
         return_dict: bool = False,
         *,
         cores: CoresArgument = None,
     ) -> Any:
-        """Train on one global batch, for a training loop of your own.
-
-        The logs are running means over the batches since the last `reset_metrics`, `fit` or `compile`, as in Keras.
+        """Train on one global batch, for a training loop of your own. As in Keras, the logs are of this batch alone.
 
         Args:
             x: The inputs: arrays, tensors or a nest of them, with the rows of all cores.
             y: The targets.
             sample_weight: One weight a row.
+            class_weight: Weights of the rows by class, as in `fit`.
             return_dict: Return the logs by name (default False): they wait for the device only if one is read.
             cores: As in `fit`.
 
@@ -549,7 +553,8 @@ class Model(StepMethods):
         """
         require_compiled(self._engine, "train_on_batch")
         require_gradients("train_on_batch")
-        run, _ = on_batch.run_on_batch(self._engine, "train", (x, y, sample_weight), cores, "train_on_batch")
+        parts = (x, y, sample_weight)
+        run, _ = on_batch.run_on_batch(self._engine, "train", parts, cores, "train_on_batch", class_weight)
         return _returned(run.logs(), self.metrics_names, return_dict)
 
     @torch.inference_mode(False)
@@ -562,7 +567,7 @@ class Model(StepMethods):
         *,
         cores: CoresArgument = None,
     ) -> Any:
-        """Evaluate one global batch. Arguments, logs and errors are those of `train_on_batch`.
+        """Evaluate one global batch. Arguments, logs and errors are those of `train_on_batch`, but for `class_weight`.
 
         Source: `keras.Model.test_on_batch`.
         """
@@ -619,7 +624,6 @@ class Model(StepMethods):
             >>> model = tpufit.Model(torch.nn.Linear(2, 2))
             >>> model.compile("sgd", "cross_entropy")
             >>> for epoch in range(2):
-            ...     model.reset_metrics()
             ...     for batch in model.batches(x, y, batch_size=4, epoch=epoch):
             ...         logs = model.train_on_batch(*batch, return_dict=True)
             >>> sorted(logs)
@@ -630,11 +634,21 @@ class Model(StepMethods):
         return data.stream(self._engine.place_on(now), now, seed).epoch(epoch)
 
     def reset_metrics(self) -> None:
-        """Reset the running means of `train_on_batch` and `test_on_batch`.
+        """Forget the logs of `train_on_batch` and `test_on_batch`, as each call of these does anyway.
 
         Source: `keras.Model.reset_metrics`.
         """
         on_batch.reset(self._engine)
+
+    @property
+    def metrics(self) -> list[Any]:
+        """The metrics of `compile`, and the torchmetrics objects among the model's attributes.
+
+        A step of your own updates the latter by hand; they begin anew with each epoch and each evaluation.
+
+        Source: `keras.Model.metrics`.
+        """
+        return [*self._engine.config.metrics, *metrics_in(vars(self)).values()]
 
     @property
     def metrics_names(self) -> list[str]:
@@ -644,7 +658,8 @@ class Model(StepMethods):
         """
         loss = self._engine.config.loss
         parts = loss.names if isinstance(loss, (LossByOutput, SharedLoss)) else []
-        return ["loss", *parts, *(metric.name for metric in self.metrics)]
+        own = metrics_in(vars(self))
+        return ["loss", *parts, *(metric.name for metric in self._engine.config.metrics), *own]
 
     def summary(
         self,
@@ -956,7 +971,9 @@ class Model(StepMethods):
         plain = name.removeprefix("val_")
         if plain == "loss":
             return False
-        return next((metric.higher_is_better for metric in self.metrics if metric.name == plain), None)
+        found = {name: metric.higher_is_better for name, metric in metrics_in(vars(self)).items()}
+        found |= {metric.name: metric.higher_is_better for metric in self._engine.config.metrics}
+        return found.get(plain)
 
 
 _: type[TrainedModel] = Model  # mypy proves that it has all that callbacks may touch

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DataError
-from .loss import Loss, OneLoss
+from .loss import LabelRange, Loss, OneLoss
 from .outputs import Output, check_form, is_nest, output_name, outputs_of, part
 from .weights import weight_of
 
@@ -21,7 +21,7 @@ class LossByOutput:
     Args:
         losses: One loss for each output, by its name in a dict or by its position in a list, in the nest that the
             module returns; None for an output that has none.
-        weights: The factor of each loss in the sum, in the same form (default: 1).
+        weights: The factor of each loss in the sum, in the same form; 1 where a dict leaves it out, or it is None.
         like: What the outputs were taken from, for errors.
 
     Attributes:
@@ -52,8 +52,8 @@ class LossByOutput:
         if not self._losses:
             raise ArgumentError(f"at least one output needs a loss, got loss={losses!r}")
         if weights is not None:
-            check_form(weights, self.outputs, "loss_weights", self._losses)
-        self._weights = {key: 1.0 if weights is None else part(weights, key) for key in self._losses}
+            check_form(weights, self.outputs, "loss_weights", ())
+        self._weights = {key: 1.0 if (own := part(weights, key)) is None else own for key in self._losses}
         for weight in self._weights.values():
             if isinstance(weight, bool) or not isinstance(weight, (int, float)):
                 raise ArgumentError(f"loss_weights must be numbers, got {weight!r}")
@@ -97,12 +97,12 @@ class LossByOutput:
         """The names of the parts' logs; none for a single part."""
         return [f"{output_name(key)}_loss" for key in self._losses] if len(self._losses) > 1 else []
 
-    def label_range(self, y: Any) -> dict[Output, tuple[int, int]] | None:
+    def label_range(self, y: Any) -> dict[Output, LabelRange] | None:
         """Find the range of each output's host labels, where there is something to check, see `Loss.label_range`."""
         found = {key: loss.label_range(part(y, key)) for key, loss in self._losses.items()}
         return {key: labels for key, labels in found.items() if labels is not None} or None
 
-    def check_labels(self, found: Mapping[Output, tuple[int, int]] | None, y_pred: Any = None) -> None:
+    def check_labels(self, found: Mapping[Output, LabelRange] | None, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of its output, see `Loss.check_labels`."""
         for key, labels in (found or {}).items():
             self._losses[key].check_labels(labels, part(y_pred, key))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..data import unpack
+from ..data.batches import host_array
 from ..errors import ArgumentError
 from ..runtime import HOST, Placement, to_device
 from .outputs import described
@@ -18,7 +19,8 @@ class ClassWeight:
     """A table of weights, indexed by the labels of a batch.
 
     Args:
-        weights: A weight for each class; those left out weigh 1.
+        weights: A weight for each class; those left out weigh 1. `"balanced"` weighs the classes of array targets.
+        targets: The array of targets that `"balanced"` counts, in a form that `weigh` takes (default: there is none).
 
     Attributes:
         summary: The table as text: equal texts are of equal weights.
@@ -35,8 +37,10 @@ class ClassWeight:
     Source: `class_weight` of `keras.Model.fit`.
     """
 
-    def __init__(self, weights: Mapping[Any, Any]) -> None:
-        wanted = "class_weight must be a dict of weights by class, such as {0: 1.0, 1: 5.0}, got"
+    def __init__(self, weights: Mapping[Any, Any] | str, targets: Any = None) -> None:
+        wanted = "class_weight must be 'balanced' or a dict of weights by class, such as {0: 1.0, 1: 5.0}, got"
+        if isinstance(weights, str) and weights == "balanced":
+            weights = _balanced(targets)
         if not isinstance(weights, Mapping) or not weights:
             raise ArgumentError(f"{wanted} {weights!r}")
         for label, weight in weights.items():
@@ -79,6 +83,18 @@ class ClassWeight:
         last = len(self._table) - 1
         weight = self._placed[torch.where((labels >= 0) & (labels < last), labels, last)]
         return x, y, weight if sample_weight is None else _product(weight, sample_weight)
+
+
+def _balanced(targets: Any) -> dict[int, float]:
+    """The weight of each class, rows / (classes * its rows), as `sklearn.utils.class_weight` defines it."""
+    if targets is None or isinstance(targets, (Mapping, tuple)):
+        raise ArgumentError(
+            f"class_weight='balanced' counts the labels of one array y, got y = {described(targets)}: pass other data "
+            "with a dict of weights by class"
+        )
+    labels = _labels(host_array(targets))
+    found, counts = labels[labels >= 0].unique(return_counts=True)
+    return dict(zip(found.tolist(), (counts.sum() / (len(found) * counts.double())).tolist(), strict=True))
 
 
 def _labels(y: Tensor) -> Tensor:

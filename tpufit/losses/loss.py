@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ..data.batches import listed
 from ..errors import ArgumentError, BatchError, LabelError, UnknownNameError
+from ..utils.text import dtype_name
 from .outputs import Output, aligned, described
 from .weights import spread
 
@@ -58,6 +59,22 @@ _KERAS = {
 }
 
 
+class LabelRange(NamedTuple):
+    """The class labels of a batch.
+
+    Attributes:
+        smallest: The smallest label.
+        largest: The largest.
+        shape: The targets' shape.
+        dtype: Their dtype.
+    """
+
+    smallest: int
+    largest: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class Loss:
     """A loss as the step uses it: in float32, weighted by sample if asked, its labels checked on the host.
 
@@ -98,7 +115,7 @@ class Loss:
         self.users: Any = self._function
         has_classes = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or self._name in ("cross_entropy", "nll_loss")
         self.ignored: dict[Output | None, int] = {None: getattr(loss, "ignore_index", -100)} if has_classes else {}
-        self._output: tuple[int, ...] = ()  # the shape of the output that labels were last compared with
+        self._classes = 0  # of the output that labels were last compared with
 
     def __call__(self, y_pred: Any, y: Any, sample_weight: Tensor | None = None) -> Tensor:
         """Compute the loss of a batch, a scalar.
@@ -188,14 +205,14 @@ class Loss:
             f"{listed({'output': y_pred, 'target': y})}. {said}"
         )
 
-    def label_range(self, y: Any) -> tuple[int, int] | None:
+    def label_range(self, y: Any) -> LabelRange | None:
         """Find the smallest and largest class in a batch of host labels, if this loss has classes.
 
         Args:
             y: Host targets. Only whole numbers are classes; the ignored label is left out.
 
         Returns:
-            `(smallest, largest)`, or None where there is nothing to check.
+            The range, or None where there is nothing to check.
         """
         if not self.ignored or not isinstance(y, Tensor) or y.is_floating_point() or not y.numel():
             return None
@@ -203,29 +220,30 @@ class Loss:
         found = _range(labels)
         if ignored in found:
             labels = labels[labels != ignored]
-            return _range(labels) if labels.size else None
-        return found
+            if not labels.size:
+                return None
+            found = _range(labels)
+        return LabelRange(*found, y.shape, y.dtype)
 
-    def check_labels(self, found: tuple[int, int] | None, y_pred: Any = None) -> None:
+    def check_labels(self, found: LabelRange | None, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of `y_pred`: the device would compute NaN, or nonsense.
 
         Args:
             found: The range that `label_range` found in the batch.
             y_pred: The module's output, whose dimension 1 is the classes (dimension 0 if it has no other). Left out, it
-                is one like the last: a replayed step has no output to show.
+                has as many as the last: a replayed step has no output to show.
         """
         if found is not None and isinstance(y_pred, Tensor):
-            self._output = tuple(y_pred.shape)
-        if found is None or not self._output:
+            self._classes = y_pred.shape[min(1, y_pred.dim() - 1)]
+        if found is None or not self._classes:
             return
-        classes = self._output[1] if len(self._output) > 1 else self._output[0]
-        smallest, largest = found
+        classes, (smallest, largest, shape, dtype) = self._classes, found
         if smallest < 0 or largest >= classes:
             raise LabelError(
                 f"{self._of}label {largest if largest >= classes else smallest} is outside the module's {classes} "
-                f"classes (0 to {classes - 1}), from an output of shape {self._output}. Number the classes from 0, "
-                "give the last layer more outputs, or mark what shall not count with ignore_index "
-                f"({self.ignored[None]})"
+                f"classes (0 to {classes - 1}), in a batch of targets of shape {tuple(shape)}, {dtype_name(dtype)}. "
+                "Number the classes from 0, give the last layer more outputs, or mark what shall not count with "
+                f"ignore_index ({self.ignored[None]})"
             )
 
 

@@ -22,11 +22,15 @@ def build(
     """Build the metrics of a model.
 
     Args:
-        metrics: Names and torchmetrics objects in a list, or by the name they shall have in a dict; or just one. For
-            several outputs, such metrics for each in a dict or list, one of whose values at least is a list or dict.
+        metrics: Names, torchmetrics objects and functions in a list, or by the name they shall have in a dict; or just
+            one. For several outputs, such metrics for each in a dict or list, one of whose values at least is a list or
+            dict.
         weighted: Metrics that take weights, in the same forms.
         outputs: The outputs of the loss, if it has several: then metrics are by output in any case.
         ignored: The label that an output's loss leaves out, by output: `LossByOutput.ignored`.
+
+    Returns:
+        The metrics, weighted ones last; as in Keras those of outputs by name are sorted by their own names.
 
     Raises:
         UnknownNameError, ArgumentError: See `Metric`; or two metrics have one name, or they are not of the loss's form.
@@ -38,6 +42,7 @@ def build(
         (['a_accuracy', 'b_mae'], ['top'])
     """
     built: list[Metric] = []
+    by_name = False
     for argument, given in (("metrics", metrics), ("weighted_metrics", weighted)):
         taken = {metric.name for metric in built}
         for output, name, metric in _each(given, outputs, argument):
@@ -45,6 +50,9 @@ def build(
             if one.name in taken:
                 one.mark_weighted()
             built.append(one)
+            by_name |= isinstance(output, str)
+    if by_name:
+        built.sort(key=lambda metric: metric.name)
     names = ["loss", *(f"{output_name(output)}_loss" for output in outputs or ()), *(metric.name for metric in built)]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:

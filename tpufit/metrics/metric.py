@@ -3,7 +3,7 @@
 import inspect
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,8 +18,9 @@ from ..runtime import Placement, facts, has_lowering, move
 from ..utils.text import dtype_name
 from .named import TABLE, MetricName
 from .sums import SumTable
+from .weighted import RowMean
 
-MetricArgument = str | torchmetrics.Metric
+MetricArgument = str | torchmetrics.Metric | Callable[[Any, Any], Any]
 
 # The names that torchmetrics' classes give the weights that some of their `update`s take.
 _WEIGHTS = ("sample_weight", "sample_weights", "weight", "weights")
@@ -29,7 +30,8 @@ class Metric:
     """One metric, of one output of the module.
 
     Args:
-        metric: A name, resolved by the shapes of the first batch, or a torchmetrics object, which is cloned.
+        metric: A name, resolved by the shapes of the first batch, a torchmetrics object, which is cloned, or a function
+            of (prediction, target), as a loss is, that returns a value for each row or one for the batch.
         name: The name of its log (default: its own name).
         output: The output that it is for (default: the only one).
         weighted: True if it takes `sample_weight` into account.
@@ -38,10 +40,11 @@ class Metric:
     Attributes:
         name: The name of its log.
         higher_is_better: False if it gets better as it falls; None if nobody knows.
+        users: The part of it that is the user's own code, if any.
 
     Raises:
         UnknownNameError: Nothing goes by that name.
-        ArgumentError: Neither a name nor a torchmetrics object, or one that can't be weighted.
+        ArgumentError: Neither a name nor a torchmetrics object nor a function, or one that can't be weighted.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Metric:
         self._by_name: MetricName | None = None
         self._device_metric: DeviceMetric | None = None  # None until a name is resolved
         self._seen: list[tuple[list[int], str]] | None = None  # the shapes and dtypes that a name was resolved by
+        self.users: Any = None
         if isinstance(metric, str):
             self._by_name = MetricName(metric, weighted, ignored)
             row = self._by_name.row
@@ -66,15 +70,20 @@ class Metric:
             self._device_metric = DeviceMetric(metric.clone(), weight)
             own, takes_weights = _snake_case(type(metric).__name__), bool(weight)
             self.higher_is_better = metric.higher_is_better
+        elif callable(metric) and not isinstance(metric, type):
+            self._device_metric, self.users = DeviceMetric(RowMean(metric), "weight"), metric
+            own, takes_weights = getattr(metric, "__name__", type(metric).__name__).strip("<>"), True
+            self.higher_is_better = None
         else:
             raise ArgumentError(
-                f"a metric must be a name or a torchmetrics object (an instance, not the class), got {metric!r}"
+                "a metric must be a name, a torchmetrics object (an instance, not the class) or a function of "
+                f"(prediction, target), got {metric!r}"
             )
         if weighted and not takes_weights:
             known = ", ".join(repr(name) for name, row in TABLE.items() if row.value is not None)
             raise ArgumentError(
-                f"weighted_metrics can't have {metric!r}, which has no weights. Those that have: {known}, and "
-                f"torchmetrics objects whose update takes {' or '.join(_WEIGHTS)} after the output and the target"
+                f"weighted_metrics can't have {metric!r}, which has no weights. Those that have: {known}, functions, "
+                f"and torchmetrics objects whose update takes {' or '.join(_WEIGHTS)} after the output and the target"
             )
         self._prefix = "" if output is None else f"{output_name(output)}_"
         self.name = f"{self._prefix}{name or own}"
@@ -105,10 +114,10 @@ class Metric:
         y_pred = y_pred.float() if y_pred.dtype is torch.bfloat16 else y_pred
         y_pred, y = compared = aligned(y_pred, y.long() if y.dtype is torch.bool else y)
         if self._by_name is not None:
-            y_pred = self._by_name.with_classes_first(y_pred, y)
+            compared = self._by_name.arranged(y_pred, y)
             if self._device_metric is None:
-                self._resolve(self._by_name, y_pred, y)
-            compared = self._by_name.comparable(y_pred, y)
+                self._resolve(self._by_name, *compared)
+            compared = self._by_name.comparable(*compared)
         assert self._device_metric is not None
         arguments = [*compared, *self._weights(sample_weight, y)]
         # Split over the cores, some metrics' graphs end the process in the partitioner; whole inputs never did.
@@ -159,6 +168,8 @@ class Metric:
         if not self._weighted:
             return [] if counted is None else [counted]
         weight = sample_weight if self._output is None else weight_of(sample_weight, self._output)
+        if weight is None and self.users is not None:
+            return []
         weight = torch.ones(len(y), device=y.device) if weight is None else weight.float()
         return [weight if counted is None else spread(weight, counted.float()) * counted]
 
@@ -168,7 +179,8 @@ class DeviceMetric:
 
     Args:
         metric: The object, which nobody else uses.
-        weight: The name of the weights among the arguments of its `update`; empty if it takes none.
+        weight: The name of the weights among the arguments of its `update`, after an output and a target; empty if it
+            takes none.
         is_traceable: True if the device is known to have all operations of its `update` (default: it is tried).
 
     Attributes:
@@ -192,7 +204,7 @@ class DeviceMetric:
         Args:
             sums: The sums of the pass.
             slot: The metric's number in the pass.
-            arguments: The output, the target, and the weights if it takes them.
+            arguments: Those of its `update`: the output, the target, and the weights if it takes them.
 
         Returns:
             The arguments, if they must be kept for the host; else None.
@@ -253,8 +265,8 @@ class DeviceMetric:
         return changed <= {"metric._update_count"}
 
     def _add(self, metric: torchmetrics.Metric, arguments: Sequence[Tensor]) -> None:
-        y_pred, y, *weights = arguments
-        metric.update(y_pred, y, **dict(zip([self._weight], weights, strict=False)))
+        plain = arguments[:2] if self._weight else arguments
+        metric.update(*plain, **dict(zip([self._weight], arguments[len(plain) :], strict=False)))
 
 
 class _OnlyLowered(TorchDispatchMode):

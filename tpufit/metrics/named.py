@@ -1,25 +1,17 @@
 """Metrics by name: one table, a row a name; and `MetricName`, which resolves a name by the shapes of a batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torchmetrics
 from torch import Tensor
 from torch.nn import functional as F
+from torchmetrics import classification
 
 from ..errors import ArgumentError, UnknownNameError
-from .weighted import WeightedMean, is_correct
-
-
-def _share(classes: int, correct: Tensor) -> Tensor:
-    return correct
-
-
-def _share_of_others(classes: int, correct: Tensor) -> Tensor:
-    """The share of the wrong classes that predictions don't take: a prediction takes none of them, or one."""
-    return 1 - (1 - correct) / (classes - 1)
+from .weighted import WeightedMean, by_class, is_correct
 
 
 @dataclass(frozen=True)
@@ -32,8 +24,8 @@ class NamedMetric:
         by_task: True if the class takes a task, such as "multiclass", which the shapes of a batch tell.
         higher_is_better: False if the metric gets better as it falls.
         value: The value of each element whose weighted mean the metric is; None if it takes no weights.
-        of_labels: `of_labels(classes, correct)`: the metric over all classes together, torchmetrics' default, from the
-            number of classes and the share of labels that are predicted. None if it doesn't follow from these.
+        of_classes: The class of torchmetrics for several classes, if it is made of counts for each class; else None.
+        average: How such a metric is made of these: `"macro"`, the mean of the classes, or `"micro"`, of all together.
     """
 
     make: Callable[..., torchmetrics.Metric]
@@ -41,23 +33,25 @@ class NamedMetric:
     by_task: bool = True
     higher_is_better: bool = True
     value: Callable[[Tensor, Tensor], Tensor] | None = None
-    of_labels: Callable[[int, Tensor], Tensor] | None = None
+    of_classes: Callable[..., torchmetrics.Metric] | None = None
+    average: str = "macro"
 
 
 _error = partial(NamedMetric, by_task=False, higher_is_better=False)
 _l1, _l2 = partial(F.l1_loss, reduction="none"), partial(F.mse_loss, reduction="none")
 TABLE = {
-    "accuracy": NamedMetric(torchmetrics.Accuracy, alias="acc", value=is_correct, of_labels=_share),
+    "accuracy": NamedMetric(torchmetrics.Accuracy, alias="acc", value=is_correct),
     "auroc": NamedMetric(torchmetrics.AUROC),
-    "f1_score": NamedMetric(torchmetrics.F1Score, alias="f1", of_labels=_share),
+    "f1_score": NamedMetric(torchmetrics.F1Score, alias="f1", of_classes=by_class(classification.MulticlassF1Score)),
     "mean_absolute_error": _error(torchmetrics.MeanAbsoluteError, alias="mae", value=_l1),
     "mean_squared_error": _error(torchmetrics.MeanSquaredError, alias="mse", value=_l2),
-    "precision": NamedMetric(torchmetrics.Precision, of_labels=_share),
+    "precision": NamedMetric(torchmetrics.Precision, of_classes=by_class(classification.MulticlassPrecision)),
     "r2_score": NamedMetric(torchmetrics.R2Score, by_task=False),
-    "recall": NamedMetric(torchmetrics.Recall, of_labels=_share),
-    "specificity": NamedMetric(torchmetrics.Specificity, of_labels=_share_of_others),
+    "recall": NamedMetric(torchmetrics.Recall, of_classes=by_class(classification.MulticlassRecall)),
+    "specificity": NamedMetric(torchmetrics.Specificity, of_classes=by_class(classification.MulticlassSpecificity)),
 }
 _ROWS = TABLE | {row.alias: row for row in TABLE.values() if row.alias}
+_ROWS |= {f"{name}_micro": replace(row, average="micro") for name, row in _ROWS.items() if row.of_classes is not None}
 NAMES = sorted(_ROWS)
 
 
@@ -67,7 +61,7 @@ class MetricName:
     Args:
         name: The name.
         weighted: True if it takes `sample_weight` into account.
-        ignored: The label that the loss leaves out, and so the metric, if there is one.
+        ignored: The label that the loss leaves out, and so the metric; None if the loss is none of classes.
 
     Attributes:
         row: The name's row of the table.
@@ -81,6 +75,7 @@ class MetricName:
             raise UnknownNameError("metric", name, NAMES)
         self.row = _ROWS[name]
         self._name, self._weighted, self._ignored = name, weighted, ignored
+        self._ignored_label = ignored  # for labels; in probabilities there is none to ignore
         self._masks = False  # True if ignored labels are left out by weights of 0
         self._classes_at: int | None = None  # the dimension of an output's classes, once a batch has shown it
 
@@ -95,29 +90,41 @@ class MetricName:
             ArgumentError: The shapes tell no task.
         """
         row, classes = self.row, _classes(y_pred, y)
-        if classes and row.of_labels is not None and self._ignored is not None:
-            # torchmetrics would pick the labels that count, which the device can't; here the others weigh nothing.
-            self._masks = True
-            dtype = torch.float32 if self._weighted else torch.int64  # whole numbers are exact
-            return WeightedMean(is_correct, dtype, partial(row.of_labels, classes))
+        # torchmetrics would pick the labels that count, which the device can't; here the others weigh nothing.
+        self._masks = bool(classes) and self._ignored is not None and self._compares_classes
+        if classes and row.of_classes is not None:
+            return row.of_classes(num_classes=classes, average=row.average)
+        if self._masks:
+            return WeightedMean(is_correct, torch.float32 if self._weighted else torch.int64)  # whole numbers are exact
         metric = row.make(**self._task(y_pred, y)) if row.by_task else row.make()
         return WeightedMean(row.value) if self._weighted and row.value is not None else metric
 
-    def with_classes_first(self, y_pred: Tensor, y: Tensor) -> Tensor:
-        """Move an output's classes to dimension 1, where PyTorch has them, if they are last.
+    @property
+    def _compares_classes(self) -> bool:
+        """True if the metric compares the best class with the label, and takes no scores."""
+        return self.row.value is is_correct or self.row.of_classes is not None
 
-        The first batch settles which of the two they are: a later one may be as long as there are classes.
+    def arranged(self, y_pred: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Make labels of one-hot targets and probabilities, and move classes to dimension 1, where PyTorch has them.
+
+        Only the loss tells one-hot targets from those of several labels. The first batch settles where an output's
+        classes are, in dimension 1 or last: a later one may be as long as there are classes.
         """
-        if not self.row.by_task or y_pred.dim() != y.dim() + 1:
-            return y_pred
+        if not self.row.by_task:
+            return y_pred, y
+        if self._ignored is not None and y.is_floating_point() and y.shape == y_pred.shape and y[:1].numel() > 1:
+            self._ignored_label = None
+            return y_pred, y.argmax(1)
+        if y_pred.dim() != y.dim() + 1:
+            return y_pred, y
         found = [at for at in (1, y_pred.dim() - 1) if _classes(y_pred.movedim(at, 1), y)]
         if self._classes_at is None:
             if not found:
-                return y_pred
+                return y_pred, y
             self._classes_at = found[0]
         if self._classes_at not in found:
             raise self._no_task(y_pred, y)
-        return y_pred.movedim(self._classes_at, 1)
+        return y_pred.movedim(self._classes_at, 1), y
 
     def comparable(self, y_pred: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Make an output and its targets small, and of the shapes that torchmetrics compares."""
@@ -126,19 +133,21 @@ class MetricName:
         if not _classes(y_pred, y):
             return y_pred.reshape(y.shape), y.long()
         # The gathered logits of a language model would be huge; but scores can't be told from the best class.
-        return (y_pred if self.row.of_labels is None else y_pred.argmax(1)), y
+        return (y_pred.argmax(1) if self._compares_classes else y_pred), y
 
     def counted(self, y: Tensor) -> Tensor | None:
-        """The mask of the labels that count, where weights of 0 leave out the others."""
-        return torch.ne(y, self._ignored) if self._masks and self._ignored is not None else None
+        """The mask of the labels that count, where weights of 0 leave out the others; probabilities all count."""
+        left_out = self._ignored if self._masks and not y.is_floating_point() else None
+        return None if left_out is None else torch.ne(y, left_out)
 
     def _task(self, y_pred: Tensor, y: Tensor) -> dict[str, object]:
         """The arguments of the metric's class that the shapes tell."""
         classes = _classes(y_pred, y)
         if classes:
-            return {"task": "multiclass", "num_classes": classes, "ignore_index": self._ignored}
+            return {"task": "multiclass", "num_classes": classes, "ignore_index": self._ignored_label}
         if y.dim() == 2 and y.is_floating_point() and y_pred.dim() == 2 and y.shape[1] == y_pred.shape[1] > 1:
-            return {"task": "multilabel", "num_labels": y.shape[1]}
+            average = {} if self.row.of_classes is None else {"average": self.row.average}
+            return {"task": "multilabel", "num_labels": y.shape[1], **average}
         if y_pred.shape[1:].numel() == y.shape[1:].numel() == 1:
             return {"task": "binary"}
         raise self._no_task(y_pred, y)

@@ -4,11 +4,15 @@ Sums stay on the device, inside the step's graph; they are read once a pass, or 
 torchmetrics then computes on the host, from sums over exactly the rows that were seen.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
+import torchmetrics
 from torch import Tensor
 
 from ..errors import ArgumentError, DataError
@@ -16,6 +20,7 @@ from ..runtime import Placement, to_device, to_host
 from .lazy_logs import LazyLogs
 from .metric import Metric
 from .sums import Key, SumTable
+from .tracked import TrackedMetric
 
 # The key of a sum that counts the finite steps. The first step that isn't finite makes it negative, and it stays as it
 # is then: one number tells both. A replayed step doesn't know its own number.
@@ -26,7 +31,7 @@ class PassMetrics(SumTable):
     """The running values of a pass over the data: means of the scalars that its steps return, and metrics.
 
     Args:
-        metrics: The metrics of the pass.
+        metrics: The metrics of the pass: those of `compile`, and those that the model's own steps update.
         placement: Where its steps run.
         watches: True to note the first step that returns a scalar which is not finite (default False).
 
@@ -36,21 +41,26 @@ class PassMetrics(SumTable):
         on_finite: Called with `finite` on the host whenever the sums have been fetched.
     """
 
-    def __init__(self, metrics: Sequence[Metric], placement: Placement, watches: bool = False) -> None:
+    def __init__(self, metrics: Sequence[Metric | TrackedMetric], placement: Placement, watches: bool = False) -> None:
         super().__init__(placement)
         self._metrics, self._watches = list(metrics), watches
         self.kept: list[tuple[int, Sequence[Tensor]]] = []
         self.rows = 0
         self.on_finite: Callable[[Tensor], None] = lambda finite: None
-        self._means: list[str] = []
+        self._returned: list[str] = []  # the names of the logs that steps return: means, and tracked metrics
+        self._slots: dict[str, int] = {}  # the slot of each log that is a metric
         self._batches: list[list[tuple[Tensor, ...]]] = [[] for _ in metrics]
         self._noted: dict[str, Tensor] = {}
-        self._updated = False
 
     @property
     def names(self) -> list[str]:
         """The names of the logs that there are so far."""
-        return [*self._means, *(m.name for m in self._metrics if self._updated)]
+        return list(dict.fromkeys([*self._returned, *self._slots]))
+
+    def tracks(self, metrics: Iterable[torchmetrics.Metric]) -> bool:
+        """True if these objects are the ones that the model's own steps update."""
+        own = [metric.metric for metric in self._metrics if isinstance(metric, TrackedMetric)]
+        return list(map(id, own)) == list(map(id, metrics))
 
     def reset(self) -> None:
         """Begin a new pass."""
@@ -62,6 +72,19 @@ class PassMetrics(SumTable):
         """Begin the trace of a step."""
         super().begin()
         self.kept, self._noted = [], {}
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        """A context for the Python of a step, in which updates of tracked metrics are a part of the step."""
+        with ExitStack() as stack:
+            for slot, metric in enumerate(self._metrics):
+                if isinstance(metric, TrackedMetric):
+                    stack.enter_context(metric.in_step(partial(self._track, slot, metric)))
+            yield
+
+    def _track(self, slot: int, metric: TrackedMetric, arguments: Sequence[Any]) -> None:
+        self._slots.setdefault(metric.name, slot)
+        self._keep(slot, metric.update(self, slot, arguments))
 
     def note(self, logs: Mapping[str, Tensor]) -> None:
         """Log scalars besides those that the step will return, inside that step. A returned one of the same name wins.
@@ -79,26 +102,34 @@ class PassMetrics(SumTable):
             rows: The number of rows of the batch.
 
         Raises:
-            ArgumentError: One of them is no scalar tensor.
+            ArgumentError: One of them is no number, no tensor of one element and no tracked metric.
         """
         noted, self._noted = self._noted, {}
-        values = {**logs, **{name: noted[name] for name in noted if name not in logs}}
-        for name, value in values.items():
-            if not isinstance(value, Tensor) or value.numel() != 1:
+        slots = {id(metric.metric): i for i, metric in enumerate(self._metrics) if isinstance(metric, TrackedMetric)}
+        scalars: list[Tensor] = []
+        for name, value in {**logs, **{name: noted[name] for name in noted if name not in logs}}.items():
+            if name not in self._returned:
+                self._returned.append(name)
+            if (slot := slots.get(id(value))) is not None:
+                own = self._metrics[slot].name
+                if self._slots.get(own) == slot and own not in self._returned:
+                    del self._slots[own]
+                self._slots[name] = slot
+                continue
+            if not isinstance(value, (Tensor, Real)) or (isinstance(value, Tensor) and value.numel() != 1):
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise ArgumentError(f"a step must return scalar tensors by name, got {name!r}: {what}")
-            if name not in self._means:
-                self._means.append(name)
+                raise ArgumentError(f"a step must return numbers or scalar tensors by name, got {name!r}: {what}")
+            scalars.append(self.placed(value).float().reshape(()))
             # Kahan's summation, with the part that rounding has taken from the sum so far: a plain float32 sum would be
             # off in the fifth digit after some ten thousand batches.
             total, lost = self.get((name, "total"), torch.zeros(())), self.get((name, "lost"), torch.zeros(()))
-            addend = value.detach().float().reshape(()) * rows - lost
+            addend = scalars[-1] * rows - lost
             new = total + addend
             self.set((name, "total"), new)
             self.set((name, "lost"), (new - total) - addend)
-        if self._watches and values:
+        if self._watches and scalars:
             steps = self.get(_FINITE, torch.zeros((), dtype=torch.int32))
-            finite = torch.stack([value.detach().float().reshape(()) for value in values.values()]).isfinite().all()
+            finite = torch.stack(scalars).isfinite().all()
             self.set(_FINITE, torch.where(steps < 0, steps, torch.where(finite, steps + 1, -1 - steps)))
 
     @property
@@ -110,11 +141,14 @@ class PassMetrics(SumTable):
     def update_metrics(self, y_pred: Any, y: Any, sample_weight: Any = None) -> None:
         """Add a batch to every metric, inside a step."""
         for slot, metric in enumerate(self._metrics):
-            batch = metric.update(self, slot, y_pred, y, sample_weight)
-            if batch is not None:
-                # Clones: a graph gives each output once, and two metrics may keep the same tensor, or two views of it.
-                self.kept.append((slot, [tensor.clone() for tensor in batch]))
-        self._updated = bool(self._metrics)
+            if isinstance(metric, Metric):
+                self._slots[metric.name] = slot
+                self._keep(slot, metric.update(self, slot, y_pred, y, sample_weight))
+
+    def _keep(self, slot: int, batch: Sequence[Tensor] | None) -> None:
+        if batch is not None:
+            # Clones: a graph gives each output once, and two metrics may keep the same tensor, or two views of it.
+            self.kept.append((slot, [tensor.clone() for tensor in batch]))
 
     def count(self, rows: int, kept: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
         """Note a group of steps that has been started.
@@ -142,7 +176,8 @@ class PassMetrics(SumTable):
 
     def take(self) -> tuple[dict[str, Tensor], int]:
         """Take the sums behind the means, by name and on the device, and the number of rows; a new pass begins."""
-        taken = {name: self.tensors[self._index[name, "total"]] for name in self._means}, self.rows
+        means = [name for name in self._returned if name not in self._slots]
+        taken = {name: self.tensors[self._index[name, "total"]] for name in means}, self.rows
         self.reset()
         return taken
 
@@ -158,8 +193,8 @@ class PassMetrics(SumTable):
             tensors |= {f"batch/{slot}/{i}/{j}": t for i, batch in enumerate(batches) for j, t in enumerate(batch)}
         state = {
             "keys": [list(key) for key in self._index],
-            "means": self._means,
-            "updated": self._updated,
+            "means": self._returned,
+            "updated": self._slots,
             "rows": self.rows,
             "batches": [[len(batch) for batch in batches] for batches in self._batches],
             "metrics": [metric.state_dict() for metric in self._metrics],
@@ -182,7 +217,10 @@ class PassMetrics(SumTable):
         for metric, own in zip(self._metrics, state["metrics"], strict=True):
             metric.load_state_dict(own)
         self._index = {(owner, name): i for i, (owner, name) in enumerate(state["keys"])}
-        self._means, self._updated, self.rows = list(state["means"]), state["updated"], state["rows"]
+        self._returned, self.rows, updated = list(state["means"]), state["rows"], state["updated"]
+        # True and False are version 0.1.0's.
+        every = {metric.name: slot for slot, metric in enumerate(self._metrics)}
+        self._slots = dict(updated) if isinstance(updated, Mapping) else every if updated else {}
         self._defaults = [tensors[f"default/{i}"] for i in range(len(self._index))]
         sums = [tensors[f"sum/{i}"] for i in range(len(self._index))]
         self.tensors = to_device(sums, self.placement)
@@ -195,7 +233,7 @@ class PassMetrics(SumTable):
         """A function that reads this moment's values, whenever it is called: it holds this moment's tensors."""
         rows, sums, finite = self.rows, self.tensors, self._index.get(_FINITE)
         tell = self.on_finite  # this pass's, though a later pass may have begun when the values are read
-        lists, sizes = self._batches, [len(batches) for batches in self._batches]
+        lists, sizes, names = self._batches, [len(batches) for batches in self._batches], self.names
 
         def read(reason: str) -> dict[str, Any]:
             kept = [batches[:size] for batches, size in zip(lists, sizes, strict=True)]
@@ -203,14 +241,16 @@ class PassMetrics(SumTable):
             rest = iter(host[len(sums) :])
             if finite is not None:
                 tell(host[finite])
-            values: dict[str, Any] = {
-                name: float(np.float64(host[self._index[name, "total"]].item()) / rows) for name in self._means
-            }
-            for slot, metric in enumerate(self._metrics if self._updated else ()):
-                fetched = [[next(rest) for _ in batch] for batch in kept[slot]]
+            fetched = [[[next(rest) for _ in batch] for batch in batches] for batches in kept]
+
+            def value(name: str) -> Any:
+                slot = self._slots.get(name)
+                if slot is None:
+                    return float(np.float64(host[self._index[name, "total"]].item()) / rows)
                 own = {key[1]: host[i] for key, i in self._index.items() if key[0] == slot}
-                values[metric.name] = metric.compute(own, fetched)
-            return values
+                return self._metrics[slot].compute(own, fetched[slot])
+
+            return {name: value(name) for name in names}
 
         return read
 

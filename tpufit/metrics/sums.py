@@ -1,5 +1,8 @@
 """`SumTable`: the sums that the steps of a pass add to, on the device."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from ..runtime import Placement, to_device
@@ -47,6 +50,13 @@ class SumTable:
     def set(self, key: Key, value: Tensor) -> None:
         """Replace a sum, inside a step."""
         self.tensors[self._index[key]] = self.placement.pin(value)
+
+    def placed(self, value: Any) -> Tensor:
+        """A value of the step's Python as a tensor where the steps run: a number or a host tensor is sent there."""
+        tensor = torch.as_tensor(value).detach()
+        if tensor.dtype in (torch.bfloat16, torch.float64):
+            tensor = tensor.float()
+        return to_device([tensor], self.placement)[0] if tensor.device.type == "cpu" else tensor
 
     def reset(self) -> None:
         """Return every sum to its default."""

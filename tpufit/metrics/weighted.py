@@ -1,10 +1,12 @@
-"""`WeightedMean`: metrics that are means over elements, by the elements' weights."""
+"""Metrics that torchmetrics has not, or not such that the device can update them: weighted means and counts."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torchmetrics
 from torch import Tensor
+from torchmetrics.classification import MulticlassStatScores
 from torchmetrics.utilities.compute import normalize_logits_if_needed
 
 from ..errors import ArgumentError
@@ -19,7 +21,6 @@ class WeightedMean(torchmetrics.Metric):
     Args:
         value: `value(y_pred, y)`: the value of each element, shape `(batch, ...)`.
         dtype: The dtype of the sums (default: float32).
-        finish: Makes the result of the mean (default: it is the mean).
 
     Example:
         >>> metric = WeightedMean(torch.sub)
@@ -32,24 +33,20 @@ class WeightedMean(torchmetrics.Metric):
     total: Tensor
     weight: Tensor
 
-    def __init__(
-        self,
-        value: Callable[[Tensor, Tensor], Tensor],
-        dtype: torch.dtype = torch.float32,
-        finish: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, value: Callable[[Tensor, Tensor], Any], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self._value, self._sum_dtype, self._finish = value, dtype, finish
+        self._value, self._sum_dtype = value, dtype
         self.add_state("total", torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
         self.add_state("weight", torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
 
-    def update(self, y_pred: Tensor, y: Tensor, weight: Tensor) -> None:
+    def update(self, y_pred: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch.
 
         Args:
             y_pred: The output, shape `(batch, ...)`.
             y: The targets, of the same shape.
-            weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape `(batch, time)`.
+            weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape `(batch, time)`
+                (default: all weigh 1).
         """
         if y_pred.shape != y.shape:
             raise ArgumentError(
@@ -57,14 +54,75 @@ class WeightedMean(torchmetrics.Metric):
                 f"{tuple(y_pred.shape)} and {tuple(y.shape)}"
             )
         values = self._value(y_pred, y).to(self._sum_dtype)
-        weight = spread(weight, values)
+        weight = torch.ones_like(values) if weight is None else spread(weight, values)
         self.total = self.total + (values * weight).sum()
         self.weight = self.weight + weight.expand_as(values).sum()
 
     def compute(self) -> Tensor:
-        """Compute the result."""
-        mean = self.total / self.weight
-        return mean if self._finish is None else self._finish(mean)
+        """Compute the mean."""
+        return self.total / self.weight
+
+
+class RowMean(WeightedMean):
+    """The mean over rows of what a function says of each batch.
+
+    Args:
+        value: `value(y_pred, y)`: a value for each row, shape `(batch, ...)`, or one number for the whole batch.
+
+    Example:
+        >>> metric = RowMean(lambda y_pred, y: (y_pred - y).abs().max())
+        >>> metric.update(torch.tensor([3.0]), torch.zeros(1))
+        >>> metric.update(torch.ones(3), torch.zeros(3))
+        >>> float(metric.compute())
+        1.5
+
+    Source: `keras.metrics.MeanMetricWrapper`.
+    """
+
+    def update(self, y_pred: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
+        """Add a batch; see `WeightedMean.update`. The weights need a value for each row."""
+        values = torch.as_tensor(self._value(y_pred, y), device=y_pred.device).float()
+        if values.numel() == 1 and weight is None:
+            values = values.reshape(1).expand(len(y_pred))
+        if values.dim() == 0 or len(values) != len(y_pred):
+            raise ArgumentError(
+                f"a metric's function must return one value for each of {len(y_pred)} rows"
+                f"{' that weights are for' if weight is not None else ', or one number'}, got shape "
+                f"{tuple(values.shape)}"
+            )
+        weights = torch.ones(len(values), device=values.device) if weight is None else weight
+        weights = spread(weights, values).expand_as(values)
+        self.total = self.total + (values * weights).reshape(len(values), -1).mean(1).sum()
+        self.weight = self.weight + weights.reshape(len(values), -1).mean(1).sum()
+
+
+def by_class(kind: type[MulticlassStatScores]) -> type[MulticlassStatScores]:
+    """Make a variant of a class of torchmetrics that counts for each class, with labels that weigh nothing.
+
+    torchmetrics' own (1.9) pick the labels that count, and on XLA need memory for each row and each pair of classes.
+
+    Args:
+        kind: The class. Its average must be `"macro"` or `"micro"`.
+    """
+    return type(kind.__name__, (_Counting, kind), {})
+
+
+class _Counting(MulticlassStatScores):
+    def update(self, preds: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
+        """Add a batch of classes; those of weight 0 don't count."""
+        preds, target = preds.flatten(), target.flatten()
+        counts = torch.ones_like(target) if weight is None else weight.flatten().long()
+        if self.average == "micro":
+            tp = ((preds == target) * counts).sum()
+            fp = fn = ((preds != target) * counts).sum()
+            total = counts.sum() * (self.num_classes or 0)
+        else:
+            classes = torch.arange(self.num_classes or 0, device=preds.device)
+            predicted, labelled = (preds[:, None] == classes), (target[:, None] == classes) * counts[:, None]
+            tp = (predicted * labelled).sum(0)
+            fp, fn = (predicted * counts[:, None]).sum(0) - tp, labelled.sum(0) - tp
+            total = counts.sum()
+        self._update_state(tp, fp, total - tp - fp - fn, fn)
 
 
 def is_correct(y_pred: Tensor, y: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ class StepContext:
 
     Attributes:
         metrics: The sums that the step adds to.
-        rows: The number of rows in the batch, over all cores.
+        rows: The number of rows in the batch, over all cores; 0 outside any step.
         labels: The range of the batch's class labels, see `Loss.label_range`.
         update: The plan for the step's gradients: accumulate or take an optimizer step.
     """

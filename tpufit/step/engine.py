@@ -69,10 +69,13 @@ class UserModel(Protocol):
     def predict_step(self, batch: Any) -> Any:
         """Compute the outputs for a batch."""
 
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Compute the logs of the pass that was run last."""
+
 
 # The attributes of `Model` itself. No step depends on them, and `fit` changes some: as state of the user's Python they
 # would only force new graphs.
-_OURS = {*UserModel.__annotations__, "metrics", "_engine"}
+_OURS = {*UserModel.__annotations__, "_engine"}
 
 
 class Runner(Protocol):
@@ -80,6 +83,9 @@ class Runner(Protocol):
 
     role: str
     group: Sequence[DeviceBatch]
+
+    def computed(self) -> dict[str, Any]:
+        """Compute the logs of its pass so far."""
 
 
 @dataclass
@@ -151,7 +157,7 @@ class Engine:
         programs: The program of each role, and the sums that its steps add to.
         runners: The newest runner of each role.
         batch_runners: The runner of each `*_on_batch` method, by role.
-        latest: The runner that started the last step.
+        latest: The runner that started the last step, or whose logs were read last.
         keys: The registry that numbers the parts of graph keys.
         log: The record of the steps that have run.
         observed: The facts about the module that its first step reveals.
@@ -282,6 +288,7 @@ class Engine:
         own = {f"{kind.__name__}.{name}": value for name, value in vars(model).items() if name not in _OURS}
         users = self.config.loss and self.config.loss.users
         parts = {kind.__name__: kind, type(model.module).__name__: model.module, "loss": users, "transform": transform}
+        parts |= {metric.name: metric.users for metric in self.config.metrics if metric.users is not None}
         return facts(parts | own)
 
     def note_formats(self, products: set[torch.dtype]) -> None:

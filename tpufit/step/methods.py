@@ -4,6 +4,7 @@ Steps are traced, like a `tf.function`: their Python runs while a graph is captu
 device. For later batches the graph is replayed, without the Python.
 """
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -112,7 +113,7 @@ class StepMethods:
             y_pred = call(self.module, x)
         return fetch(y_pred, "outputs") if from_host and not tracing() else y_pred
 
-    def train_step(self, batch: Any) -> dict[str, Tensor]:
+    def train_step(self, batch: Any) -> dict[str, Any]:
         """Update the weights once. Override this for a custom training step.
 
         Args:
@@ -120,23 +121,23 @@ class StepMethods:
                 device.
 
         Returns:
-            Scalars by name, each the mean over the batch. The logs are their running means over the epoch's rows, plus
-            the metrics.
+            Scalars by name, each the mean over the batch: tensors, or numbers that stay the same. The logs are their
+            running means over the epoch's rows, plus the metrics. torchmetrics objects among the model's attributes,
+            which a step updates by hand, are logged too: under the attribute's name, or under the one that
+            `{"name": self.metric.compute()}` gives.
         """
         x, y, sample_weight = unpack(batch)
         y_pred = self(x)
-        loss = self.compute_loss(x, y, y_pred, sample_weight)
+        loss = _loss(self, x, y, y_pred, sample_weight, training=True)
         self.apply_gradients(loss)
-        self.update_metrics(x, y, y_pred, sample_weight)
-        return {"loss": loss}
+        return {"loss": loss, **self.compute_metrics(x, y, y_pred, sample_weight)}
 
-    def test_step(self, batch: Any) -> dict[str, Tensor]:
+    def test_step(self, batch: Any) -> dict[str, Any]:
         """Evaluate one batch: as `train_step`, but without gradients and without an update."""
         x, y, sample_weight = unpack(batch)
         y_pred = self(x)
-        loss = self.compute_loss(x, y, y_pred, sample_weight)
-        self.update_metrics(x, y, y_pred, sample_weight)
-        return {"loss": loss}
+        loss = _loss(self, x, y, y_pred, sample_weight, training=False)
+        return {"loss": loss, **self.compute_metrics(x, y, y_pred, sample_weight)}
 
     def predict_step(self, batch: Any) -> Any:
         """Compute the outputs for a batch: a tensor or a nest of tensors, with the batch's rows as first dimension.
@@ -146,7 +147,9 @@ class StepMethods:
         x, _, _ = unpack(batch)
         return losses.logits_of(self(x))
 
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Tensor:
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Tensor:
         """Compute the loss of a batch, a scalar in float32. Several losses are summed by weight, and each is logged.
 
         Args:
@@ -155,6 +158,7 @@ class StepMethods:
             y_pred: The module's output.
             sample_weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape
                 `(batch, time)`; for several outputs one tensor for all, or one for each; or None.
+            training: False in an evaluation (default True), for a loss of your own. An override may leave it out.
 
         Raises:
             NotCompiledError: `compile` was given no loss.
@@ -214,6 +218,55 @@ class StepMethods:
             sample_weight: As in `compute_loss`. Only metrics in `weighted_metrics` weigh, as in Keras.
         """
         self._engine.context.metrics.update_metrics(*_compared(x, y, y_pred), sample_weight)
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        """Add a batch to the metrics, and give what else to log of it. Override this for logs of your own.
+
+        Args:
+            x: The inputs, for metrics of your own.
+            y: The targets.
+            y_pred: The module's output.
+            sample_weight: As in `update_metrics`.
+
+        Returns:
+            Scalars by name, as `train_step` returns them (default: none). The metrics themselves are not among them:
+            their values are known only once the steps have run, see `get_metrics_result`.
+
+        Source: `keras.Model.compute_metrics`.
+        """
+        self.update_metrics(x, y, y_pred, sample_weight)
+        return {}
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Compute the logs of the pass run last. Override this for logs made of others: it is called after each pass.
+
+        **This waits** for the device. Inside a step, where no value is known yet, there are none.
+
+        Returns:
+            The loss and the metrics, as floats by name; empty before the first step.
+
+        Example:
+            >>> import torch, tpufit
+            >>> class Own(tpufit.Model):
+            ...     def get_metrics_result(self):
+            ...         logs = super().get_metrics_result()
+            ...         return {**logs, "rmse": logs["loss"] ** 0.5}
+            >>> model = Own(nn.Linear(1, 1))
+            >>> model.compile("sgd", "mse")
+            >>> logs = model.evaluate(torch.ones(4, 1), torch.ones(4, 1), verbose=0, return_dict=True)
+            >>> logs["rmse"] == logs["loss"] ** 0.5
+            True
+
+        Source: `keras.Model.get_metrics_result`.
+        """
+        engine = self._engine
+        return {} if engine.latest is None or engine.context.rows else engine.latest.computed()
+
+
+def _loss(model: StepMethods, *batch: Any, training: bool) -> Tensor:
+    """Compute the loss of `(x, y, y_pred, sample_weight)`. An override need not take `training`, as in Keras."""
+    takes = "training" in inspect.signature(model.compute_loss).parameters
+    return model.compute_loss(*batch, **({"training": training} if takes else {}))
 
 
 def _compared(x: Any, y: Any, y_pred: Any) -> tuple[Any, Any]:

@@ -8,18 +8,19 @@ of the nest's leaves, and then a vector of learning rates for each attached opti
 `StepRunner._inputs` writes that list, and `StepRunner._body`, the Python that is traced, reads it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torchmetrics
 from torch import Tensor
 
 from .. import optimizers
 from ..diagnostics.summary import noting_outputs
-from ..metrics import LazyLogs, PassMetrics, first_bad
+from ..metrics import LazyLogs, PassMetrics, TrackedMetric, first_bad, metrics_in
 from ..optimizers import UpdatePlan
 from ..runtime import LENIENT, InFlight, Program, sharded_norms, to_host
 from ..utils.random import step_seed
@@ -89,13 +90,19 @@ class StepRunner:
             state.drop_gradients()
             for optimizer in state.named_optimizers().values() if not state.placement.on_host else ():
                 state.attach(optimizer)
-        if role not in engine.programs or engine.programs[role][0].jit_compile != engine.config.jit_compile:
-            engine.programs[role] = self._build()
+        tracked = metrics_in(vars(engine.model)) if role != "predict" else {}
+        program, sums = engine.programs.get(role, (None, None))
+        if (
+            program is None
+            or sums is None
+            or program.jit_compile != engine.config.jit_compile
+            or not sums.tracks(tracked.values())
+        ):
+            engine.programs[role] = self._build(tracked)
         self._program, self._metrics = engine.programs[role]
         # A program and its graphs outlive the pass; each pass brings its own Python and policy.
         self._program.begin_pass(self._python_state, strict)
-        self._metrics.reset()
-        self._metrics.on_finite = partial(self._note_finite, state.numbers.step)
+        self.restart()
         self._keys = PassKeys(engine.keys, role, engine.model.module, transform, self._python_state, now)
         engine.runners[role] = self
 
@@ -189,8 +196,18 @@ class StepRunner:
         return self._metrics.lazy()
 
     def results(self) -> dict[str, Any]:
-        """Return the logs of the whole pass, as numbers. This is the pass's one wait for the device."""
+        """Return the logs of the whole pass as the model's `get_metrics_result` gives them: the pass's one wait."""
+        self._engine.latest = self
+        return self._engine.model.get_metrics_result()
+
+    def computed(self) -> dict[str, Any]:
+        """Compute the logs of the pass so far, as numbers. **This waits** for the device."""
         return self._metrics.results("logs")
+
+    def restart(self) -> None:
+        """Begin the logs anew."""
+        self._metrics.reset()
+        self._metrics.on_finite = partial(self._note_finite, self._engine.state.numbers.step)
 
     def look(self) -> int | None:
         """Return the first step of the `fit` so far whose logs are not finite. **This waits** for the last step."""
@@ -312,14 +329,17 @@ class StepRunner:
         """Run the Python of one step."""
         engine, metrics = self._engine, self._metrics
         if self.role == "train":
-            logs = engine.model.train_step(batch)
+            with metrics.tracking():
+                logs = engine.model.train_step(batch)
             engine.observed.loss = getattr(logs.get("loss"), "dtype", None)
             metrics.add_means(logs, rows)
             return None
         with torch.no_grad():
             if self.role == "predict":
                 return engine.model.predict_step(batch)
-            metrics.add_means(engine.model.test_step(batch), rows)
+            with metrics.tracking():
+                logs = engine.model.test_step(batch)
+            metrics.add_means(logs, rows)
             return None
 
     def _hold_back(self, group: Sequence[DeviceBatch]) -> None:
@@ -338,10 +358,11 @@ class StepRunner:
         summary = {} if weights is None else {"class_weight": weights.summary}
         return self._engine.python_state(self._transform) | summary
 
-    def _build(self) -> tuple[Program, PassMetrics]:
+    def _build(self, tracked: Mapping[str, torchmetrics.Metric]) -> tuple[Program, PassMetrics]:
         engine, learns = self._engine, self.role == "train"
         placement = engine.state.placement
-        metrics = PassMetrics(engine.config.metrics if self.role != "predict" else [], placement, learns)
+        own = engine.config.metrics if self.role != "predict" else []
+        metrics = PassMetrics([*own, *(TrackedMetric(*pair) for pair in tracked.items())], placement, learns)
         program = Program(
             placement=placement,
             role=self.role,

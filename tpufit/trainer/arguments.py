@@ -39,7 +39,7 @@ class TrainingData:
     batch_size: int | None = None
     shuffle: bool | str = True
     steps_per_epoch: int | None = None
-    class_weight: Mapping[int, float] | None = None
+    class_weight: Mapping[int, float] | str | None = None
 
     def weigher(self, engine: Engine) -> ClassWeight | None:
         """Return the class weights, checked.
@@ -47,9 +47,9 @@ class TrainingData:
         Raises:
             ArgumentError: The weights are used with several outputs, or are no weights.
         """
-        if self.class_weight is None or (isinstance(self.class_weight, Mapping) and not self.class_weight):
+        if self.class_weight is None or self.class_weight == {}:
             return None
-        weigher = ClassWeight(self.class_weight)
+        weigher = ClassWeight(self.class_weight, self.y)
         if isinstance(engine.config.loss, LossByOutput):
             raise ArgumentError(
                 "class_weight goes with one output only, and the loss has several: pass sample_weight in the form of y"

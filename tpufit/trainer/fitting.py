@@ -47,6 +47,7 @@ def run_fit(
     require_gradients("fit")
     optimizers.required(engine.model.optimizer)
     verbosity, given = resolve_verbose(verbose), CallbackList(callbacks).callbacks
+    train, validation = validation.split_off(train)  # first: the balance of classes is that of the rows to train on
     options = FitOptions(schedule.policy(engine), train.weigher(engine))
     resumed = find_checkpoint(schedule.resume, given)
     # A resumed run keeps its seed, which the order of the data depends on.
@@ -54,7 +55,6 @@ def run_fit(
     # Only now: a process can settle its cores once, so bad arguments must be found before.
     settled = start(cores, f"fit(cores={cores!r})")
     placement = engine.place_on(settled)
-    train, validation = validation.split_off(train)
     data = train.stream(placement, settled, seed)
     held_out = validation.build(placement, settled, train.batch_size, data.steps)
     schedule.apply_limit([data] if held_out is None else [data, held_out.stream])

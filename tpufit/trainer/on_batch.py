@@ -1,18 +1,25 @@
 """Single batches, for custom training loops: `train_on_batch`, `test_on_batch`, `predict_on_batch`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..data.batches import as_tensors
-from ..runtime import Cores, CoresArgument, start
+from ..losses import ClassWeight
+from ..runtime import HOST, Cores, CoresArgument, start
 from ..step import Engine, StepRunner, modes_kept
 from ..utils.random import draw_seed
 from .fitting import scale_rates
 
 
 def run_on_batch(
-    engine: Engine, role: str, parts: tuple[Any, Any, Any], cores: CoresArgument, method: str
+    engine: Engine,
+    role: str,
+    parts: tuple[Any, Any, Any],
+    cores: CoresArgument,
+    method: str,
+    class_weight: Mapping[int, float] | None = None,
 ) -> tuple[StepRunner, Any]:
     """Run one step on one global batch.
 
@@ -22,17 +29,21 @@ def run_on_batch(
         parts: The inputs, the targets and the sample weights; the latter two may be None.
         cores: The argument of the method.
         method: The method's name, for errors.
+        class_weight: The weights of the rows by class (default: none).
 
     Returns:
-        The runner, whose logs go on from call to call, and the outputs of the step.
+        The runner, whose logs are of this batch alone, and the outputs of the step.
     """
-    run = _runner(engine, role, start(cores, f"{method}(cores={cores!r})"))
     used = max(i for i, part in enumerate(parts) if part is not None or i == 0) + 1
+    batch = as_tensors(parts[:used])
+    if class_weight:
+        batch = ClassWeight(class_weight).weigh(batch, HOST)
+    run = _runner(engine, role, start(cores, f"{method}(cores={cores!r})"))
     with modes_kept(engine.model.module):
         engine.model.module.train(role == "train")
         try:
             with engine.noticing_loss():
-                return run, run([run.send(as_tensors(parts[:used]))])
+                return run, run([run.send(batch)])
         finally:
             engine.expose()
 
@@ -43,7 +54,7 @@ def reset(engine: Engine) -> None:
 
 
 def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
-    """Return the runner of single batches: a new one after another pass, or after the metrics were reset."""
+    """Return the runner of single batches, its logs begun anew: another one after another pass, or a reset."""
     placement = engine.place_on(cores)
     run = engine.batch_runners.get(role)
     if run is None or placement != engine.state.placement or not run.is_current:
@@ -54,4 +65,6 @@ def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
         run = engine.batch_runners[role] = StepRunner(engine, role)
         if role != "train":
             run.tally.seed = draw_seed()
+    else:
+        run.restart()
     return run
