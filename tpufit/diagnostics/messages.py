@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from ..errors import counted
+from ..runtime import cure_of
 from ..utils.hardware import cpus
 
 # The share of the time, and the seconds, from which on a thing is worth a sentence.
@@ -20,20 +21,10 @@ def traced(role: str, cause: str) -> str:
 
     Example:
         >>> print(traced("train", "its Python draws random numbers at net.py:8"))
-        the train step is traced anew on every call, because its Python draws random numbers at net.py:8: draw on the \
+        the train step is traced anew on every call, because its Python draws random numbers at net.py:8. Draw on the \
 device (torch.rand(..., device=x.device)) or in the data set
     """
-    if "draws" in cause:
-        cure = "draw on the device (torch.rand(..., device=x.device)) or in the data set"
-    elif "on the host" in cause:
-        cure = "see below what to do about that operation"
-    elif "reads a value" in cause:
-        cure = "return the value from train_step as a log, choose with torch.where instead of if, or leave it out"
-    elif "jit_compile" in cause:
-        cure = "leave jit_compile at 'auto'"
-    else:
-        cure = "keep counts in a buffer on the device, and what changes out of the step's Python"
-    return f"the {role} step is traced anew on every call, because {cause}: {cure}"
+    return f"the {role} step is traced anew on every call, because {cause}. {cure_of(cause)}"
 
 
 def fallen(operation: str, times: int, line: str, cure: str) -> str:

@@ -85,7 +85,8 @@ class _TensorScalars(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        if not kwargs:
+            return func(*args)
         for scalar in ("alpha", "value"):
             if isinstance(kwargs.get(scalar), Tensor):
                 target, first, *rest = args

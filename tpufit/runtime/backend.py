@@ -147,8 +147,8 @@ class Backend(Protocol):
     def timing(self, phase: str, function: Any) -> Any:
         """Wrap a function to count its time."""
 
-    def cure_of(self, operation: str) -> str:
-        """The cure for an operation that runs on the host."""
+    def cure_of(self, cause: str) -> str:
+        """The cure for what keeps a step from being replayed."""
 
     def start_profile(self, folder: Any) -> None:
         """Begin to record a profile."""

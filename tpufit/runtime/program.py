@@ -23,7 +23,7 @@ from .graph import Graph, Sums
 from .lazy import launch, wait
 from .placement import Placement
 from .strict import LENIENT, Strict
-from .trace_watch import Watch
+from .trace_watch import Watch, cure_of
 
 # The number of traces in a row that may differ from the one before, until a step counts as one that can't be replayed.
 # One differs without fault where a module builds a cache in its first forward pass.
@@ -78,6 +78,7 @@ class Program:
         self._graphs: dict[Hashable, Graph] = {}
         self._varied = 0  # traces in a row, of whatever key, whose Python was another
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
+        self._told: set[str] = set()  # the causes that were warned of
         self.cause = ""
         self.met: set[Any] = set()
         self.donated = 0
@@ -96,17 +97,19 @@ class Program:
         self._graphs.clear()
         self._varied = 0
 
+    def try_again(self) -> None:
+        """Try again to replay a step that was given up: another `fit` may have other data, or be strict."""
+        if self.jit_compile is not False:
+            self.traced_because = ""
+
     def begin_pass(self, python_state: Callable[[], dict[str, Any]], strict: Strict) -> None:
         """Begin a pass over data.
 
         Args:
             python_state: Gives the names and values that the body might change in Python, before and after a trace.
-            strict: The policy on whatever makes steps slow. A strict one tries a step again that had been given up:
-                the error shall name its line.
+            strict: The policy on whatever makes steps slow.
         """
         self.python_state, self._strict = python_state, strict
-        if strict and self.jit_compile is not False:
-            self.traced_because = ""
 
     def __call__(
         self,
@@ -235,4 +238,7 @@ class Program:
             raise ReplayError(f"jit_compile=True, but the {role} step can't be replayed: {cause}")
         self.traced_because = cause
         self.forget()
-        warn(f"the {role} step is traced anew on every call, which is slow, because {cause}")
+        if cause not in self._told:
+            self._told.add(cause)
+            slow = f"the {role} step is traced anew on every call, which is slow, because {cause}"
+            warn(f"{slow}. {cure_of(cause)}", again=True)  # of another model too

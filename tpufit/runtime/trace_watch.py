@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..utils.users_code import users_line
+from ..utils.users_code import calling_lines
 from . import counters
 from .strict import LENIENT, Strict
 
@@ -32,10 +32,20 @@ _TORCH_DRAWS = frozenset(
     + [getattr(Tensor, name) for name in ("bernoulli", "bernoulli_", "multinomial", "normal_", "random_", "uniform_")]
 )
 _READ = "aten::_local_scalar_dense"
+# The cure by words of the cause: the first that are in it count.
 _CURES = {
     "aten::nonzero": "Instead of picking rows (x[mask], nonzero), keep all and weigh them: torch.where(mask, x, 0)",
     "aten::_unique2": "Its result has another shape each time: count with a one-hot product instead, or in a callback",
     "aten::equal": "Compare on the device: (a == b).all()",
+    "aten::": "Write it with others, do it in the data set, or in a callback once an epoch",
+    "torch/optim/": (
+        "Take another optimizer; or if this one isn't an attribute of the model, let "
+        "self.apply_gradients(loss, optimizer) take its step"
+    ),
+    "it reads": "Return the value from train_step as a log, choose with torch.where instead of if, or leave it out",
+    "draws": "Draw on the device (torch.rand(..., device=x.device)) or in the data set",
+    "jit_compile": "Leave jit_compile at 'auto'",
+    "": "Keep counts in a buffer on the device, and what changes out of the step's Python",
 }
 _NUMPY_DRAWS = {
     name: function
@@ -115,15 +125,15 @@ class Watch(TorchFunctionMode):
         return noting
 
     def _note_draw(self) -> None:
-        self.drew = self.drew or users_line()
+        self.drew = self.drew or calling_lines()
         self._draws_strict.refuse(
-            f"{self._step} draws a random number on the host at {users_line()}, so that it can't be "
+            f"{self._step} draws a random number on the host at {calling_lines()}, so that it can't be "
             "replayed and may need a graph for each outcome. Draw it on the device (torch.rand(..., "
             "device=x.device) and torch.where), or in the data set"
         )
 
     def _note_look(self) -> None:
-        line = users_line()
+        line = calling_lines()
         counters.note_line("read", line)
         self.where = self.where or line
         self._strict.refuse(
@@ -136,7 +146,7 @@ class Watch(TorchFunctionMode):
         operations = sorted(counters.fallen() - before)
         for operation in operations:
             if operation not in (_READ, *self.fell):
-                line = self.fell[operation] = users_line()
+                line = self.fell[operation] = calling_lines()
                 counters.note_line(operation, line)
                 self._strict.refuse(
                     f"torch_xla has no {operation} for the device, which {self._step} calls at "
@@ -164,14 +174,14 @@ class Watch(TorchFunctionMode):
         return result
 
 
-def cure_of(operation: str) -> str:
-    """The cure for an operation that runs on the host, in a sentence.
+def cure_of(cause: str) -> str:
+    """The cure for what keeps a step from being replayed, in a sentence.
 
     Args:
-        operation: The operation's name, e.g. `"aten::nonzero"`.
+        cause: The cause in words, or the name of an operation that runs on the host, e.g. `"aten::nonzero"`.
 
     Example:
         >>> cure_of("aten::nonzero")
         'Instead of picking rows (x[mask], nonzero), keep all and weigh them: torch.where(mask, x, 0)'
     """
-    return _CURES.get(operation, "Write it with others, do it in the data set, or in a callback once an epoch")
+    return next(cure for words, cure in _CURES.items() if words in cause)

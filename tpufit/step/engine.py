@@ -199,6 +199,8 @@ class Engine:
         self.model.history = history
         self.options, self.state.numbers.seed = options, seed
         self.log.begin_fit()
+        for program, _ in self.programs.values():
+            program.try_again()
 
     def reset(self, weights: Mapping[int, Tensor]) -> None:
         """Return to the host with other weights, after a failed step lost the old ones; see `TrainState.reset`."""

@@ -19,11 +19,27 @@ def users_line() -> str:
     return "a library's code" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def warn(message: str) -> None:
+def calling_lines() -> str:
+    """The user's line, and before it the line of the library that it has called, e.g. `timm/x.py:9, called at a.py:12`.
+
+    PyTorch's modules, which stand between all others, are not named; its optimizers are.
+    """
+    library, frame = "", _users_frame(sys._getframe(1))
+    inner: FrameType | None = sys._getframe(1)
+    while not library and inner is not None and inner is not frame:
+        _, is_a_librarys, path = inner.f_code.co_filename.rpartition(f"{os.sep}site-packages{os.sep}")
+        if is_a_librarys and (path.startswith("torch/optim/") or not path.startswith(("torch/", "tpufit/"))):
+            library = f"{path}:{inner.f_lineno}, called at "
+        inner = inner.f_back
+    return library + users_line()
+
+
+def warn(message: str, again: bool = False) -> None:
     """Warn at the user's line: of `fit`, or of their own step, callback or data set. All of tpufit warns in this way.
 
     Args:
         message: The warning.
+        again: True to show it even if a line has warned in the same words before (default False).
     """
     frame = _users_frame(sys._getframe(1))
     if frame is None:  # a thread of ours: the main one has called `fit`, but for a few programs
@@ -32,7 +48,8 @@ def warn(message: str) -> None:
         warnings.warn(message, stacklevel=2)
         return
     # What `warnings.warn` does, which from Python 3.12 on has `skip_file_prefixes`.
-    names, registry = frame.f_globals, frame.f_globals.setdefault("__warningregistry__", {})
+    names = frame.f_globals
+    registry = {} if again else names.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(message, UserWarning, *place, names.get("__name__"), registry, names)
 
