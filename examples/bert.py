@@ -1,6 +1,6 @@
 """Fine-tune a small BERT of Hugging Face's transformers to tell praise from complaint, on texts with attention masks.
 
-    python examples/bert.py [--cores 2] [--epochs 6]
+    python examples/bert.py [--cores 2] [--epochs 10]
 
 Nothing is downloaded: the net has random weights, a word is a token, and the 480 sentences are made here of a few
 patterns. Half of them are negated ("not a dull film"), so that counting good and bad words doesn't do.
@@ -19,7 +19,7 @@ from tpufit.data import PadToBuckets
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--cores", default="auto", help="auto, or a count")
-parser.add_argument("--epochs", type=int, default=6)
+parser.add_argument("--epochs", type=int, default=10)
 args = parser.parse_args()
 
 THINGS = ("film", "book", "meal", "hotel", "concert", "phone", "game", "lecture", "garden", "train")

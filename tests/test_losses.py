@@ -1,5 +1,6 @@
 """Losses: names and objects mean what PyTorch means, rows are weighed as in Keras, and labels are checked."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,15 +69,18 @@ def test_whole_numbers_are_targets_in_every_mode(cores, options, loss, metric):
     def values(y):
         torch.manual_seed(0)
         model = tpufit.Model(nn.Linear(3, 1))
-        model.compile("sgd", loss, [metric], weighted_metrics=[metric] if metric == "mae" else None, **options)
+        model.compile("sgd", loss, [metric], weighted_metrics=["mse"] if metric == "mae" else None, **options)
         size = {"batch_size": 24 // cores, "verbose": 0, "cores": cores}
         history = model.fit(PREDICTIONS, y, validation_data=(PREDICTIONS, y), **size).history
         evaluated = model.evaluate(PREDICTIONS, y, **size)
-        return [*history.values(), evaluated, model.train_on_batch(PREDICTIONS, y), model.test_on_batch(PREDICTIONS, y)]
+        on_batch = model.train_on_batch(PREDICTIONS, y), model.test_on_batch(PREDICTIONS, y)
+        return np.hstack([*history.values(), evaluated, *on_batch])
 
     numbers = torch.arange(24) % 2
     expected = values(numbers[:, None].float())
-    assert values(numbers) == values(numbers.bool()[:, None]) == expected
+    tolerance = 2e-3 if "precision" in options else 1e-6  # XLA leaves roundings to bfloat16 out where it can
+    for y in (numbers, numbers.bool()[:, None]):
+        np.testing.assert_allclose(values(y), expected, rtol=tolerance)
 
 
 def test_weights_of_rows_are_summed_over_the_number_of_rows_as_in_keras():

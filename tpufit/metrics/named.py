@@ -129,7 +129,7 @@ class MetricName:
     def comparable(self, y_pred: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Make an output and its targets small, and of the shapes that torchmetrics compares."""
         if not self.row.by_task:
-            return y_pred, y
+            return y_pred, y.to(y_pred.dtype)
         if not _classes(y_pred, y):
             return y_pred.reshape(y.shape), y.long()
         # The gathered logits of a language model would be huge; but scores can't be told from the best class.
