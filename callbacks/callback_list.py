@@ -128,10 +128,9 @@ class CallbackList(Callback):
 
     def _listen(self) -> None:
         """Ask each callback which hooks it overrides."""
-        own = {hook: [(callback, _overridden(callback, hook)) for callback in self.callbacks] for hook in _HOOKS}
         self._listeners: dict[str, list[tuple[object, _Hook]]] = {
-            hook: [(callback, method) for callback, method in pairs if method is not None]
-            for hook, pairs in own.items()
+            hook: [(one, method) for one in self.callbacks if (method := _overridden(one, hook)) is not None]
+            for hook in _HOOKS
         }
         self._readers = {
             hook

@@ -110,8 +110,8 @@ class ProgbarLogger(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Finish the line."""
+        self.target = self.params["steps"] or self.seen
         if self._line is not None:
-            self.target = self.params["steps"] or self.seen
             self._line.input_bound = self.model.input_bound
         self._finish(logs)
 

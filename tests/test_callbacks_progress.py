@@ -67,6 +67,16 @@ def fit(progress, epochs, steps, clock, step_seconds=0.5, read=lambda: {"loss": 
     progress.on_train_end({})
 
 
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_its_attributes_are_keras(clock, verbose):
+    progress = started(verbose, epochs=3, steps=None)
+    assert (progress.verbose, progress.epochs, progress.target, progress.seen) == (verbose, 3, None, 0)
+    seen = []
+    fit(progress, 2, 4, clock, read=lambda: seen.append((progress.target, progress.seen)))
+    assert seen[:4] == [(None, batch) for batch in range(4)] and seen[6:10] == [(4, batch) for batch in range(4)]
+    assert (progress.target, progress.seen) == (4, 4)
+
+
 class Counting(MutableMapping):
     """Logs that count how often one is read for the first time, which on a device is a wait."""
 

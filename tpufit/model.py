@@ -278,7 +278,7 @@ class Model(StepMethods):
                 are joined likewise, an iterable's too.
             epochs: The number of the last epoch: training runs from `initial_epoch` to it (default 1; 0: no epoch).
             verbose: `"auto"` (default), 0 (silent), 1 (a progress bar) or 2 (a line an epoch).
-            callbacks: `Callback` objects.
+            callbacks: `Callback` objects, or a `CallbackList`.
             validation_split: The share of the rows, taken from the end before shuffling, to validate on (arrays and
                 map-style datasets).
             validation_data: `(x, y)` or `(x, y, sample_weight)` as arrays, or a data set, loader or iterable.
