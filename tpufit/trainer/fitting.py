@@ -37,7 +37,7 @@ def run_fit(
     require_compiled(engine, "fit")
     optimizers.required(engine.model.optimizer)
     verbosity, given = resolve_verbose(verbose), as_list(callbacks)
-    options = FitOptions(schedule.policy(engine), train.weigher(engine))
+    options = FitOptions(schedule.policy(engine), train.weigher(engine), fitting=True)
     resumed = find_checkpoint(schedule.resume, given)
     # A resumed run keeps its seed, which the order of the data depends on.
     seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]

@@ -7,7 +7,6 @@ import torch
 from ..data.batches import as_tensors
 from ..runtime import Cores, CoresArgument, start
 from ..step import Engine, StepRunner
-from ..utils.random import draw_seed
 from .fitting import scale_rates
 from .passes import modes_kept
 
@@ -54,5 +53,5 @@ def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
         engine.move_to(placement)
         run = engine.batch_runners[role] = StepRunner(engine, role)
         if role != "train":
-            run.tally.seed = draw_seed()
+            run.tally.seed = engine.seed_of_pass()
     return run
