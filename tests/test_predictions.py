@@ -174,6 +174,22 @@ def test_each_call_draws_new_random_numbers_and_the_seed_says_which(cores, eager
 
 
 @on_cores
+def test_predictions_inside_fit_leave_pytorchs_generator_alone(cores):
+    class Predict(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            state = torch.get_rng_state()
+            rows.append([self.model.predict(X[:32], 32 // cores, verbose=0) for _ in range(2)])
+            assert torch.equal(state, torch.get_rng_state())
+
+    made, rows = tpufit.Model(nn.Sequential(nn.Linear(4, 8), Noisy(0.5))), []
+    made.compile("sgd", "mse", scale_lr=None)
+    made.learning_rate = 0.0
+    made.fit(X, np.zeros((77, 8), "float32"), 32 // cores, 2, verbose=0, callbacks=Predict(), cores=cores)
+    drawn = [one for epoch in rows for one in epoch]
+    assert len({one.tobytes() for one in drawn}) == 4
+
+
+@on_cores
 def test_eager_steps_take_the_batches_of_all_cores(cores):
     class Look(Callback):
         def on_predict_batch_end(self, batch, logs=None):

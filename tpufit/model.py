@@ -408,7 +408,8 @@ class Model(StepMethods):
         """Compute the module's outputs for all rows of data, in order.
 
         Before anything has settled the cores, a `predict` without `cores` on a machine without a TPU runs in plain
-        PyTorch and settles nothing, so that a `fit(cores=8)` may follow.
+        PyTorch and settles nothing, so that a `fit(cores=8)` may follow. A module that draws random numbers in `eval`
+        mode draws new ones at each call, see `tpufit.set_random_seed`.
 
         Args:
             x: As in `fit`; targets in the data are ignored.

@@ -35,6 +35,7 @@ from ..runtime import (
     set_matmul_precision,
     translate,
 )
+from ..utils.random import draw_seed, step_seed
 from ..utils.users_code import warn
 from .batch import DeviceBatch
 from .config import UNCOMPILED, CompileConfig
@@ -95,10 +96,12 @@ class FitOptions:
     Attributes:
         strict: The policy on whatever makes steps slow.
         class_weight: The weights of rows, by class; None if all weigh the same.
+        fitting: True inside `fit`.
     """
 
     strict: Strict = LENIENT
     class_weight: ClassWeight | None = None
+    fitting: bool = False
 
 
 @dataclass
@@ -201,6 +204,18 @@ class Engine:
         self.log.begin_fit()
         for program, _ in self.programs.values():
             program.try_again()
+
+    def seed_of_pass(self) -> int:
+        """Return the seed of a new evaluation or prediction.
+
+        Outside `fit` it is drawn from PyTorch's generator. Inside the data may draw from that at the same time, in
+        their thread; there it is a function of the run, which a resumed one repeats.
+        """
+        numbers = self.state.numbers
+        if not self.options.fitting:
+            return draw_seed()
+        numbers.passes += 1
+        return step_seed(numbers.seed, -numbers.passes)  # counted down, because steps count up
 
     def reset(self, weights: Mapping[int, Tensor]) -> None:
         """Return to the host with other weights, after a failed step lost the old ones; see `TrainState.reset`."""

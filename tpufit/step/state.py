@@ -36,6 +36,7 @@ class TrainNumbers:
         updates: The number of optimizer steps since `compile`.
         batches_waiting: The number of batches since the last optimizer step, with `accumulate_steps`.
         rows_seen: The number of rows in all steps of any role.
+        passes: The number of evaluations and predictions inside `fit`. With the seed it sets their random numbers.
         chosen_steps: The `steps_per_execution` that `"auto"` has chosen, by role.
     """
 
@@ -44,6 +45,7 @@ class TrainNumbers:
     updates: int = 0
     batches_waiting: int = 0
     rows_seen: int = 0
+    passes: int = 0
     chosen_steps: dict[str, int] = field(default_factory=dict)
 
 
@@ -351,6 +353,7 @@ class TrainState:
             self.of(optimizer).load_options(names, saved.optimizers[name])
         chosen = self.numbers.chosen_steps | saved.numbers["chosen_steps"]
         kept = {name: saved.numbers[name] for name in ("step", "seed", "updates", "batches_waiting")}
+        kept["passes"] = saved.numbers.get("passes", 0)  # which version 0.1.0 didn't save
         self.numbers = replace(self.numbers, **kept, chosen_steps=chosen)
         for name, optimizer in named.items():
             ema = self.of(optimizer).ema

@@ -48,7 +48,7 @@ def run_fit(
     optimizers.required(engine.model.optimizer)
     verbosity, given = resolve_verbose(verbose), CallbackList(callbacks).callbacks
     train, validation = validation.split_off(train)  # first: the balance of classes is that of the rows to train on
-    options = FitOptions(schedule.policy(engine), train.weigher(engine))
+    options = FitOptions(schedule.policy(engine), train.weigher(engine), fitting=True)
     resumed = find_checkpoint(schedule.resume, given)
     # A resumed run keeps its seed, which the order of the data depends on.
     seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]

@@ -9,7 +9,6 @@ from ..data.batches import as_tensors
 from ..losses import ClassWeight
 from ..runtime import HOST, Cores, CoresArgument, start
 from ..step import Engine, StepRunner, modes_kept
-from ..utils.random import draw_seed
 from .fitting import scale_rates
 
 
@@ -64,7 +63,7 @@ def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
         engine.move_to(placement)
         run = engine.batch_runners[role] = StepRunner(engine, role)
         if role != "train":
-            run.tally.seed = draw_seed()
+            run.tally.seed = engine.seed_of_pass()
     else:
         run.restart()
     return run

@@ -23,7 +23,6 @@ from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..diagnostics.report import Pass
 from ..runtime import add_seconds, agree, fetch, timing
 from ..step import DeviceBatch, Engine, StepRunner, modes_kept
-from ..utils.random import draw_seed, step_seed
 from .interruption import Interruption
 
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
@@ -139,9 +138,7 @@ def evaluate(
     with closing(callbacks, engine):
         callbacks.call("on_test_begin")
         run = StepRunner(engine, "eval", data.device_transform, warm=data.passed)
-        numbers = engine.state.numbers
-        # Inside `fit` it is a function of the run, which a resumed one repeats. Counted down, because steps count up.
-        run.tally.seed = draw_seed() if interruption is None else step_seed(numbers.seed, -1 - numbers.step)
+        run.tally.seed = engine.seed_of_pass()
         model.module.eval()
         began = perf_counter()
 
@@ -150,7 +147,11 @@ def evaluate(
 
         waited = PassLoop("test", run, data, callbacks, stop, interruption)()
         broken_off = interruption is not None and interruption.wanted
-        logs = {} if broken_off else run.results()  # after no batch at all there are none to read
+        if broken_off:  # after no batch at all there are no logs to read
+            logs: dict[str, Any] = {}
+            engine.state.numbers.passes -= 1  # a resumed `fit` repeats it
+        else:
+            logs = run.results()
         engine.log.passes.append(Pass("eval", run.tally.steps, run.tally.rows, perf_counter() - began, waited))
         callbacks.call("on_test_end", logs)
     return logs
@@ -171,7 +172,7 @@ def predict(engine: Engine, data: Stream, callbacks: CallbackList, take: Callabl
     with closing(callbacks, engine):
         callbacks.call("on_predict_begin")
         run = StepRunner(engine, "predict", data.device_transform, warm=data.passed)
-        run.tally.seed = draw_seed()
+        run.tally.seed = engine.seed_of_pass()
         model.module.eval()
         began = perf_counter()
 

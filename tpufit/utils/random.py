@@ -20,7 +20,8 @@ def set_random_seed(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's generators, and with them every `fit` that follows.
 
     `fit` derives the order of the rows from (seed, epoch) and the dropout of a step from (seed, step), where the seed
-    is PyTorch's: for those two, `torch.manual_seed` is enough.
+    is PyTorch's: for those two, `torch.manual_seed` is enough. Each `evaluate` and `predict` draws a seed from
+    PyTorch's generator, so that dropout which stays active (Monte Carlo dropout) gives another sample at each call.
 
     Args:
         seed: A whole number from 0 to 2**32 - 1 (NumPy's range).
