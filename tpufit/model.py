@@ -187,8 +187,8 @@ class Model(StepMethods):
                 classes (macro), and `"f1_micro"` and the like are of all together. One-hot targets are classes if the
                 loss is one of classes. For several outputs, in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or
                 `[["accuracy"], "mse"]`. The keys of a dict are outputs if `loss` is a dict or one of the values is a
-                list, else names of metrics. Labels that the loss ignores (`ignore_index`) are ignored by `"accuracy"`
-                and `"auroc"` too, and if `ignore_index` isn't the default of -100, by the other names as well.
+                list, else names of metrics. Labels that the loss ignores (`ignore_index`) are ignored by the names of
+                classification too.
             weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
                 `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, functions that return a value for each
                 row, and torchmetrics objects whose `update` takes a weight. If one of `metrics` has the same name,

@@ -47,7 +47,7 @@ class TrackedMetric:
             update: Takes the arguments of an update.
         """
 
-        def collect(*args: Any, **kwargs: Any) -> torchmetrics.Metric:
+        def collect(*args: Any, **kwargs: Any) -> None:
             bound = self._signature.bind(*args, **kwargs)
             wrong = [a for a in bound.args if not isinstance(a, (Tensor, Real))] + list(bound.kwargs)
             if wrong:
@@ -56,11 +56,14 @@ class TrackedMetric:
                     "metric in a callback"
                 )
             update(bound.args)
+
+        def call(*args: Any, **kwargs: Any) -> torchmetrics.Metric:
+            collect(*args, **kwargs)
             return self.metric
 
         own = vars(self.metric)
         before: dict[str, Any] = {name: own[name] for name in ("update", "compute", "forward") if name in own}
-        own.update(update=collect, forward=collect, compute=lambda: self.metric)
+        own.update(update=collect, forward=call, compute=lambda: self.metric)
         try:
             yield
         finally:

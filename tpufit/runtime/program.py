@@ -135,6 +135,7 @@ class Program:
         if graph is not None and graph.proven:
             return self._replay(graph, inputs, seeds)
         if self._target.placement.on_host:
+            self._target.sums.begin()
             with torch.random.fork_rng(devices=[]):
 
                 def seed(i: int) -> None:
