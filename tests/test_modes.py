@@ -47,9 +47,7 @@ def test_fit_needs_gradients_and_the_others_do_not(cores, context):
         predicted = model.predict(torch.clone(X), verbose=0)
         torch.testing.assert_close(model(X, training=False), torch.tensor(predicted))
         for method in (model.fit, model.lr_find, model.train_on_batch):
-            with pytest.raises(
-                ArgumentError, match=rf"{method.__name__} is called under torch.no_grad\(\) or torch.inf"
-            ):
+            with pytest.raises(ArgumentError, match=f"{method.__name__} is called under torch.no_grad"):
                 method(X, Y)
     assert plain.evaluate(X, Y, verbose=0, cores=cores) == loss
     model.fit(X, Y, 4, verbose=0)

@@ -268,7 +268,9 @@ def test_wrong_arguments(make, message):
 @pytest.mark.parametrize("kind", [lr_scheduler.OneCycleLR, lr_scheduler.CosineAnnealingLR], ids=["one", "cosine"])
 def test_a_scheduler_that_was_made_already(cores, kind):
     def made(optimizer):
-        return kind(optimizer, 0.2, total_steps=31) if kind is lr_scheduler.OneCycleLR else kind(optimizer, 30)
+        return (
+            kind(optimizer, 0.2, 31, cycle_momentum=False) if kind is lr_scheduler.OneCycleLR else kind(optimizer, 30)
+        )
 
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)

@@ -18,7 +18,7 @@ def here():
 
 def test_a_warning_is_shown_at_the_users_line():
     with pytest.warns(UserWarning, match="no effect") as caught:
-        tpufit.data.stream([torch.zeros(2, 2)], batch_size=2, cores=1)
+        tpufit.data.stream(iter([torch.zeros(2, 2)]), batch_size=2, cores=1)
         line = here() - 1
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
 
