@@ -95,7 +95,6 @@ def test_the_methods_have_keras_arguments():
         "evaluate": "x y batch_size verbose sample_weight steps callbacks return_dict",
         "predict": "x batch_size verbose steps callbacks",
         "train_on_batch": "x y sample_weight class_weight return_dict",
-        "test_on_batch": "x y sample_weight return_dict",
         "compute_loss": "x y y_pred sample_weight training",
         "compute_metrics": "x y y_pred sample_weight",
         "get_metrics_result": "",
