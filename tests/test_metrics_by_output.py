@@ -484,4 +484,8 @@ def test_a_weighted_accuracy_by_shapes():
     with pytest.raises(ArgumentError, match="can't tell its task"):
         weighted(torch.randn(6, 4, 5), torch.randint(0, 4, (6, 3)), rows)
     with pytest.raises(ArgumentError, match="of one shape"):
-        added(None, (torch.ones(6, 1), torch.ones(6), rows), metrics=None, weighted=["mae"])
+        added(None, (torch.ones(6, 2), torch.ones(6), rows), metrics=None, weighted=["mae"])
+    numbers = torch.randn(6), torch.randint(0, 9, (6,))
+    error = mean((numbers[0] - numbers[1]).abs(), rows)
+    for column in (numbers, (numbers[0][:, None], numbers[1]), (numbers[0], numbers[1][:, None])):  # as in Keras
+        assert added(None, (*column, rows), metrics=None, weighted=["mae"]) == error

@@ -31,7 +31,7 @@ def numbers_of(data: Any) -> NDArray[Any]:
     if array.dtype.kind == "O":  # what several types, or types with missing values, come as
         columns = [_of_one_type(column) for column in columns]
         if all(column.dtype.kind in _NUMBERS for column in columns):
-            array = columns[0] if array.ndim == 1 else np.stack(columns, axis=1)
+            array = columns[0] if array.ndim == 1 else np.column_stack(columns)
     for number, column in enumerate(columns):
         for row in np.flatnonzero(_is_missing(column))[:1]:
             names = [getattr(data, "name", None) or None] if array.ndim == 1 else _names(data)
@@ -46,7 +46,7 @@ def numbers_of(data: Any) -> NDArray[Any]:
 def _is_missing(column: NDArray[Any]) -> NDArray[np.bool_]:
     """True where there is no number."""
     if column.dtype.kind in _NUMBERS:
-        missing: NDArray[np.bool_] = np.isnan(column)
+        missing: NDArray[np.bool_] = np.isnan(column).any(axis=tuple(range(1, column.ndim)))
         return missing
     return np.array([column.dtype.kind != "O" or not isinstance(value, Real) for value in column])
 
