@@ -80,7 +80,7 @@ def test_a_model_takes_tables_wherever_it_takes_arrays(cores):
     def values(x, y, weight):
         torch.manual_seed(0)
         model = tpufit.Model(nn.Linear(3, 2))
-        model.compile("sgd", "cross_entropy", ["accuracy"], scale_lr=None)
+        model.compile("sgd", "cross_entropy", metrics=["accuracy"], scale_lr=None)
         size = {"batch_size": 8 // cores, "verbose": 0, "cores": cores}
         fits = [
             model.fit(x, y, sample_weight=weight, validation_data=(x, y, weight), shuffle=False, **size),
