@@ -72,7 +72,10 @@ class TrackedMetric:
 
     def update(self, sums: SumTable, slot: int, arguments: Sequence[Any]) -> Sequence[Tensor] | None:
         """Add a batch, inside a step; see `Metric.update`."""
-        return self._device_metric.update(sums, slot, [sums.placement.gather(sums.placed(a)) for a in arguments])
+        tensors = [sums.placed(argument) for argument in arguments]
+        # A scalar is whole on every core as it is, and can't be gathered.
+        whole = [sums.placement.gather(tensor) if tensor.dim() else tensor for tensor in tensors]
+        return self._device_metric.update(sums, slot, whole)
 
     def compute(self, sums: Mapping[str, Tensor], kept: Sequence[Sequence[Tensor]]) -> Any:
         """Compute the metric on the host; see `Metric.compute`."""
