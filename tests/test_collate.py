@@ -37,7 +37,7 @@ def test_too_long_and_no_lengths_and_other_fields():
         PadToBuckets([4, 2])([torch.ones(7)])
     with pytest.raises(ArgumentError, match="one or more whole numbers"):
         PadToBuckets([])
-    with pytest.raises(ArgumentError, match="padding has 2 values, but a sample has 1 fields"):
+    with pytest.raises(ArgumentError, match="padding has 2 values, but a sample has 1 field$"):
         PadToBuckets([4], padding=(0, 0))([torch.ones(2)])
 
 
