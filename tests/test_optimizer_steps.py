@@ -187,3 +187,124 @@ def test_an_option_that_keeps_changing_is_said(cores):
     model.compile(RATE_IS_AN_INPUT["sgd momentum"], "cross_entropy", scale_lr=None)
     with pytest.warns(UserWarning, match="compiled 4 times because momentum in the optimizer's param_groups"):
         model.fit(X[:96], Y[:96], 16 // cores, 1, verbose=0, callbacks=[Always()], cores=cores)
+
+
+class ClearedBefore(tpufit.Model):
+    def train_step(self, batch):
+        x, y = batch
+        self.optimizer.zero_grad()
+        loss = self.compute_loss(x, y, self(x))
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss}
+
+
+class ClearedByTheModule(tpufit.Model):
+    def train_step(self, batch):
+        x, y = batch
+        self.module.zero_grad()
+        loss = self.compute_loss(x, y, self(x))
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss}
+
+
+class ClearedAfter(tpufit.Model):
+    def train_step(self, batch):
+        x, y = batch
+        loss = self.compute_loss(x, y, self(x))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"loss": loss}
+
+
+def steps_by_hand(kind, make, cores, **compiling):
+    model = kind(net())
+    model.compile(make, "cross_entropy", scale_lr=None, **{"jit_compile": True} | compiling)
+    before = runtime.counts()
+    losses = model.fit(X, Y, 16 // cores, 2, verbose=0, shuffle=False, cores=cores).history["loss"]
+    assert not any(parameter.grad is not None for parameter in model.module.parameters())
+    return losses, model.state_dict(), runtime.counts() - before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("sgd", "adamw") else pytest.param(name, marks=pytest.mark.soak_on(8))
+        for name in RATE_IS_AN_INPUT
+    ],
+)
+@pytest.mark.parametrize("kind", [ClearedBefore, ClearedByTheModule, ClearedAfter])
+def test_a_step_written_by_hand_is_the_graph_of_apply_gradients(cores, kind, name):
+    make = RATE_IS_AN_INPUT[name]
+    losses, weights, _ = steps_by_hand(tpufit.Model, make, cores)
+    own_losses, own_weights, counts = steps_by_hand(kind, make, cores)
+    assert own_losses == losses and all(torch.equal(weights[key], own_weights[key]) for key in weights)
+    assert not counts.graphs["train"] and not counts.host_reads and not counts.fallbacks
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate_steps": 2}, {"clip_norm": 0.01}, {"use_ema": True}], ids=["accumulated", "clipped", "ema"]
+)
+def test_a_step_written_by_hand_keeps_what_compile_asks_for(cores, options):
+    losses, weights, _ = steps_by_hand(tpufit.Model, optim.AdamW, cores, **options)
+    own_losses, own_weights, _ = steps_by_hand(ClearedBefore, optim.AdamW, cores, **options)
+    assert own_losses == losses and all(torch.equal(weights[key], own_weights[key]) for key in weights)
+
+
+def test_gradients_summed_over_steps_by_hand_are_kept(cores):
+    """The step's Python counts, so it is traced; what the optimizer has not used yet must not be dropped."""
+
+    class EverySecond(tpufit.Model):
+        def train_step(self, batch):
+            x, y = batch
+            if self.batches % 2 == 0:
+                self.optimizer.zero_grad()
+            loss = self.compute_loss(x, y, self(x))
+            loss.backward()
+            if self.batches % 2 == 1:
+                self.optimizer.step()
+            self.batches += 1
+            return {"loss": loss}
+
+    model, plain = EverySecond(net()), net()
+    model.batches = 0
+    model.compile(partial(optim.SGD, lr=0.1), "cross_entropy", scale_lr=None)
+    with pytest.warns(UserWarning, match="it leaves gradients to the next one.*accumulate_steps"):
+        model.fit(X[:128], Y[:128], 16 // cores, 1, verbose=0, shuffle=False, cores=cores)
+    optimizer = optim.SGD(plain.parameters(), 0.1)
+    for i, (x, y) in enumerate(zip(torch.tensor(X[:128]).split(16), torch.tensor(Y[:128]).split(16), strict=True)):
+        if i % 2 == 0:
+            optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        if i % 2 == 1:
+            optimizer.step()
+    for key, expected in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
+
+
+def test_an_optimizer_that_needs_its_closure_calls_it(cores):
+    class Twice(optim.SGD):
+        def step(self, closure):
+            closure()
+            self.zero_grad()
+            return super().step(closure)
+
+    class Closed(tpufit.Model):
+        def train_step(self, batch):
+            x, y = batch
+
+            def closure():
+                self.optimizer.zero_grad()
+                loss = self.compute_loss(x, y, self(x))
+                loss.backward()
+                return loss
+
+            return {"loss": self.optimizer.step(closure)}
+
+    expected, weights, _ = steps_by_hand(tpufit.Model, partial(optim.SGD, lr=0.01), cores)
+    losses, own_weights, _ = steps_by_hand(Closed, partial(Twice, lr=0.01), cores)
+    assert losses == pytest.approx(expected, abs=1e-6)
+    for key in weights:
+        torch.testing.assert_close(weights[key], own_weights[key], rtol=0, atol=1e-6)

@@ -195,6 +195,9 @@ class Capture:
         self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch)
         if reads := self._watch.reads():
             return reads
+        # `hold` would lose them: a tensor's gradient goes with its value.
+        if self._target.role == "train" and any(t.grad is not None for t in self._target.state.tensors if t.is_leaf):
+            return "it leaves gradients to the next one"
         if [(t.shape, t.dtype) for t in sums.begun] != [(t.shape, t.dtype) for t in sums.tensors]:
             return "its running sums change their shape or dtype"
         return ""

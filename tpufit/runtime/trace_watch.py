@@ -42,6 +42,9 @@ _CURES = {
         "Take another optimizer; or if this one isn't an attribute of the model, let "
         "self.apply_gradients(loss, optimizer) take its step"
     ),
+    "leaves gradients": (
+        "Clear them with self.optimizer.zero_grad() before loss.backward(), or let compile(accumulate_steps=n) sum them"
+    ),
     "it reads": "Return the value from train_step as a log, choose with torch.where instead of if, or leave it out",
     "draws": "Draw on the device (torch.rand(..., device=x.device)) or in the data set",
     "jit_compile": "Leave jit_compile at 'auto'",

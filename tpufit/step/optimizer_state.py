@@ -60,7 +60,7 @@ class OptimizerState:
         ]
 
     @contextmanager
-    def taking_steps(self, context: StepContext, on_step: Callable[[], None]) -> Iterator[None]:
+    def taking_steps(self, context: StepContext, on_step: Callable[[], None]) -> Iterator[Callable[[bool], None]]:
         """A context in which the user's own `optimizer.step()` does what `apply_gradients` does.
 
         Gradients that a step clears before it uses them are dropped at its end: no other step can see them, and they
@@ -69,8 +69,11 @@ class OptimizerState:
         Args:
             context: The running step.
             on_step: The function called after each step of the optimizer.
+
+        Yields:
+            The function that clears the gradients, in place of the optimizer's own.
         """
-        optimizer, before = self.optimizer, dict(vars(self.optimizer))
+        optimizer = self.optimizer
         take, zero_grad = optimizer.step, optimizer.zero_grad
         cleared = used = False
 
@@ -89,16 +92,13 @@ class OptimizerState:
             zero_grad(set_to_none)
 
         self._take = take
-        vars(optimizer).update(step=step, zero_grad=clear)
         try:
-            yield
+            with replaced(optimizer, step=step, zero_grad=clear):
+                yield clear
             if used and self.rates is not None:
                 zero_grad()
         finally:
             self._take = None
-            for name in ("step", "zero_grad"):
-                vars(optimizer).pop(name)
-                vars(optimizer).update({name: before[name]} if name in before else {})
 
     def step(self, context: StepContext, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights from the gradients, as the step's update plan says.
@@ -220,6 +220,25 @@ class OptimizerState:
             key, _, name = rest.partition("/")
             if owner == own and name in named and key not in self.optimizer.state.get(named[name], {}):
                 self.optimizer.state[named[name]][key] = value.clone()
+
+
+@contextmanager
+def replaced(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
+    """A context in which an object has other methods.
+
+    Args:
+        owner: The object.
+        **methods: Its methods meanwhile.
+    """
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del attributes[name]
+        attributes.update(before)
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ from ..runtime import HOST, DeviceState, Placement, copies, copy_into, launch, m
 from ..utils.random import RNGState
 from .config import CompileConfig
 from .context import StepContext
-from .optimizer_state import OptimizerState
+from .optimizer_state import OptimizerState, replaced
 from .weights import check_weights, named_tensors
 
 
@@ -129,9 +129,19 @@ class TrainState:
         Args:
             context: The running step.
         """
+        module = self._owner.module
         with ExitStack() as stack:
-            for own in self.optimizers.values():
+            cleared = [
                 stack.enter_context(own.taking_steps(context, partial(self.pin, own)))
+                for own in self.optimizers.values()
+            ]
+
+            def zero_grad(set_to_none: bool = True) -> None:
+                for clear in cleared:
+                    clear(set_to_none)
+                type(module).zero_grad(module, set_to_none)
+
+            stack.enter_context(replaced(module, zero_grad=zero_grad))
             yield
 
     @property
