@@ -243,7 +243,8 @@ class Loader(Source):
         return _length(self._joined)
 
     def first(self) -> Any:
-        if isinstance(self.loader.batch_sampler, Iterator):
+        # A worker that isn't forked takes seconds to start.
+        if isinstance(self.loader.batch_sampler, Iterator) or self.loader.multiprocessing_context is not None:
             return None
         one = {"num_workers": 1, "persistent_workers": False}  # each worker is a process to start
         workers = self.loader.num_workers
