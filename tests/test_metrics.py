@@ -275,8 +275,8 @@ class ByHand(tpufit.Model):
         if learns:
             self.apply_gradients(loss)
         self.seen.update(loss, weight=len(x))
-        self.f1(y_pred[:5], target=y[:5])
-        self.f1(y_pred[5:], y[5:])
+        for _ in range(2):  # twice the same rows: the same value
+            self.f1(y_pred, target=y)
         self.auroc.update(y_pred, y)
         return {"loss": self.seen.compute(), "area": self.auroc, "first": loss}
 
