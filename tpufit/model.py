@@ -810,7 +810,9 @@ class Model(StepMethods):
         """
         names = list(named_tensors(self.module))
         if len(weights) != len(names):
-            raise WeightsError(f"the module has {counted(len(names), 'tensor')}, got {len(weights)}: see get_weights")
+            raise WeightsError(
+                f"the module has {counted(len(names), 'tensor')}, got {counted(len(weights), 'weight')}: see get_weights"
+            )
         self.load_state_dict(dict(zip(names, map(torch.as_tensor, weights), strict=True)))
 
     def save(self, filepath: str | os.PathLike[str]) -> None:
