@@ -69,7 +69,7 @@ def test_whole_numbers_are_targets_in_every_mode(cores, options, loss, metric):
     def values(y):
         torch.manual_seed(0)
         model = tpufit.Model(nn.Linear(3, 1))
-        model.compile("sgd", loss, [metric], weighted_metrics=["mse"] if metric == "mae" else None, **options)
+        model.compile("sgd", loss, metrics=[metric], weighted_metrics=["mse"] if metric == "mae" else None, **options)
         size = {"batch_size": 24 // cores, "verbose": 0, "cores": cores}
         history = model.fit(PREDICTIONS, y, validation_data=(PREDICTIONS, y), **size).history
         evaluated = model.evaluate(PREDICTIONS, y, **size)

@@ -352,7 +352,7 @@ def test_losses_in_a_nest_equal_a_plain_loop(cores):
     losses = {"both": ["cross_entropy", None], "more": [{"size": "mae"}]}
     weights = {"both": (2.0, None), "more": [{"size": 1.0}]}
     metrics = {"both": (["accuracy"], "mse"), "more": [{"size": ["mae"]}]}
-    model.compile(sgd, losses, metrics, loss_weights=weights, scale_lr=None, jit_compile=True)
+    model.compile(sgd, losses, metrics=metrics, loss_weights=weights, scale_lr=None, jit_compile=True)
     history, counts = fit(model, cores, X, NESTED)
     assert_replayed(model, counts, waits=2)
     of_metrics = ["both/output_0_accuracy", "both/output_1_mse", "more/output_0/size_mae"]

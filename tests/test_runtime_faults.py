@@ -85,7 +85,7 @@ def test_a_full_memory_says_what_is_in_it_and_what_to_try():
     assert "compile(precision='bf16')" in said and "an optimizer with less state" in said
     small = Load(role="predict", rows=8, cores=8, weights=1, learns=1, optimizer=0, batch=1, precision="bf16")
     said = str(translate(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), small))
-    assert "predict step of 1 rows a core" in said and "optimizer" not in said and "bf16" not in said
+    assert "predict step of 1 row a core" in said and "optimizer" not in said and "bf16" not in said
 
 
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("sharding")])

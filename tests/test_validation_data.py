@@ -18,7 +18,7 @@ Y = np.arange(32) % 3
 def compiled(net=None, loss="cross_entropy", **arguments):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Linear(4, 3) if net is None else net)
-    model.compile("sgd", loss, ["accuracy"], **arguments)
+    model.compile("sgd", loss, metrics=["accuracy"], **arguments)
     return model
 
 

@@ -845,7 +845,8 @@ class Model(StepMethods):
         """
         names = list(named_tensors(self.module))
         if len(weights) != len(names):
-            raise WeightsError(f"the module has {counted(len(names), 'tensor')}, got {len(weights)}: see get_weights")
+            given = counted(len(weights), "weight")
+            raise WeightsError(f"the module has {counted(len(names), 'tensor')}, got {given}: see get_weights")
         self.load_state_dict(dict(zip(names, map(torch.as_tensor, weights), strict=True)))
 
     def save(self, filepath: str | os.PathLike[str]) -> None:
