@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 from torch import Tensor
 
@@ -31,8 +31,8 @@ from ..errors import CheckpointDamagedError, CheckpointError, CheckpointMissingE
 from ..runtime import versions as runtime_versions
 from ..utils.files import write_tensors
 from ..utils.text import dtype_name
-from .store import MANIFEST, LocalStore, Store, is_step
-from .weights import untied
+from .store import MANIFEST, LocalStore, is_step
+from .weights import read_weights, untied
 
 FORMAT = 1
 _STATE, _WEIGHTS, _TRAINING = "state.json", "model.safetensors", "training.safetensors"
@@ -60,7 +60,7 @@ class Checkpoint:
     learned: Sequence[str] = ()
     metric: Score | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=lambda: versions())
+    versions: Mapping[str, str] = field(default_factory=lambda: {"tpufit": version("tpufit"), **runtime_versions()})
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Score:
         return math.inf if math.isnan(self.value) else self.value if self.mode == "min" else -self.value
 
 
-def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> None:
+def write(store: LocalStore, name: str, checkpoint: Checkpoint, number: int = 1) -> None:
     """Write one checkpoint.
 
     Args:
@@ -116,10 +116,10 @@ def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> N
         }
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
-    files: dict[str, Callable[[Path], None]] = {
+    files: dict[str, Callable[[Path], object]] = {
         _WEIGHTS: lambda path: write_tensors(path, weights, metadata),
         _TRAINING: lambda path: write_tensors(path, training, {"format": "pt"}),
-        _STATE: lambda path: _write_text(path, state),
+        _STATE: lambda path: path.write_text(state),
     }
     store.commit(name, files, seal)
 
@@ -158,24 +158,16 @@ def read(folder: str | os.PathLike[str]) -> Checkpoint:
         )
     manifest = read_manifest(folder)
     _verify(folder, manifest)  # before any file is parsed
-    weights = safetensors.torch.load_file(folder / _WEIGHTS)
-    with safetensors.safe_open(folder / _WEIGHTS, framework="pt") as file:
-        tied = json.loads((file.metadata() or {}).get("tied", "{}"))
     metric = manifest["metric"]
     return Checkpoint(
         step=manifest["step"],
-        weights=weights | {name: weights[owner] for name, owner in tied.items()},
+        weights=read_weights(folder / _WEIGHTS),
         training=safetensors.torch.load_file(folder / _TRAINING),
         state=json.loads((folder / _STATE).read_bytes()),
         metric=None if metric is None else Score(**metric),
         mesh=manifest["mesh"],
         versions=manifest["versions"],
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the installed versions that training depends on."""
-    return {"tpufit": version("tpufit"), **runtime_versions()}
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
@@ -254,13 +246,4 @@ def _fingerprints(folder: Path, names: Collection[str]) -> dict[str, dict[str, A
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                digest.update(view)
-    return digest.hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
+    return hashlib.sha256(np.memmap(path, mode="r").data).hexdigest()
