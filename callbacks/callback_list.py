@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import ArgumentError, CallbackError
-from ..runtime import timing
+from ..runtime import timed
 from .base import Callback, TrainedModel
 
 # The hooks that a loop calls, each with the number of arguments before `logs`.
@@ -98,7 +98,7 @@ class CallbackList:
             if any(getattr(callback, "reads_weights", True) for callback, _ in listeners)
         }
         if self.measures:
-            self.call = timing("callbacks", self.call)  # type: ignore[method-assign]
+            self.call = timed("callbacks")(self.call)  # type: ignore[method-assign]
 
     def __iter__(self) -> Iterator[object]:
         return iter(self._callbacks)

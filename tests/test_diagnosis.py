@@ -16,7 +16,7 @@ from tpufit.callbacks import Callback, Diagnostics
 from tpufit.diagnostics import messages as advice
 from tpufit.diagnostics.report import Pass, Report
 from tpufit.runtime import Compiled, Counts
-from tpufit.runtime.counters import add_seconds, timed, timing
+from tpufit.runtime.counters import add_seconds, timed
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(69, 12)).astype("float32")
@@ -86,7 +86,7 @@ def test_callbacks_that_work_between_passes_take_no_more_than_all():
 def test_what_is_usual_is_no_problem():
     usual = report(
         waits=Counter({"logs": 3, "batch logs": 7, "throttle": 40}),
-        compiled=tuple(Compiled("train", "x had the shape (8,), and now (3,)", 5.0) for _ in range(2)),
+        compiled=[Compiled("train", "x had the shape (8,), and now (3,)", 5.0)] * 2,
         seconds={"compile": 10.0, "callbacks": 0.5, "steps": 9.0},
         fallbacks=Counter({"aten::bincount": 1}),  # by no step: once an epoch, in a metric
         host_reads=3,
@@ -103,7 +103,7 @@ def test_a_hint_about_short_steps():
 
 
 def test_times_are_exclusive_of_each_other():
-    inner = timing("test inner", time.sleep)
+    inner = timed("test inner")(time.sleep)
     before = runtime.counts()
     with timed("test outer"):
         inner(0.05)

@@ -25,7 +25,7 @@ from torch import nn
 
 import tpufit
 from tpufit.callbacks import Callback, CallbackList, Diagnostics
-from tpufit.runtime import counts, timing
+from tpufit.runtime import counts, timed
 
 CALLS = 100_000
 STEPS, EPOCHS = 500, 6
@@ -80,7 +80,7 @@ def hooks() -> dict[str, float]:
 
     return {
         "off": run(CallbackList([Hooked()], None, {}), nothing),
-        "on": run(CallbackList([Hooked(), Diagnostics()], None, {}), timing("steps", nothing)),
+        "on": run(CallbackList([Hooked(), Diagnostics()], None, {}), timed("steps")(nothing)),
     }
 
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from typing import Any
 
 ROLES = ("train", "eval", "predict", "init", "transfer", "metric")
 
@@ -60,7 +58,7 @@ class Counts:
     waits: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     host_reads: int = 0
-    compiled: tuple[Compiled, ...] = ()
+    compiled: list[Compiled] = field(default_factory=list)
     lines: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     executing: float = 0.0
@@ -79,24 +77,8 @@ class Counts:
         )
 
 
-class _Tally:
-    """The counters of this process, see `Counts`.
-
-    Attributes:
-        inside: Of the time that is being measured, the part that has been counted to another phase already.
-    """
-
-    def __init__(self) -> None:
-        self.graphs: Counter[str] = Counter()
-        self.captures: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-        self.compiled: list[Compiled] = []
-        self.lines: Counter[tuple[str, str]] = Counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.inside = 0.0
-
-
-_tally = _Tally()
+_tally = Counts(seconds=defaultdict(float))  # of this process
+_inside = 0.0  # of the time that is being measured, the part that has been counted to another phase already
 
 
 def _xla_metrics() -> Any:
@@ -111,15 +93,10 @@ def _xla_metrics() -> Any:
 def counts() -> Counts:
     """The counters as they stand: take one before and one after, and subtract."""
     fallbacks, metrics = fallen(), _xla_metrics()
-    return Counts(
-        Counter(_tally.graphs),
-        Counter(_tally.captures),
-        Counter(_tally.waits),
+    return replace(
+        Counts(*map(copy, vars(_tally).values())),
         host_reads=fallbacks.pop("aten::_local_scalar_dense", 0),
         fallbacks=fallbacks,
-        compiled=tuple(_tally.compiled),
-        lines=Counter(_tally.lines),
-        seconds=dict(_tally.seconds),
         executing=(metrics.metric_data("ExecuteTime") or (0, 0.0))[1] / 1e9 if metrics else 0.0,
     )
 
@@ -159,35 +136,18 @@ def role(name: str, cause: str = "") -> Iterator[None]:
 
 @contextmanager
 def timed(phase: str) -> Iterator[None]:
-    """Count the time inside to a phase, without the time that is counted to another one in there."""
-    began, outside, _tally.inside = perf_counter(), _tally.inside, 0.0
+    """Count the time inside to a phase, without the time that is counted to another one in there.
+
+    It is a decorator too: `timed("steps")(function)`.
+    """
+    global _inside
+    began, outside, _inside = perf_counter(), _inside, 0.0
     try:
         yield
     finally:
         elapsed = perf_counter() - began
-        _tally.seconds[phase] += elapsed - _tally.inside
-        _tally.inside = outside + elapsed
-
-
-def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function to count its time to a phase, as `timed` does, in half a microsecond.
-
-    Args:
-        phase: The phase.
-        function: The function.
-    """
-    tally = _tally
-
-    def timed_function(*args: P.args, **kwargs: P.kwargs) -> T:
-        began, outside, tally.inside = perf_counter(), tally.inside, 0.0
-        try:
-            return function(*args, **kwargs)
-        finally:
-            elapsed = perf_counter() - began
-            tally.seconds[phase] += elapsed - tally.inside
-            tally.inside = outside + elapsed
-
-    return timed_function
+        _tally.seconds[phase] += elapsed - _inside
+        _inside = outside + elapsed
 
 
 def add_seconds(phase: str, seconds: float, beside: bool = False) -> None:
@@ -198,8 +158,9 @@ def add_seconds(phase: str, seconds: float, beside: bool = False) -> None:
         seconds: The time.
         beside: True if it passed in another thread, or has been counted otherwise already (default False).
     """
+    global _inside
     _tally.seconds[phase] += seconds
-    _tally.inside += 0.0 if beside else seconds
+    _inside += 0.0 if beside else seconds
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ..data import Stream
 from ..data.inline import BatchReader, InlineReader
 from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..diagnostics.report import Pass
-from ..runtime import add_seconds, agree, fetch, timing
+from ..runtime import add_seconds, agree, fetch, timed
 from ..step import DeviceBatch, Engine, StepRunner
 from .interruption import Interruption
 
@@ -71,7 +71,7 @@ class PassLoop:
         run, callbacks, data = self.run, self.callbacks, self.data
         begin, end = f"on_{self.name}_batch_begin", f"on_{self.name}_batch_end"
         tells_begin, tells_end = callbacks.has(begin), callbacks.has(end)
-        step = timing("steps", run.__call__) if callbacks.measures else run.__call__
+        step = timed("steps")(run.__call__) if callbacks.measures else run.__call__
         if self.name == "train" and callbacks.has("on_train_step_begin"):
             run.before_step = self._step_hook()
         batches, inline = data.epoch(epoch), data.pace.quick
