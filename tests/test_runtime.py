@@ -123,8 +123,8 @@ def test_fallbacks_and_host_reads_are_counted(place):
 def test_nothing_is_split_on_one_core_and_rows_are_on_many(place, cores):
     import torch_xla
 
-    rows, whole = runtime.to_device([torch.ones(16, 2)] * 2, place, [Sharding.ROWS, Sharding.WHOLE])
-    specs = [torch_xla._XLAC._get_xla_sharding_spec(t) for t in (rows, whole)]
+    sent = [runtime.to_device([torch.ones(16, 2)], place, sharding)[0] for sharding in (Sharding.ROWS, Sharding.WHOLE)]
+    specs = [torch_xla._XLAC._get_xla_sharding_spec(t) for t in sent]
     assert specs == (["", ""] if cores == 1 else ["{devices=[8,1]0,1,2,3,4,5,6,7}", "{replicated}"])
 
 

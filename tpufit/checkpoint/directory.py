@@ -139,10 +139,9 @@ class CheckpointDirectory:
                 warnings.warn(f"{fault}. Going on from {self.path / name}", stacklevel=4)
             return found
         if faults:
-            raise CheckpointDamagedError(
-                f"none of the checkpoints in {self.path} can be read: {'; '.join(faults)}. To start over, pass another "
-                "folder or resume=False"
-            )
+            how = "; ".join(faults)
+            cure = "To start over, pass another folder or resume=False"
+            raise CheckpointDamagedError(f"none of the checkpoints in {self.path} can be read: {how}. {cure}")
         return None
 
     def _manifests(self) -> dict[str, dict[str, Any]]:

@@ -222,17 +222,13 @@ def _verify(folder: Path, manifest: Mapping[str, Any]) -> None:
         path = folder / name
         if path.is_symlink() or not path.is_file():
             raise CheckpointDamagedError(f"{path} is missing")
-        if path.stat().st_size != expected["size"]:
-            raise CheckpointDamagedError(
-                f"{path} is damaged: it has {path.stat().st_size:,} bytes, and {expected['size']:,} were written"
-            )
+        size, written = path.stat().st_size, expected["size"]
+        if size != written:
+            raise CheckpointDamagedError(f"{path} is damaged: it has {size:,} bytes, and {written:,} were written")
     for name, found in _fingerprints(folder, manifest["files"]).items():
-        expected = manifest["files"][name]["sha256"]
-        if found["sha256"] != expected:
-            raise CheckpointDamagedError(
-                f"{folder / name} is damaged: its SHA-256 is {found['sha256'][:12]}..., and {expected[:12]}... was "
-                "written"
-            )
+        now, then = found["sha256"], manifest["files"][name]["sha256"]
+        if now != then:
+            raise CheckpointDamagedError(f"{folder / name} is damaged: its SHA-256 is {now[:9]}..., not {then[:9]}...")
 
 
 def _fingerprints(folder: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:

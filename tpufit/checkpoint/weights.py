@@ -95,7 +95,5 @@ def weights_path(path: str | os.PathLike[str]) -> Path:
         'best.safetensors'
     """
     if Path(path).suffix != _SUFFIX:
-        raise ArgumentError(
-            f"weights are kept as safetensors: expected a path ending in '{_SUFFIX}', got {str(path)!r}"
-        )
+        raise ArgumentError(f"weights are kept as safetensors: pass a path ending in '{_SUFFIX}', got {str(path)!r}")
     return Path(path)

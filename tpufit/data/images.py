@@ -162,10 +162,8 @@ def _find(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
         files = list(_files(folder / name))
         images = [path for path in files if _is_image(path)]
         if not images:
-            raise DataError(
-                f"the class folder {folder / name} has no images in it (files that end in {', '.join(SUFFIXES)}). "
-                "Remove it, or put some there"
-            )
+            cure = f"(files that end in {', '.join(SUFFIXES)}). Remove it, or put some there"
+            raise DataError(f"the class folder {folder / name} has no images in it {cure}")
         samples += [(path, label) for path in images]
         left_out.update(os.path.splitext(path)[1] or "without a suffix" for path in files if not _is_image(path))
     if left_out:

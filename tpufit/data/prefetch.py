@@ -59,9 +59,8 @@ class Prefetcher(BatchReader[T_co]):
         self._lane: _Lane[T_co] = _Lane(depth, self.times)
         self._stop = weakref.finalize(self, self._lane.stop)  # when dropped, or by close()
         # A daemon: data that never return must not keep the interpreter from exiting.
-        self._thread = threading.Thread(
-            target=self._lane.fill, args=(batches, prepare), name="tpufit-prefetch", daemon=True
-        )
+        work = batches, prepare
+        self._thread = threading.Thread(target=self._lane.fill, args=work, name="tpufit-prefetch", daemon=True)
         _lanes[self._thread] = self._lane
         # Registered again for each prefetcher: exit handlers run last in, first out, and this one must run before the
         # device's.

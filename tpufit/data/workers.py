@@ -66,20 +66,18 @@ def _explained(loader: DataLoader[Any], batches: Any, message: str) -> str | Non
     """Say which worker died or hung, if the loader's error is about one."""
     workers = getattr(batches, "_workers", [])
     if "exited unexpectedly" in message:
-        ended = [
-            f"worker {i} (pid {w.pid}, {_ending(w.exitcode)})" for i, w in enumerate(workers) if w.exitcode is not None
-        ]
+        dead = [(i, worker) for i, worker in enumerate(workers) if worker.exitcode is not None]
+        ended = ", ".join(f"worker {i} (pid {worker.pid}, {_ending(worker.exitcode)})" for i, worker in dead)
         return (
-            f"{', '.join(ended) or 'a worker'} of the DataLoader ended before its work was done. Killed workers have "
-            "most often used up the machine's memory: take fewer of them, or smaller samples"
+            f"{ended or 'a worker'} of the DataLoader ended before its work was done. Killed workers have most often "
+            "used up the machine's memory: take fewer of them, or smaller samples"
         )
     if "timed out" in message:
         number, *_ = batches._task_info[batches._rcvd_idx]
         which = f"worker {number} (pid {workers[number].pid})"
         return (
             f"{which} of the DataLoader gave nothing for {loader.timeout:g} s (its timeout), when batch "
-            f"{batches._rcvd_idx} was due. Look at what its data set does there, or allow more time: "
-            "DataLoader(..., timeout=...)"
+            f"{batches._rcvd_idx} was due. Look at what its data set does there, or allow a longer timeout"
         )
     return None
 

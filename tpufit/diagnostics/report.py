@@ -135,11 +135,6 @@ hundredth batch, or in on_epoch_end']
         found = advice.starting(busy.get("steps", 0.0), elapsed, self.joined)
         return [found] if found else []
 
-    @property
-    def host_time(self) -> str:
-        """The host's time as a table: each phase without the others inside it."""
-        return rendered(_times(self), _WIDTH)
-
     def __str__(self) -> str:
         return rendered(self, _WIDTH)
 

@@ -1,6 +1,6 @@
 """`DeviceState`: the tensors that training changes, and their values while graphs are replayed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import StateLostError
 from .lazy import handles, launch, pending, wait
-from .placement import Placement, Sharding
+from .placement import Placement
 from .transfer import copy_into, swap_value, to_host
 
 
@@ -34,18 +34,15 @@ class DeviceState:
 
     Args:
         tensors: The user's own tensor objects.
-        shardings: The shardings of tensors, by their `id` (default: each is whole on every core).
 
     Attributes:
         tensors: The user's own tensor objects.
-        shardings: The shardings of tensors, by their `id`; one that is missing is whole on every core.
         values: The values, while they are held here.
         held: True while they are.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding] | None = None) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list(tensors)
-        self.shardings = dict(shardings or {})
         self.values: list[Tensor] = []
         self.held = False
         self._lost: list[int] = []
@@ -58,11 +55,6 @@ class DeviceState:
         """The indices of values that a step took with it when it failed on the device; usually none."""
         self.collect()
         return self._lost
-
-    def pin(self, tensors: Iterable[Tensor], placement: Placement) -> None:
-        """Keep the sharding of tensors that the step being traced has changed, see `Placement.pin`."""
-        for tensor in tensors:
-            placement.pin(tensor, self.shardings.get(id(tensor), Sharding.WHOLE))
 
     def hold(self) -> list[Tensor]:
         """Take the values out of the user's tensors. After an interrupt in here, `write_back` restores the order.
@@ -120,7 +112,7 @@ class DeviceState:
         if len(set(found)) < len(found):
             first = dict(zip(reversed(found), reversed(self.tensors), strict=True))
             doubles = [t for t, handle in zip(self.tensors, found, strict=True) if t is not first[handle]]
-            copy_into(doubles, to_host(doubles, "changed weights"), placement, self.shardings)
+            copy_into(doubles, to_host(doubles, "changed weights"), placement)
 
     def expect(self, changed: list[int], donates: bool) -> list[Any]:
         """Note that a graph is about to be started.

@@ -211,10 +211,8 @@ def _parse(cores: CoresArgument) -> _Request:
         index = cores[0]
         if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
             return _Request(1, index)
-    raise ArgumentError(
-        f"cores must be 'auto', a count of at least 1 such as 8 or '8', or a list with one core's number from 0 such "
-        f"as [0]; got {cores!r}"
-    )
+    known = "'auto', a count of at least 1 such as 8 or '8', or a list with one core's number from 0 such as [0]"
+    raise ArgumentError(f"cores must be {known}; got {cores!r}")
 
 
 def _agree(request: _Request, now: Cores, cores: CoresArgument) -> None:
@@ -223,8 +221,7 @@ def _agree(request: _Request, now: Cores, cores: CoresArgument) -> None:
     wanted = f"cores={cores!r}" if request.index is not None else f"{request.count} core{'s' * (request.count != 1)}"
     raise CoresError(
         f"{wanted} asked for, but this process computes on {now}, settled by {now.settled_by}, and a process can't "
-        f"change that. Restart it (in a notebook: the kernel) and pass cores={cores!r} there too, or begin with "
-        f"tpufit.init(cores={cores!r})"
+        f"change that. Restart it (in a notebook: the kernel), and begin with tpufit.init(cores={cores!r})"
     )
 
 

@@ -95,10 +95,8 @@ class Graph:
             return "two traces of it used different tensors"
         for one, other in zip(self.constants, later.constants, strict=True):
             if not torch.equal(_bits(one), _bits(other)):
-                return (
-                    "a number that its Python computes changed between two traces "
-                    f"(from {_shown(one)} to {_shown(other)})"
-                )
+                changed = f"from {_shown(one)} to {_shown(other)}"
+                return f"a number that its Python computes changed between two traces ({changed})"
         return ""
 
     def run(self, state: DeviceState, sums: Sums, inputs: list[Tensor], first: bool = False) -> list[Tensor]:

@@ -7,8 +7,9 @@ the cores: the partitioner pads and masks them itself, exactly.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,30 +19,11 @@ from .devices import Cores
 from .faults import translate
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """The layout of a tensor over the cores.
+class Sharding(Enum):
+    """The layout of a tensor over the cores."""
 
-    Attributes:
-        axis: The dimension that is split over the cores; None (default): the tensor is whole on every core.
-        ROWS: The sharding of a batch, split by its first dimension.
-        WHOLE: The sharding of everything else.
-
-    Example:
-        >>> Sharding.ROWS
-        Sharding(axis=0)
-    """
-
-    axis: int | None = None
-    ROWS: ClassVar[Sharding]
-    WHOLE: ClassVar[Sharding]
-
-    def axes(self, ndim: int) -> tuple[str | None, ...]:
-        """The axis of the mesh for each of `ndim` dimensions. A tensor without dimensions is always whole."""
-        return tuple("data" if i == self.axis else None for i in range(ndim))
-
-
-Sharding.ROWS, Sharding.WHOLE = Sharding(0), Sharding()
+    ROWS = "split by its first dimension, as a batch is"
+    WHOLE = "whole on every core, as everything else is"
 
 
 @dataclass(frozen=True)
@@ -53,7 +35,7 @@ class Placement:
     """
 
     cores: Cores | None
-    _specs: dict[tuple[int | None, int], Any] = field(default_factory=dict, compare=False, repr=False)
+    _specs: dict[tuple[Sharding, int], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def on_host(self) -> bool:
@@ -104,20 +86,23 @@ class Placement:
             raise translate(error) or error from error
 
     def spec(self, sharding: Sharding, tensor: Tensor) -> Any:
-        """torch_xla's own description of a sharding, for a host tensor that is about to be sent over the mesh."""
-        key = sharding.axis, tensor.dim()
+        """torch_xla's own description of a sharding, for a host tensor that is about to be sent over the mesh.
+
+        A tensor without dimensions is always whole.
+        """
+        key = sharding, tensor.dim()
         if key not in self._specs:
             import torch_xla.distributed.spmd as spmd
 
-            self._specs[key] = spmd.ShardingSpec(self._mesh, sharding.axes(tensor.dim()))
+            axes = ["data" if sharding is Sharding.ROWS and i == 0 else None for i in range(tensor.dim())]
+            self._specs[key] = spmd.ShardingSpec(self._mesh, tuple(axes))
         return self._specs[key].xla_spec(tensor)
 
-    def pin(self, tensor: Tensor, sharding: Sharding = Sharding.WHOLE) -> Tensor:
-        """Fix the sharding of a tensor in the graph being traced; else the partitioner may choose another.
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Keep a tensor whole on every core in the graph being traced; else the partitioner may choose otherwise.
 
         Args:
             tensor: A result of the step that is kept for the next one: a parameter, a sum.
-            sharding: Its sharding (default: whole on every core).
 
         Returns:
             The same tensor.
@@ -125,8 +110,7 @@ class Placement:
         if self.has_mesh:
             import torch_xla
 
-            axes = sharding.axes(tensor.dim())
-            torch_xla._XLAC._xla_mark_sharding(tensor, self._mesh.get_op_sharding(axes))
+            torch_xla._XLAC._xla_mark_sharding(tensor, self._whole(tensor))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -140,9 +124,11 @@ class Placement:
         import torch_xla
 
         gathered = tensor.clone()  # `tensor` stays split
-        whole = self._mesh.get_op_sharding(Sharding.WHOLE.axes(tensor.dim()))
-        torch_xla._XLAC._xla_annotate_custom_sharding(gathered, whole)
+        torch_xla._XLAC._xla_annotate_custom_sharding(gathered, self._whole(tensor))
         return gathered
+
+    def _whole(self, tensor: Tensor) -> Any:
+        return self._mesh.get_op_sharding((None,) * tensor.dim())
 
 
 HOST = Placement(None)

@@ -16,26 +16,15 @@ from ..errors import PlacementError
 from . import counters
 from .placement import Placement, Sharding
 
-Shardings = Mapping[int, Sharding]
-"""The shardings of tensors, by their `id`. One that is missing is whole on every core."""
 
-Names = Mapping[int, str]
-"""The names of tensors, by their `id`."""
-
-_ALL_WHOLE: Shardings = {}
-_NAMELESS: Names = {}
-
-
-def to_device(
-    tensors: Sequence[Tensor], placement: Placement, sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE
-) -> list[Tensor]:
+def to_device(tensors: Sequence[Tensor], placement: Placement, sharding: Sharding = Sharding.WHOLE) -> list[Tensor]:
     """Copy host tensors to the device, without waiting.
 
     Args:
         tensors: Host tensors; one that is on the device already is passed through.
         placement: The cores to copy to; the host itself returns the tensors as they are.
-        sharding: How they lie over the cores, all of them or one by one (default: whole on every core). A tensor
-            without dimensions is always whole.
+        sharding: How they lie over the cores (default: whole on every core). A tensor without dimensions is always
+            whole.
 
     Returns:
         The device tensors, in the same order.
@@ -47,10 +36,7 @@ def to_device(
     moved = list(tensors)
     host = [i for i, t in enumerate(moved) if t.device.type != "xla"]
     values = [moved[i].detach().contiguous() for i in host]
-    specs = None
-    if placement.has_mesh:
-        wanted = [sharding if isinstance(sharding, Sharding) else sharding[i] for i in host]
-        specs = [placement.spec(one, t) for one, t in zip(wanted, values, strict=True)]
+    specs = [placement.spec(sharding, value) for value in values] if placement.has_mesh else None
     sent = torch_xla._XLAC._xla_tensors_from_aten(values, [str(placement.device)] * len(values), specs)
     for i, tensor in zip(host, sent, strict=True):
         moved[i] = tensor
@@ -112,16 +98,13 @@ def copies(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
     ]
 
 
-def move(
-    tensors: Iterable[Tensor], placement: Placement, names: Names = _NAMELESS, shardings: Shardings = _ALL_WHOLE
-) -> None:
+def move(tensors: Iterable[Tensor], placement: Placement, names: Mapping[int, str] = {}) -> None:
     """Move tensors to a placement in place: each stays the same Python object, so ties and references hold.
 
     Args:
         tensors: Parameters, buffers and optimizer state; each at most once. Those already there stay.
         placement: The cores to move to, or the host, for which this waits, once.
         names: The names of tensors for errors, by their `id`.
-        shardings: How the tensors lie over the cores.
 
     Raises:
         PlacementError: A tensor can't be exchanged, because something else holds on to its memory; or two parameters
@@ -132,8 +115,7 @@ def move(
     if not moving:
         return
     _refuse_shared_memory(moving, names)
-    wanted = [shardings.get(id(tensor), Sharding.WHOLE) for tensor in moving]
-    values = to_host(moving, "state") if placement.on_host else to_device(moving, placement, wanted)
+    values = to_host(moving, "state") if placement.on_host else to_device(moving, placement)
     for tensor, value in zip(moving, values, strict=True):
         tensor.grad = None  # of the other device; a step computes its own
         try:
@@ -165,16 +147,13 @@ def swap_value(tensor: Tensor, value: Tensor, requires_grad: bool | None = None)
     return twin
 
 
-def copy_into(
-    targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement, shardings: Shardings = _ALL_WHOLE
-) -> None:
+def copy_into(targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement) -> None:
     """Give tensors new values of the same shape and dtype, in place and without waiting.
 
     Args:
         targets: Tensors that live at `placement`, or on the host, where some optimizers count.
         values: Host tensors, one for each.
         placement: The place of those that are not on the host.
-        shardings: How these lie over the cores.
     """
     pairs = list(zip(targets, values, strict=True))
     with torch.no_grad():
@@ -182,8 +161,7 @@ def copy_into(
             if target.device.type == "cpu":
                 target.copy_(value)
     remote = [pair for pair in pairs if pair[0].device.type != "cpu"]
-    wanted = [shardings.get(id(target), Sharding.WHOLE) for target, _ in remote]
-    sent = to_device([value for _, value in remote], placement, wanted) if remote else []
+    sent = to_device([value for _, value in remote], placement) if remote else []
     for (target, _), value in zip(remote, sent, strict=True):
         if target.is_meta:  # a step that failed has left nothing of it
             swap_value(target, value)
@@ -191,7 +169,7 @@ def copy_into(
             target.data = value
 
 
-def _refuse_shared_memory(tensors: Sequence[Tensor], names: Names) -> None:
+def _refuse_shared_memory(tensors: Sequence[Tensor], names: Mapping[int, str]) -> None:
     owners: dict[int, Tensor] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel():
@@ -200,8 +178,7 @@ def _refuse_shared_memory(tensors: Sequence[Tensor], names: Names) -> None:
                 first, second = (names.get(id(t), "a parameter") for t in (owner, tensor))
                 raise PlacementError(
                     f"{first} and {second} are two parameters over the same memory; on the device they would be two "
-                    "tensors, no longer tied. Tie them by assigning one Parameter to both places, e.g. "
-                    "module.b.weight = module.a.weight"
+                    "tensors, no longer tied. Assign one Parameter to both places: module.b.weight = module.a.weight"
                 )
 
 

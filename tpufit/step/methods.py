@@ -184,7 +184,8 @@ class StepMethods:
         if not engine.state.placement.on_host:
             optimizer.zero_grad()  # kept gradients would be outputs of the graph, as large as the weights
         # Pinned last, as results: else the partitioner may split the next step's inputs.
-        engine.state.device.pin(own.tensors, engine.state.placement)
+        for tensor in own.tensors:
+            engine.state.placement.pin(tensor)
 
     def update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Add a batch to the metrics of `compile`.

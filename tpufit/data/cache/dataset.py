@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +19,12 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from ...errors import (
-    ArgumentError,
-    CacheDamagedError,
-    CacheError,
-    CacheMismatchError,
-    DataError,
-    UnknownNameError,
-    require_whole,
-)
+from ...errors import ArgumentError, CacheDamagedError, CacheError, CacheMismatchError, UnknownNameError
 from .build import Workers, build, check_room, exclusive
-from .fingerprint import describe
-from .maker import Maker, alone, probe
-from .manifest import Manifest, cut
+from .maker import Maker, alone, check, plan
+from .manifest import Manifest
 from .readers import InMemory, Mapped
-from .schema import Field, nest
+from .schema import nest
 from .shards import Shard
 
 Mode = Literal["mmap", "ram"]
@@ -159,10 +149,10 @@ class CachedDataset(Dataset[Any]):
             self._manifest = found
             self._open()
             return
-        _check(source, copies=copies, workers=workers, seed=seed, shard_mb=shard_mb)
+        check(source, copies, workers, seed, shard_mb)
         self._maker = Maker(source, transform, seed)
         with alone():
-            self._manifest = _plan(self._maker, copies, version, shard_mb, again=found is None)
+            self._manifest = plan(self._maker, copies, version, shard_mb, again=found is None)
         if found is not None:
             self._adopt(found)
 
@@ -303,9 +293,7 @@ class CachedDataset(Dataset[Any]):
 
     def _gather(self, indices: NDArray[Any], epoch: int, ordered: bool) -> Any:
         if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
-            raise ArgumentError(
-                f"indices must be whole numbers in one dimension, got {indices.dtype} of shape {indices.shape}"
-            )
+            raise ArgumentError(f"indices must be whole numbers in one dimension, got {indices.dtype} {indices.shape}")
         if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
             wrong = indices[(indices < 0) | (indices >= len(self))][0]
             raise IndexError(f"there is no sample {wrong}: the cache has {len(self)}, from 0 to {len(self) - 1}")
@@ -331,36 +319,3 @@ class CachedDataset(Dataset[Any]):
                 shards = [Shard(self._path, self._manifest, number) for number in range(self._manifest.files)]
                 self._reader = _READERS[self.mode](self._manifest, shards)
             return self._reader
-
-
-def _check(source: Any, copies: int, workers: Workers, seed: int, shard_mb: float) -> None:
-    for name in ("__len__", "__getitem__"):
-        if not hasattr(source, name):
-            raise ArgumentError(
-                f"source must be a map-style dataset, with a length and items; {type(source)} has no {name}"
-            )
-    for name, number, least in (("copies", copies, 1), ("workers", workers, 0), ("seed", seed, 0)):
-        if (name, number) != ("workers", "auto"):
-            require_whole(name, number, least)
-    if not shard_mb > 0:
-        raise ArgumentError(f"shard_mb must be a positive number of MiB, got {shard_mb!r}")
-    if not len(source):
-        raise DataError("source is empty: it has no samples")
-
-
-def _plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool) -> Manifest:
-    """Plan a cache of these samples. If there is none yet, the samples are made again to compare them."""
-    rows = len(maker.source)
-    structure, leaves = maker.sample(0, copy=0)
-    fields = tuple(Field(name, leaf.dtype, tuple(leaf.shape)) for name, leaf in leaves.items())
-    digest: str | None = probe(maker, rows)
-    if again and probe(maker, rows) != digest:
-        digest = None
-        warnings.warn(
-            "the same sample made twice isn't the same: it has random numbers other than those of `random`, "
-            "numpy.random and torch, which depend on the seed. Files that are made again will differ",
-            stacklevel=3,
-        )
-    source, transform = describe(maker.source), describe(maker.transform)
-    sizes = cut(rows * copies, sum(field.row_bytes for field in fields), shard_mb)
-    return Manifest(rows, copies, maker.seed, version, source, transform, digest, structure, fields, *sizes)

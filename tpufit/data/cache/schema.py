@@ -142,9 +142,7 @@ def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 def _leaf(leaf: Any, name: str) -> Tensor:
     if isinstance(leaf, (bool, int, float)):
-        leaf = np.array(
-            leaf, dtype=bool if isinstance(leaf, bool) else np.int64 if isinstance(leaf, int) else np.float32
-        )
+        leaf = np.float32(leaf) if isinstance(leaf, float) else np.array(leaf)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biuf" and leaf.dtype.itemsize in _BITS:
         # Of a copy: torch warns of sharing memory that can't be written, such as a PIL image's.
         return torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C"))
