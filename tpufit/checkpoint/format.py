@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from multiprocessing.pool import ThreadPool
@@ -97,10 +97,11 @@ def write(store: LocalStore, name: str, checkpoint: Checkpoint, number: int = 1)
     """
     weights, metadata = untied(checkpoint.weights)
     training = _apart(checkpoint.training)
-    state = json.dumps(checkpoint.state)
 
-    # Written last: a folder with a manifest is whole, and the hashes are those of the files on disk.
-    def seal(folder: Path) -> None:
+    def fill(folder: Path) -> None:
+        write_tensors(folder / _WEIGHTS, weights, metadata)
+        write_tensors(folder / _TRAINING, training, {"format": "pt"})
+        (folder / _STATE).write_text(json.dumps(checkpoint.state))
         manifest = {
             "format": FORMAT,
             "step": checkpoint.step,
@@ -116,12 +117,7 @@ def write(store: LocalStore, name: str, checkpoint: Checkpoint, number: int = 1)
         }
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
-    files: dict[str, Callable[[Path], object]] = {
-        _WEIGHTS: lambda path: write_tensors(path, weights, metadata),
-        _TRAINING: lambda path: write_tensors(path, training, {"format": "pt"}),
-        _STATE: lambda path: path.write_text(state),
-    }
-    store.commit(name, files, seal)
+    store.commit(name, fill)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

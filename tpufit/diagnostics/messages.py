@@ -7,6 +7,14 @@ from ..utils.hardware import cpus
 # The share of the time, and the seconds, from which on a thing is worth a sentence.
 _SHARE, _SECONDS = 0.2, 1.0
 _COMPILE_SECONDS = 60.0
+# What to do about a step that is traced on every call, by words of the cause; the first that fit count.
+_CURES = {
+    "draws": "draw on the device (torch.rand(..., device=x.device)) or in the data set",
+    "on the host": "see below what to do about that operation",
+    "it reads": "return the value from train_step as a log, choose with torch.where instead of if, or leave it out",
+    "jit_compile": "leave jit_compile at 'auto'",
+    "": "keep counts in a buffer on the device, and what changes out of the step's Python",
+}
 _OFTEN = 8  # compilations of one step; whole batches, a shorter last one and some buckets are no fault
 
 
@@ -22,16 +30,7 @@ def traced(role: str, cause: str) -> str:
         the train step is traced anew on every call, because its Python draws random numbers at net.py:8: draw on the \
 device (torch.rand(..., device=x.device)) or in the data set
     """
-    if "draws" in cause:
-        cure = "draw on the device (torch.rand(..., device=x.device)) or in the data set"
-    elif "on the host" in cause:
-        cure = "see below what to do about that operation"
-    elif "reads a value" in cause:
-        cure = "return the value from train_step as a log, choose with torch.where instead of if, or leave it out"
-    elif "jit_compile" in cause:
-        cure = "leave jit_compile at 'auto'"
-    else:
-        cure = "keep counts in a buffer on the device, and what changes out of the step's Python"
+    cure = next(cure for words, cure in _CURES.items() if words in cause)
     return f"the {role} step is traced anew on every call, because {cause}: {cure}"
 
 
