@@ -57,20 +57,14 @@ class CheckpointDirectory:
             self._lock = Lock(self.path)
             dropped = self._store.clean()  # under the lock: else the drafts may be those of a live run
         except HeldError as held:
-            raise CheckpointBusyError(
-                f"{held} trains into {self.path.absolute()}: two runs in one folder would overwrite each other. Wait "
-                "for its end, or pass another path"
-            ) from None
+            cure = "two runs in one folder would overwrite each other. Wait for its end, or pass another path"
+            raise CheckpointBusyError(f"{held} trains into {self.path.absolute()}: {cure}") from None
         except OSError as error:
-            raise CheckpointNotWrittenError(
-                f"checkpoints can't be written to {self.path.absolute()}: {error.strerror}. Pass a folder that exists "
-                "or can be made, and may be written to"
-            ) from error
+            why = f"{error.strerror}. Pass a folder that exists or can be made, and may be written to"
+            raise CheckpointNotWrittenError(f"checkpoints can't be written to {self.path.absolute()}: {why}") from error
         if dropped:
-            warnings.warn(
-                f"dropped from {self.path}: {', '.join(dropped)}, which a process that was killed left unfinished",
-                stacklevel=3,
-            )
+            names = ", ".join(dropped)
+            warnings.warn(f"dropped from {self.path}: {names}, which a process that was killed left", stacklevel=3)
 
     def close(self) -> None:
         """Release the lock, so that others may write here."""

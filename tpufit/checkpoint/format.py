@@ -32,7 +32,7 @@ from ..runtime import versions as runtime_versions
 from ..utils.files import write_tensors
 from ..utils.text import dtype_name
 from .store import MANIFEST, LocalStore, is_step
-from .weights import read_weights, untied
+from .weights import NO_PICKLES, read_weights, untied
 
 FORMAT = 1
 _STATE, _WEIGHTS, _TRAINING = "state.json", "model.safetensors", "training.safetensors"
@@ -149,18 +149,16 @@ def read(folder: str | os.PathLike[str]) -> Checkpoint:
         what = "is a file" if folder.exists() else "does not exist"
         raise CheckpointMissingError(
             f"{folder} is not a checkpoint of tpufit: it {what}, and a checkpoint is a folder with a {MANIFEST}. "
-            "Weights alone, in a .safetensors file, go into model.load_weights; a pickle made by torch.save is never "
-            "read, because it could run any code"
+            f"Weights alone, in a .safetensors file, go into model.load_weights. {NO_PICKLES}"
         )
     manifest = read_manifest(folder)
     _verify(folder, manifest)  # before any file is parsed
-    metric = manifest["metric"]
     return Checkpoint(
         step=manifest["step"],
         weights=read_weights(folder / _WEIGHTS),
         training=safetensors.torch.load_file(folder / _TRAINING),
         state=json.loads((folder / _STATE).read_bytes()),
-        metric=None if metric is None else Score(**metric),
+        metric=Score(**manifest["metric"]) if manifest["metric"] else None,
         mesh=manifest["mesh"],
         versions=manifest["versions"],
     )

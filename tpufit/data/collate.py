@@ -64,10 +64,8 @@ class PadToBuckets:
         for length in self.lengths:
             if length >= longest:
                 return length
-        raise DataError(
-            f"a sample has length {longest}, but the longest bucket is {self.lengths[-1]}: cut the sample, or add a "
-            "longer bucket to PadToBuckets"
-        )
+        cure = "cut the sample, or add a longer bucket to PadToBuckets"
+        raise DataError(f"a sample has length {longest}, but the longest bucket is {self.lengths[-1]}: {cure}")
 
 
 def _padded(tensor: Tensor, length: int, value: float) -> Tensor:

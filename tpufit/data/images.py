@@ -203,10 +203,8 @@ def _read(path: str, size: tuple[int, int] | None) -> PIL.Image.Image:
         image = _rgb(image)
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
         reason = error if content else "the file is empty"
-        raise DataError(
-            f"the image {path} can't be decoded: {reason}. Replace the file or delete it; no image is left out in "
-            "silence"
-        ) from error
+        cure = "Replace the file or delete it; no image is left out in silence"
+        raise DataError(f"the image {path} can't be decoded: {reason}. {cure}") from error
     return image if size is None else _cover(image, *size)
 
 

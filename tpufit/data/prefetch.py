@@ -103,11 +103,9 @@ class Prefetcher(BatchReader[T_co]):
         try:
             return self._lane.ready.get(timeout=_SILENCE)
         except Empty:
-            warnings.warn(
-                f"the data have given no batch for {_SILENCE:g} s, and are still being waited for. If a worker may "
-                "hang, DataLoader(..., timeout=60) makes an error of it that names the worker",
-                stacklevel=4,
-            )
+            cure = "If a worker may hang, DataLoader(..., timeout=60) makes an error of it that names the worker"
+            what = f"the data have given no batch for {_SILENCE:g} s, and are still being waited for"
+            warnings.warn(f"{what}. {cure}", stacklevel=4)
             return self._lane.ready.get()
 
     @contextmanager

@@ -54,10 +54,9 @@ def read(lines: Iterable[str], times: int) -> str:
         lines: The lines that read, e.g. `["net.py:8"]`.
         times: The number of values.
     """
-    return (
-        f"{times} value{'s' * (times != 1)} were read from the device, at {' and '.join(sorted(lines))}, each a wait: "
-        "return them from train_step as logs, which wait only where one is read"
-    )
+    where = " and ".join(sorted(lines))
+    cure = "return them from train_step as logs, which wait only where one is read"
+    return f"{times} value{'s' * (times != 1)} were read from the device, at {where}, each a wait: {cure}"
 
 
 def read_elsewhere(times: int, steps: int) -> str | None:
@@ -73,10 +72,8 @@ def read_elsewhere(times: int, steps: int) -> str | None:
     """
     if times < max(steps / 2, _OFTEN):
         return None
-    return (
-        f"{times} values were read from the device outside of the steps, in {steps} steps, each a wait: read in "
-        "on_epoch_end, or every hundredth batch, instead of in every one"
-    )
+    cure = "read in on_epoch_end, or every hundredth batch, instead of in every one"
+    return f"{times} values were read from the device outside of the steps, in {steps} steps, each a wait: {cure}"
 
 
 def compiled(role: str, causes: Iterable[str]) -> str | None:
@@ -91,10 +88,8 @@ def compiled(role: str, causes: Iterable[str]) -> str | None:
         return None
     shapes = sum(" had the " in cause for cause in causes)
     if shapes * 2 >= len(causes):
-        cure = (
-            "let all batches but the last have equally many rows, and pad what varies: DataLoader(..., "
-            "collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))"
-        )
+        padding = "DataLoader(..., collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))"
+        cure = f"let all batches but the last have equally many rows, and pad what varies: {padding}"
     else:
         cure = "change what is part of the graph seldom; the learning rate is none, and costs nothing"
     return f"the {role} step was compiled {len(causes)} times, the last time because {causes[-1]}: {cure}"
@@ -157,10 +152,8 @@ hundredth batch, or in on_epoch_end
     """
     if times < _OFTEN or times < _SHARE * steps:
         return None
-    return (
-        f"callbacks read the logs of {times} of {steps} batches, and each time the device was waited for: read them "
-        "every hundredth batch, or in on_epoch_end"
-    )
+    cure = "read them every hundredth batch, or in on_epoch_end"
+    return f"callbacks read the logs of {times} of {steps} batches, and each time the device was waited for: {cure}"
 
 
 def weights_changed(times: int, steps: int) -> str | None:
@@ -172,10 +165,8 @@ def weights_changed(times: int, steps: int) -> str | None:
     """
     if times < _OFTEN or times < _SHARE * steps:
         return None
-    return (
-        f"a callback changed the weights before {times} of {steps} steps, and each time the device was waited for: do "
-        "it inside train_step, where it is part of the graph"
-    )
+    found = f"a callback changed the weights before {times} of {steps} steps, and each time the device was waited for"
+    return f"{found}: do it inside train_step, where it is part of the graph"
 
 
 def in_callbacks(seconds: float, elapsed: float) -> str | None:
@@ -199,10 +190,8 @@ def validating(seconds: float, elapsed: float) -> str | None:
     """
     if seconds < _SECONDS or seconds < elapsed / 2:
         return None
-    return (
-        f"validating took {seconds / elapsed:.0%} of the time: fit(validation_freq=5) does it less often, a larger "
-        "validation_batch_size faster, and validation_steps on less"
-    )
+    cure = "fit(validation_freq=5) does it less often, a larger validation_batch_size faster, validation_steps on less"
+    return f"validating took {seconds / elapsed:.0%} of the time: {cure}"
 
 
 def unused(used: int, available: int) -> str | None:

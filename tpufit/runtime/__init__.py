@@ -37,6 +37,7 @@ These names are all that the rest of tpufit asks of it, and all that another one
 
 | file | its idea |
 | --- | --- |
+| `bindings` | torch_xla's own bindings |
 | `devices` | find and start the cores |
 | `placement` | the host, one core or a mesh, and how tensors lie over it |
 | `transfer` | host to device and back, where the waits are |

@@ -64,17 +64,10 @@ class Counts:
     executing: float = 0.0
 
     def __sub__(self, earlier: Counts) -> Counts:
-        return Counts(
-            self.graphs - earlier.graphs,
-            self.captures - earlier.captures,
-            self.waits - earlier.waits,
-            self.fallbacks - earlier.fallbacks,
-            self.host_reads - earlier.host_reads,
-            self.compiled[len(earlier.compiled) :],
-            self.lines - earlier.lines,
-            {phase: t - earlier.seconds.get(phase, 0.0) for phase, t in self.seconds.items()},
-            self.executing - earlier.executing,
-        )
+        counters = ("graphs", "captures", "waits", "fallbacks", "host_reads", "lines", "executing")
+        since: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in counters}
+        seconds = {phase: t - earlier.seconds.get(phase, 0.0) for phase, t in self.seconds.items()}
+        return Counts(**since, compiled=self.compiled[len(earlier.compiled) :], seconds=seconds)
 
 
 _tally = Counts(seconds=defaultdict(float))  # of this process

@@ -80,10 +80,8 @@ class DeviceState:
             StateLostError: A step failed on the device after it had consumed them.
         """
         if self.lost:
-            raise StateLostError(
-                "the weights on the device are lost: a step failed there after it had consumed them. Load the last "
-                "good ones with load_weights; the optimizer then starts over"
-            )
+            cure = "Load the last good ones with load_weights; the optimizer then starts over"
+            raise StateLostError(f"the weights on the device are lost: a step failed that had consumed them. {cure}")
         if self.held:
             empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, self.values, strict=True)]
             self.values, self.held = [], False

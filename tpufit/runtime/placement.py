@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .bindings import xla
 from .devices import Cores
 from .faults import translate
 
@@ -60,10 +61,8 @@ class Placement:
         """
         if not self.has_mesh:
             return None
-        import torch_xla
-
-        own = set(torch_xla._XLAC._xla_get_runtime_devices())
-        return tuple(i for i, device in enumerate(torch_xla._XLAC._xla_get_all_runtime_devices()) if device in own)
+        own = set(xla()._xla_get_runtime_devices())
+        return tuple(i for i, device in enumerate(xla()._xla_get_all_runtime_devices()) if device in own)
 
     @cached_property
     def device(self) -> torch.device:
@@ -108,9 +107,7 @@ class Placement:
             The same tensor.
         """
         if self.has_mesh:
-            import torch_xla
-
-            torch_xla._XLAC._xla_mark_sharding(tensor, self._whole(tensor))
+            xla()._xla_mark_sharding(tensor, self._whole(tensor))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -121,10 +118,8 @@ class Placement:
         """
         if not self.has_mesh:
             return tensor
-        import torch_xla
-
         gathered = tensor.clone()  # `tensor` stays split
-        torch_xla._XLAC._xla_annotate_custom_sharding(gathered, self._whole(tensor))
+        xla()._xla_annotate_custom_sharding(gathered, self._whole(tensor))
         return gathered
 
     def _whole(self, tensor: Tensor) -> Any:

@@ -189,10 +189,8 @@ def _losses(engine: Engine, run: StepRunner, feed: Prefetcher[DeviceBatch], rate
             run([batch], feed.paused)
             sums, rows = run.take_sums()
             if "loss" not in sums:
-                raise ArgumentError(
-                    f"lr_find follows the loss, but {type(engine.model).__name__}.train_step returns {sorted(sums)}: "
-                    "let it return a 'loss' too"
-                )
+                step = f"{type(engine.model).__name__}.train_step"
+                raise ArgumentError(f"lr_find needs a 'loss', but {step} returns {sorted(sums)}: let it return one too")
             started.append((sums["loss"], rows))
         for loss, rows in fetch(started, "lr_find"):
             yield float(loss) / rows

@@ -65,10 +65,9 @@ def check_versions(torch_version: str | None, xla_version: str | None) -> None:
         if version is None:
             raise VersionError(f"{name} is not installed. Run: {cure}")
     if [str(v).split(".")[:2] for v in (torch_version, xla_version)] != [SUPPORTED.split(".")] * 2:
-        raise VersionError(
-            f"tpufit needs torch {SUPPORTED} and torch_xla {SUPPORTED}, which belong together; here are torch "
-            f"{torch_version} and torch_xla {xla_version}. Run: {cure}"
-        )
+        wanted = f"torch {SUPPORTED} and torch_xla {SUPPORTED}, which belong together"
+        here = f"torch {torch_version} and torch_xla {xla_version}"
+        raise VersionError(f"tpufit needs {wanted}; here are {here}. Run: {cure}")
 
 
 def version(package: str) -> str | None:
@@ -137,11 +136,8 @@ def drop_stale_variables(environ: MutableMapping[str, str] = os.environ, root: P
     stale = [name for name in _OF_MANY_PROCESSES if name in environ]
     if stale and place(root) == "Kaggle" and chips(root):
         removed = " and ".join(f"{name}={environ.pop(name)!r}" for name in stale)
-        warnings.warn(
-            f"removed {removed} from the environment: left from a run of several processes, for which the TPU would "
-            "wait in vain",
-            stacklevel=3,
-        )
+        why = "left from a run of several processes, for which the TPU would wait in vain"
+        warnings.warn(f"removed {removed} from the environment: {why}", stacklevel=3)
 
 
 def memory(root: Path = _ROOT) -> dict[str, int]:

@@ -48,11 +48,10 @@ class NpyFile:
             self._kind = kind
             self._write_header()
         if kind != self._kind:
-            raise DataError(
-                f"the rows of one array must all be of one shape and dtype: after {self._rows} rows of shape "
-                f"{self._kind[0]} and {self._kind[1]} came some of {kind[0]} and {kind[1]}. Pad the batches to one "
-                "shape, or predict them apart"
-            )
+            (before, old), (after, new) = self._kind, kind
+            what = f"after {self._rows} rows of shape {before} and {old} came some of {after} and {new}"
+            cure = "Pad the batches to one shape, or predict them apart"
+            raise DataError(f"the rows of one array must all be of one shape and dtype: {what}. {cure}")
         self._file.write(np.ascontiguousarray(rows).data)
         self._rows += len(rows)
 

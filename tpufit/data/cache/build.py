@@ -52,10 +52,8 @@ def exclusive(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        raise CacheError(
-            f"{folder} can't be written to ({error.strerror}). Make the cache where that is possible, then read it "
-            "from wherever it lies with CachedDataset.open"
-        ) from error
+        cure = "Make the cache where that is possible, then read it from wherever it lies with CachedDataset.open"
+        raise CacheError(f"{folder} can't be written to ({error.strerror}). {cure}") from error
     drop_drafts(folder)
     try:
         yield

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from ...errors import ArgumentError, CacheDamagedError, CacheError, CacheMismatchError, UnknownNameError
+from ...utils.terminal import say
 from .build import Workers, build, check_room, exclusive
 from .maker import Maker, alone, check, plan
 from .manifest import Manifest
@@ -285,10 +286,9 @@ class CachedDataset(Dataset[Any]):
         """Take over the manifest of the cache that is there, which may be cut into other files."""
         changed = found.differences(self._manifest)
         if changed:
-            raise CacheMismatchError(
-                f"{self._path} holds a cache that was made of something else. It differs in: {'; '.join(changed)}. "
-                "Give the new samples a cache_dir of their own, or delete the folder; CachedDataset.open reads it as is"
-            )
+            what = f"{self._path} holds a cache that was made of something else. It differs in: {'; '.join(changed)}"
+            cure = "Give the new samples another cache_dir, or delete the folder; CachedDataset.open reads it as is"
+            raise CacheMismatchError(f"{what}. {cure}")
         self._manifest = found
 
     def _gather(self, indices: NDArray[Any], epoch: int, ordered: bool) -> Any:
@@ -305,16 +305,12 @@ class CachedDataset(Dataset[Any]):
             if self._reader is None:
                 absent = self._manifest.missing(self._path)
                 if absent and self._maker is None:
-                    raise CacheError(
-                        f"{len(absent)} of the {self._manifest.files} files in {self._path} are missing, such as "
-                        f"{self._manifest.name(absent[0])}: finish the warm-up, or the copying, first"
-                    )
+                    some = f"{len(absent)} of the {self._manifest.files} files in {self._path}"
+                    cure = "finish the warm-up, or the copying, first"
+                    raise CacheError(f"{some} are missing, such as {self._manifest.name(absent[0])}: {cure}")
                 if absent:
-                    print(
-                        f"{self._path}: making {len(absent)} of {self._manifest.files} files of samples before the "
-                        "first can be read. warm_up() does it ahead of time",
-                        flush=True,
-                    )
+                    what = f"{self._path}: making {len(absent)} of {self._manifest.files} files of samples"
+                    say(f"{what} before the first can be read. warm_up() does it ahead of time")
                     self.warm_up(progress=False)
                 shards = [Shard(self._path, self._manifest, number) for number in range(self._manifest.files)]
                 self._reader = _READERS[self.mode](self._manifest, shards)

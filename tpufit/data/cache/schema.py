@@ -123,10 +123,9 @@ def check_alike(structure: Any, fields: Sequence[Field], other: Any, leaves: Map
     for field in fields:
         leaf = leaves[field.name]
         if leaf.shape != field.shape or leaf.dtype != field.dtype:
-            raise DataError(
-                f"{field.name} of sample {index} is {_form(leaf.dtype, leaf.shape)}, but of sample 0 "
-                f"{_form(field.dtype, field.shape)}. All need one shape and dtype: resize, crop or pad in `transform`"
-            )
+            both = f"{_form(leaf.dtype, leaf.shape)}, but of sample 0 {_form(field.dtype, field.shape)}"
+            cure = "All need one shape and dtype: resize, crop or pad in `transform`"
+            raise DataError(f"{field.name} of sample {index} is {both}. {cure}")
 
 
 class _Names(dict[str, str]):
