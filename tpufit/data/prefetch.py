@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter, thread_time
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 from ..errors import require_whole
 from .inline import BatchReader, ReadTimes, T, T_co, prepared_by
@@ -141,11 +141,10 @@ class Prefetcher(BatchReader[T_co]):
             self._lane.ready.get()
 
 
-class _End:
+class _End(NamedTuple):
     """The mark after the last batch, with the error that ended the data, if one did."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+    error: BaseException | None = None
 
 
 class _Lane(Generic[T]):

@@ -1,6 +1,6 @@
 """Sentences about numbers that show a fault, each with its cure; nothing where there is none."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..utils.hardware import cpus
 
@@ -76,14 +76,13 @@ def read_elsewhere(times: int, steps: int) -> str | None:
     return f"{times} values were read from the device outside of the steps, in {steps} steps, each a wait: {cure}"
 
 
-def compiled(role: str, causes: Iterable[str]) -> str | None:
+def compiled(role: str, causes: Sequence[str]) -> str | None:
     """A sentence about a step that was compiled time and again.
 
     Args:
         role: The role of the step.
         causes: The reason of each compilation.
     """
-    causes = list(causes)
     if len(causes) < _OFTEN:
         return None
     shapes = sum(" had the " in cause for cause in causes)
@@ -109,10 +108,9 @@ def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
     """
     if seconds < _COMPILE_SECONDS or seconds < _SHARE * elapsed:
         return None
-    return (
-        f"compiling {graphs} graphs took {seconds:.0f} s of {elapsed:.0f} s: fewer shapes of batches are fewer graphs, "
-        "a smaller steps_per_execution makes smaller ones, and a longer training pays for them only once"
-    )
+    smaller = "a smaller steps_per_execution makes smaller ones, and a longer training pays for them only once"
+    cure = f"fewer shapes of batches are fewer graphs, {smaller}"
+    return f"compiling {graphs} graphs took {seconds:.0f} s of {elapsed:.0f} s: {cure}"
 
 
 def waiting(waited: float, elapsed: float) -> str | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
+_COMPILATIONS = "UncachedCompile"  # torch_xla's counter of them
 ROLES = ("train", "eval", "predict", "init", "transfer", "metric")
 
 
@@ -115,11 +116,11 @@ def role(name: str, cause: str = "") -> Iterator[None]:
         name: One of `ROLES`.
         cause: The reason for the graphs.
     """
-    before, began = _compilations(), perf_counter()
+    before, began = _counted(_COMPILATIONS), perf_counter()
     try:
         yield
     finally:
-        new = _compilations() - before
+        new = _counted(_COMPILATIONS) - before
         if new:
             seconds = perf_counter() - began
             _tally.graphs[name] += new
@@ -181,13 +182,10 @@ def count_capture(change: str) -> None:
 
 def looked_at() -> int:
     """The number of times that anything was executed or read back: a trace during which it rises was cut in two."""
+    return sum(map(_counted, (_COMPILATIONS, "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")))
+
+
+def _counted(name: str) -> int:
     import torch_xla.debug.metrics as metrics
 
-    names = ("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")
-    return sum(metrics.counter_value(name) or 0 for name in names)
-
-
-def _compilations() -> int:
-    import torch_xla.debug.metrics as metrics
-
-    return metrics.counter_value("UncachedCompile") or 0
+    return metrics.counter_value(name) or 0

@@ -75,14 +75,11 @@ def _of_value(name: str, value: Any, depth: int, seen: set[int]) -> _Facts:
     if isinstance(value, (Tensor, Optimizer, types.ModuleType)) or not depth or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, Mapping):
+    if isinstance(value, (Mapping, list, tuple, deque)):
         yield name, len(value)
-        for key, item in itertools.islice(value.items(), _ITEMS):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in itertools.islice(items, _ITEMS):
             yield from _of_value(f"{name}[{key!r}]", item, depth - 1, seen)
-    elif isinstance(value, (list, tuple, deque)):
-        yield name, len(value)
-        for i, item in enumerate(itertools.islice(value, _ITEMS)):
-            yield from _of_value(f"{name}[{i}]", item, depth - 1, seen)
     elif isinstance(value, (set, frozenset)):
         yield name, frozenset(map(repr, value)) if len(value) <= _ITEMS else len(value)
     elif isinstance(value, types.GeneratorType):

@@ -173,10 +173,9 @@ def _refuse_shared_memory(tensors: Sequence[Tensor], names: Mapping[int, str]) -
             owner = owners.setdefault(tensor.untyped_storage().data_ptr(), tensor)
             if owner is not tensor:
                 first, second = (names.get(id(t), "a parameter") for t in (owner, tensor))
-                raise PlacementError(
-                    f"{first} and {second} are two parameters over the same memory; on the device they would be two "
-                    "tensors, no longer tied. Assign one Parameter to both places: module.b.weight = module.a.weight"
-                )
+                why = "two parameters over the same memory; on the device they would be two tensors, no longer tied"
+                cure = "Assign one Parameter to both places: module.b.weight = module.a.weight"
+                raise PlacementError(f"{first} and {second} are {why}. {cure}")
 
 
 def _is_split(tensor: Tensor) -> bool:

@@ -169,12 +169,10 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
         engine.put_back(before)
         engine.log.first_bad_step = bad
     if curve.suggestion is None:
-        warnings.warn(
-            f"the loss never fell between the learning rates {sweep.start_lr:g} and {sweep.end_lr:g} "
-            f"({len(curve.losses)} of {sweep.steps} steps gave one), so there is no suggestion. Look at the curve's "
-            "plot(), at the loss and the data, or try other rates and more steps",
-            stacklevel=3,
-        )
+        what = f"the loss never fell between the learning rates {sweep.start_lr:g} and {sweep.end_lr:g}"
+        steps = f"({len(curve.losses)} of {sweep.steps} steps gave one)"
+        cure = "Look at the curve's plot(), at the loss and the data, or try other rates and more steps"
+        warnings.warn(f"{what} {steps}, so there is no suggestion. {cure}", stacklevel=3)
     return curve
 
 

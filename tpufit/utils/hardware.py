@@ -85,12 +85,9 @@ def chips(root: Path = _ROOT) -> list[Chip]:
         >>> sum(chip.devices for chip in [CHIPS["0x0027"]] * 4)  # a v3-8 has four chips
         8
     """
-    found = []
-    for vendor in sorted(root.glob("sys/bus/pci/devices/*/vendor")):
-        device = vendor.with_name("device")
-        if _read(vendor) == _VENDOR and _read(device) in CHIPS:
-            found.append(CHIPS[_read(device)])
-    return found
+    vendors = sorted(root.glob("sys/bus/pci/devices/*/vendor"))
+    devices = [_read(vendor.with_name("device")) for vendor in vendors if _read(vendor) == _VENDOR]
+    return [CHIPS[device] for device in devices if device in CHIPS]
 
 
 def holders(root: Path = _ROOT) -> dict[int, str]:

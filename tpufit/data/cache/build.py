@@ -201,10 +201,9 @@ class _Worker:
             code = self._process.exitcode or 0
             end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             why = ", as the kernel does when memory runs out," if code == -signal.SIGKILL else ""
-            raise CacheError(
-                f"worker {self._index} (process {self._process.pid}) {end}{why} {self._doing}. Its output is above. "
-                "Finished files are kept: call warm_up() again, with fewer workers if memory is short"
-            ) from None
+            who = f"worker {self._index} (process {self._process.pid})"
+            cure = "Finished files are kept: call warm_up() again, with fewer workers if memory is short"
+            raise CacheError(f"{who} {end}{why} {self._doing}. Its output is above. {cure}") from None
         if error is not None:
             raise error from _InWorkerError(f"\n{text}")
         return rows if rows is None else int(rows)

@@ -123,11 +123,9 @@ def plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool) 
     digest: str | None = _probe(maker, rows)
     if again and _probe(maker, rows) != digest:
         digest = None
-        warnings.warn(
-            "the same sample made twice isn't the same: it has random numbers other than those of `random`, "
-            "numpy.random and torch, which depend on the seed. Files that are made again will differ",
-            stacklevel=3,
-        )
+        why = "it has random numbers other than those of `random`, numpy.random and torch, which depend on the seed"
+        what = "the same sample made twice isn't the same"
+        warnings.warn(f"{what}: {why}. Files that are made again will differ", stacklevel=3)
     source, transform = describe(maker.source), describe(maker.transform)
     sizes = cut(rows * copies, sum(field.row_bytes for field in fields), shard_mb)
     return Manifest(rows, copies, maker.seed, version, source, transform, digest, structure, fields, *sizes)

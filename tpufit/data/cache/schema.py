@@ -118,7 +118,8 @@ def check_alike(structure: Any, fields: Sequence[Field], other: Any, leaves: Map
         DataError: It is not; the message names the sample, the field and both forms.
     """
     if other != structure:
-        forms = [nest(form, _Names()) for form in (other, structure)]
+        names = {name: name for name in (*leaves, *(field.name for field in fields))}
+        forms = [nest(form, names) for form in (other, structure)]
         raise DataError(f"sample {index} is built as {forms[0]}, but sample 0 as {forms[1]}: all must be alike")
     for field in fields:
         leaf = leaves[field.name]
@@ -126,13 +127,6 @@ def check_alike(structure: Any, fields: Sequence[Field], other: Any, leaves: Map
             both = f"{_form(leaf.dtype, leaf.shape)}, but of sample 0 {_form(field.dtype, field.shape)}"
             cure = "All need one shape and dtype: resize, crop or pad in `transform`"
             raise DataError(f"{field.name} of sample {index} is {both}. {cure}")
-
-
-class _Names(dict[str, str]):
-    """Each name for itself."""
-
-    def __missing__(self, name: str) -> str:
-        return name
 
 
 def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:

@@ -134,10 +134,8 @@ def holders(facts: Facts) -> Iterator[Row]:
 
 def process(facts: Facts) -> Iterator[Row]:
     if facts.process.foreign:
-        cure = (
-            "don't touch torch_xla before tpufit (xla_device(), .to('xla')): a process that has computed on one device "
-            "can't go to many. In doubt restart the kernel"
-        )
+        why = "a process that has computed on one device can't go to many. In doubt restart the kernel"
+        cure = f"don't touch torch_xla before tpufit (xla_device(), .to('xla')): {why}"
         yield _row("this process", "torch_xla was imported before tpufit needed it", warning=cure)
     elif facts.process.settled:
         yield _row("this process", f"computes on {facts.process.settled}; so no training was tried in another")
