@@ -98,8 +98,8 @@ class CheckpointDirectory:
         bad = first_broken(checkpoint.weights, checkpoint.learned)
         if bad is not None:
             raise self._not_written(checkpoint, f"{bad} holds NaN or infinities")
-        numbers = [manifest["number"] for manifest in self._manifests().values()]
         try:
+            numbers = [manifest["number"] for manifest in self._manifests().values()]
             write(self._store, name, checkpoint, 1 + max(numbers, default=0))
         except OSError as error:
             why = self._no_room(checkpoint) if error.errno in DISK_FULL else str(error)
