@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-_COMPILATIONS = "UncachedCompile"  # torch_xla's counter of them
 ROLES = ("train", "eval", "predict", "init", "transfer", "metric")
 
 
@@ -116,11 +115,11 @@ def role(name: str, cause: str = "") -> Iterator[None]:
         name: One of `ROLES`.
         cause: The reason for the graphs.
     """
-    before, began = _counted(_COMPILATIONS), perf_counter()
+    before, began = _counted("UncachedCompile"), perf_counter()
     try:
         yield
     finally:
-        new = _counted(_COMPILATIONS) - before
+        new = _counted("UncachedCompile") - before
         if new:
             seconds = perf_counter() - began
             _tally.graphs[name] += new
@@ -182,10 +181,11 @@ def count_capture(change: str) -> None:
 
 def looked_at() -> int:
     """The number of times that anything was executed or read back: a trace during which it rises was cut in two."""
-    return sum(map(_counted, (_COMPILATIONS, "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")))
+    return _counted("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")
 
 
-def _counted(name: str) -> int:
+def _counted(*names: str) -> int:
+    """The sum of some of torch_xla's counters."""
     import torch_xla.debug.metrics as metrics
 
-    return metrics.counter_value(name) or 0
+    return sum(metrics.counter_value(name) or 0 for name in names)
