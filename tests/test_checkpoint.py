@@ -236,11 +236,12 @@ def test_a_process_killed_between_two_renames(run):
 
 
 class Full(LocalStore):
-    def commit(self, name, files, seal):
-        super().commit(name, files | {"more": self._fill}, seal)
+    def commit(self, name, fill):
+        def fill_up(folder):
+            fill(folder)
+            raise OSError(28, "No space left on device")
 
-    def _fill(self, path):
-        raise OSError(28, "No space left on device")
+        super().commit(name, fill_up)
 
 
 def test_a_full_disk(run, monkeypatch):

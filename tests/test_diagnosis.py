@@ -86,7 +86,7 @@ def test_callbacks_that_work_between_passes_take_no_more_than_all():
 def test_what_is_usual_is_no_problem():
     usual = report(
         waits=Counter({"logs": 3, "batch logs": 7, "throttle": 40}),
-        compiled=tuple(Compiled("train", "x had the shape (8,), and now (3,)", 5.0) for _ in range(2)),
+        compiled=[Compiled("train", "x had the shape (8,), and now (3,)", 5.0)] * 2,
         seconds={"compile": 10.0, "callbacks": 0.5, "steps": 9.0},
         fallbacks=Counter({"aten::bincount": 1}),  # by no step: once an epoch, in a metric
         host_reads=3,

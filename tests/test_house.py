@@ -13,6 +13,7 @@ FRIENDS = {
     "torch_xla._XLAC": "torch_xla's own bindings, in tpufit/runtime/ only",
     "runtime._XLAC": "the same",
     "xla": "the same",
+    "xla()": "the same",
     "torch._C": "PyTorch's dispatcher",
 }
 FRIENDLY_ATTRIBUTES = {

@@ -36,7 +36,7 @@ def kill_at(n):
         return call
     store.flush = counted("flush", store.flush)
     ck.write_tensors = counted("write", ck.write_tensors)
-    ck._write_text = counted("write", ck._write_text)
+    Path.write_text = counted("write", Path.write_text)
     for name in ("rename", "unlink", "rmdir", "mkdir"):
         setattr(os, name, counted(name, getattr(os, name)))
         if hasattr(Path, "_accessor"):  # of Python 3.10, which holds on to the functions

@@ -1,12 +1,12 @@
 """`CheckpointDirectory`: a run's folder of checkpoints, of which it keeps the newest and the best."""
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointBusyError, CheckpointDamagedError, CheckpointNotWrittenError
 from ..utils.files import DISK_FULL, LOCK, HeldError, Lock
@@ -57,15 +57,11 @@ class CheckpointDirectory:
             self._lock = Lock(self.path)
             dropped = self._store.clean()  # under the lock: else the drafts may be those of a live run
         except HeldError as held:
-            raise CheckpointBusyError(
-                f"{held} trains into {self.path.absolute()}: two runs in one folder would overwrite each other. Wait "
-                "for its end, or pass another path"
-            ) from None
+            cure = "two runs in one folder would overwrite each other. Wait for its end, or pass another path"
+            raise CheckpointBusyError(f"{held} trains into {self.path.absolute()}: {cure}") from None
         except OSError as error:
-            raise CheckpointNotWrittenError(
-                f"checkpoints can't be written to {self.path.absolute()}: {error.strerror}. Pass a folder that exists "
-                "or can be made, and may be written to"
-            ) from error
+            why = f"{error.strerror}. Pass a folder that exists or can be made, and may be written to"
+            raise CheckpointNotWrittenError(f"checkpoints can't be written to {self.path.absolute()}: {why}") from error
         if dropped:
             warn(
                 f"dropped from {self.path}: {', '.join(dropped)}, which a process that was killed left unfinished",
@@ -79,7 +75,7 @@ class CheckpointDirectory:
 
     def clear(self) -> None:
         """Remove all checkpoints with a readable manifest, and the folder if only its lock is left: nothing else."""
-        for name in self._numbers():
+        for name in self._manifests():
             self._store.remove(name)
         with suppress(OSError):  # a link to a folder stays, and one that is gone is gone
             if [entry.name for entry in self.path.iterdir()] == [LOCK]:
@@ -105,16 +101,15 @@ class CheckpointDirectory:
         name = name_of(checkpoint.step)
         bad = first_broken(checkpoint.weights, checkpoint.learned)
         if bad is not None:
-            raise CheckpointNotWrittenError(
-                f"the checkpoint of step {checkpoint.step} was not written: {bad} holds NaN or infinities. "
-                f"{self._last_good()}"
-            )
+            raise self._not_written(checkpoint, f"{bad} holds NaN or infinities")
         try:
-            write(self._store, name, checkpoint, 1 + max(self._numbers().values(), default=0))
+            numbers = [manifest["number"] for manifest in self._manifests().values()]
+            write(self._store, name, checkpoint, 1 + max(numbers, default=0))
         except OSError as error:
-            raise CheckpointNotWrittenError(self._refused(checkpoint, error)) from error
+            why = self._no_room(checkpoint) if error.errno in DISK_FULL else str(error)
+            raise self._not_written(checkpoint, why) from error
         self._prune()  # only now: a failed write leaves the older ones
-        return self._store.folder(name)
+        return self.path / name
 
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint; None if there has never been a checkpoint.
@@ -122,10 +117,9 @@ class CheckpointDirectory:
         Raises:
             CheckpointDamagedError: All checkpoints are damaged; the message says how each.
         """
-        numbers = self._numbers()
-        return self._first_whole(
-            sorted(self._store.names(), key=lambda name: (numbers.get(name, math.inf), step_of(name)), reverse=True)
-        )
+        readable = self._manifests()
+        unreadable = [name for name in self._store.names() if name not in readable]
+        return self._first_whole([*readable, *unreadable][::-1])
 
     def best(self) -> Checkpoint | None:
         """Return the best whole checkpoint by metric; None if there has never been one with a metric."""
@@ -135,7 +129,7 @@ class CheckpointDirectory:
         faults = []
         for name in names:
             try:
-                found = read(self._store.folder(name))
+                found = read(self.path / name)
             except CheckpointDamagedError as error:
                 faults.append(str(error))
                 continue
@@ -143,49 +137,39 @@ class CheckpointDirectory:
                 warn(f"{fault}. Going on from {self.path / name}")
             return found
         if faults:
-            raise CheckpointDamagedError(
-                f"none of the checkpoints in {self.path} can be read: {'; '.join(faults)}. To start over, pass another "
-                "folder or resume=False"
-            )
+            how = "; ".join(faults)
+            cure = "To start over, pass another folder or resume=False"
+            raise CheckpointDamagedError(f"none of the checkpoints in {self.path} can be read: {how}. {cure}")
         return None
 
-    def _numbers(self) -> dict[str, int]:
-        """Return the readable checkpoints' numbers in order of writing: that of steps, unless training went back."""
-        numbers = {}
+    def _manifests(self) -> dict[str, dict[str, Any]]:
+        """Return the readable manifests by name, in order of writing: that of steps, unless training went back."""
+        found = {}
         for name in self._store.names():
             with suppress(CheckpointDamagedError):  # reported when it is read
-                numbers[name] = read_manifest(self._store.folder(name))["number"]
-        return numbers
+                found[name] = read_manifest(self.path / name)
+        return dict(sorted(found.items(), key=lambda item: item[1]["number"]))
 
     def _by_metric(self) -> list[str]:
         """Return the names of the checkpoints with a metric, the best first; of equal ones the earlier first."""
-        rated = []
-        for name in self._store.names():
-            with suppress(CheckpointDamagedError):
-                manifest = read_manifest(self._store.folder(name))
-                if manifest["metric"] is not None:
-                    rated.append((Score(**manifest["metric"]).order, manifest["number"], name))
-        return [name for *_, name in sorted(rated)]
+        metrics = {name: manifest["metric"] for name, manifest in self._manifests().items() if manifest["metric"]}
+        return sorted(metrics, key=lambda name: Score(**metrics[name]).order)
 
     def _prune(self) -> None:
         if self.keep_last is None:
             return
-        numbers = self._numbers()
-        names = sorted(numbers, key=lambda name: numbers[name])
-        kept = {*names[-self.keep_last :], *(self._by_metric()[: self.keep_best] if self.keep_best else ())}
+        names = list(self._manifests())
+        kept = {*names[-self.keep_last :], *self._by_metric()[: self.keep_best]}
         for name in names:
             if name not in kept:
                 self._store.remove(name)
 
-    def _last_good(self) -> str:
+    def _not_written(self, checkpoint: Checkpoint, why: str) -> CheckpointNotWrittenError:
         steps = self.steps()
-        return f"The last good one is that of step {steps[-1]}" if steps else "There is none yet"
+        last = f"The last good one is that of step {steps[-1]}" if steps else "There is none yet"
+        return CheckpointNotWrittenError(f"the checkpoint of step {checkpoint.step} was not written: {why}. {last}")
 
-    def _refused(self, checkpoint: Checkpoint, error: OSError) -> str:
-        head = f"the checkpoint of step {checkpoint.step} was not written: "
-        if error.errno in DISK_FULL:
-            need = sum(t.nbytes for t in (*checkpoint.weights.values(), *checkpoint.training.values()))
-            need += len(json.dumps(checkpoint.state))
-            free = shutil.disk_usage(self.path).free
-            return f"{head}no room in {self.path} (need {size(need)}, free {size(free)}). {self._last_good()}"
-        return f"{head}{error}. {self._last_good()}"
+    def _no_room(self, checkpoint: Checkpoint) -> str:
+        need = sum(t.nbytes for t in (*checkpoint.weights.values(), *checkpoint.training.values()))
+        need += len(json.dumps(checkpoint.state))
+        return f"no room in {self.path} (need {size(need)}, free {size(shutil.disk_usage(self.path).free)})"

@@ -15,15 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 from torch import Tensor
 
@@ -31,8 +31,8 @@ from ..errors import CheckpointDamagedError, CheckpointError, CheckpointMissingE
 from ..runtime import versions as runtime_versions
 from ..utils.files import write_tensors
 from ..utils.text import dtype_name
-from .store import MANIFEST, LocalStore, Store, is_step
-from .weights import untied
+from .store import MANIFEST, LocalStore, is_step
+from .weights import NO_PICKLES, read_weights, untied
 
 FORMAT = 1
 _STATE, _WEIGHTS, _TRAINING = "state.json", "model.safetensors", "training.safetensors"
@@ -60,7 +60,7 @@ class Checkpoint:
     learned: Sequence[str] = ()
     metric: Score | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=lambda: versions())
+    versions: Mapping[str, str] = field(default_factory=lambda: {"tpufit": version("tpufit"), **runtime_versions()})
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Score:
         return math.inf if math.isnan(self.value) else self.value if self.mode == "min" else -self.value
 
 
-def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> None:
+def write(store: LocalStore, name: str, checkpoint: Checkpoint, number: int = 1) -> None:
     """Write one checkpoint.
 
     Args:
@@ -97,10 +97,11 @@ def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> N
     """
     weights, metadata = untied(checkpoint.weights)
     training = _apart(checkpoint.training)
-    state = json.dumps(checkpoint.state)
 
-    # Written last: a folder with a manifest is whole, and the hashes are those of the files on disk.
-    def seal(folder: Path) -> None:
+    def fill(folder: Path) -> None:
+        write_tensors(folder / _WEIGHTS, weights, metadata)
+        write_tensors(folder / _TRAINING, training, {"format": "pt"})
+        (folder / _STATE).write_text(json.dumps(checkpoint.state))
         manifest = {
             "format": FORMAT,
             "step": checkpoint.step,
@@ -116,12 +117,7 @@ def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> N
         }
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
-    files: dict[str, Callable[[Path], None]] = {
-        _WEIGHTS: lambda path: write_tensors(path, weights, metadata),
-        _TRAINING: lambda path: write_tensors(path, training, {"format": "pt"}),
-        _STATE: lambda path: _write_text(path, state),
-    }
-    store.commit(name, files, seal)
+    store.commit(name, fill)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -153,29 +149,19 @@ def read(folder: str | os.PathLike[str]) -> Checkpoint:
         what = "is a file" if folder.exists() else "does not exist"
         raise CheckpointMissingError(
             f"{folder} is not a checkpoint of tpufit: it {what}, and a checkpoint is a folder with a {MANIFEST}. "
-            "Weights alone, in a .safetensors file, go into model.load_weights; a pickle made by torch.save is never "
-            "read, because it could run any code"
+            f"Weights alone, in a .safetensors file, go into model.load_weights. {NO_PICKLES}"
         )
     manifest = read_manifest(folder)
     _verify(folder, manifest)  # before any file is parsed
-    weights = safetensors.torch.load_file(folder / _WEIGHTS)
-    with safetensors.safe_open(folder / _WEIGHTS, framework="pt") as file:
-        tied = json.loads((file.metadata() or {}).get("tied", "{}"))
-    metric = manifest["metric"]
     return Checkpoint(
         step=manifest["step"],
-        weights=weights | {name: weights[owner] for name, owner in tied.items()},
+        weights=read_weights(folder / _WEIGHTS),
         training=safetensors.torch.load_file(folder / _TRAINING),
         state=json.loads((folder / _STATE).read_bytes()),
-        metric=None if metric is None else Score(**metric),
+        metric=Score(**manifest["metric"]) if manifest["metric"] else None,
         mesh=manifest["mesh"],
         versions=manifest["versions"],
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the installed versions that training depends on."""
-    return {"tpufit": version("tpufit"), **runtime_versions()}
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
@@ -230,17 +216,13 @@ def _verify(folder: Path, manifest: Mapping[str, Any]) -> None:
         path = folder / name
         if path.is_symlink() or not path.is_file():
             raise CheckpointDamagedError(f"{path} is missing")
-        if path.stat().st_size != expected["size"]:
-            raise CheckpointDamagedError(
-                f"{path} is damaged: it has {path.stat().st_size:,} bytes, and {expected['size']:,} were written"
-            )
+        size, written = path.stat().st_size, expected["size"]
+        if size != written:
+            raise CheckpointDamagedError(f"{path} is damaged: it has {size:,} bytes, and {written:,} were written")
     for name, found in _fingerprints(folder, manifest["files"]).items():
-        expected = manifest["files"][name]["sha256"]
-        if found["sha256"] != expected:
-            raise CheckpointDamagedError(
-                f"{folder / name} is damaged: its SHA-256 is {found['sha256'][:12]}..., and {expected[:12]}... was "
-                "written"
-            )
+        now, then = found["sha256"], manifest["files"][name]["sha256"]
+        if now != then:
+            raise CheckpointDamagedError(f"{folder / name} is damaged: its SHA-256 is {now[:9]}..., not {then[:9]}...")
 
 
 def _fingerprints(folder: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:
@@ -254,13 +236,4 @@ def _fingerprints(folder: Path, names: Collection[str]) -> dict[str, dict[str, A
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                digest.update(view)
-    return digest.hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
+    return hashlib.sha256(np.memmap(path, mode="r").data).hexdigest()

@@ -10,11 +10,12 @@ from torch import Tensor
 from ..data import Stream
 from ..errors import CheckpointError, CheckpointMismatchError, DataError
 from ..runtime import copies
+from ..runtime import versions as runtime_versions
 from ..step import Engine, SavedState, StepRunner
 from ..utils.json_codec import decode, encode
 from ..utils.random import RNGState
 from ..utils.users_code import warn
-from .format import Checkpoint, Score, versions
+from .format import Checkpoint, Score
 from .resume import keepers
 from .store import step_of
 from .writer import AsyncCheckpointWriter
@@ -23,13 +24,10 @@ from .writer import AsyncCheckpointWriter
 class Callbacks(Protocol):
     """The callbacks of a `fit`: checkpoints contain their states, and `on_save` reports each checkpoint written."""
 
-    def __iter__(self) -> Iterator[object]: ...
-
-    def has(self, hook: str) -> bool:
-        """True if any callback overrides a hook."""
+    def __iter__(self) -> Iterator[Any]: ...
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call a hook."""
+        """Call a hook of those that override it."""
 
 
 @dataclass(slots=True)
@@ -57,10 +55,7 @@ _FIELDS = [field.name for field in fields(Progress)]
 
 
 def take(
-    engine: Engine,
-    state: Mapping[str, Any],
-    extra: Mapping[str, Tensor] | None = None,
-    score: Score | None = None,
+    engine: Engine, state: Mapping[str, Any], extra: Mapping[str, Tensor] | None = None, score: Score | None = None
 ) -> Checkpoint:
     """Copy all that training changes to the host. **This waits** for the device, once.
 
@@ -155,7 +150,6 @@ class CheckpointManager:
 
     def __init__(self, engine: Engine, train: Stream, callbacks: Callbacks) -> None:
         self._engine, self._train, self._callbacks = engine, train, callbacks
-        self._writing: list[AsyncCheckpointWriter] = []
         self._taken: dict[AsyncCheckpointWriter, Progress] = {}  # the point of each one's last checkpoint
         self._open = True
         self._run: StepRunner | None = None
@@ -182,10 +176,8 @@ class CheckpointManager:
             for writer, score in wanted:
                 self._tell(writer.submit(self._checkpoint(score)))
                 self._taken[writer] = progress
-                if writer not in self._writing:
-                    self._writing.append(writer)
-        elif self._writing:
-            for writer in self._writing:
+        else:
+            for writer in self._taken:
                 self._tell(writer.poll())
 
     def save_now(self) -> None:
@@ -202,7 +194,7 @@ class CheckpointManager:
                 if self._run is not None:  # a callback may have raised after a step that nobody had noted yet
                     self._progress.batches = self._run.tally.batches
                 self._save_for(writer for callback, writer in keepers(self._callbacks) if callback.save_on_exception)
-            for writer in self._writing:
+            for writer in self._taken:
                 try:
                     writer.finish()
                 except CheckpointError as fault:  # it mustn't hide the error itself
@@ -215,8 +207,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotWrittenError: The last checkpoint could not be written.
         """
-        writing, self._writing = self._writing, []
-        for writer in writing:
+        for writer in self._taken:
             self._tell(writer.finish())
 
     def go_on(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
@@ -293,17 +284,14 @@ class CheckpointManager:
             warn(f"the checkpoint has the state of callbacks that are no longer there: {names}")
 
     def _tell(self, written: Any) -> None:
-        if written is not None and self._callbacks.has("on_save"):
+        if written is not None:
             self._callbacks.call("on_save", step_of(written.name), {"path": str(written)})
 
 
 def _warn_of_differences(checkpoint: Checkpoint, engine: Engine) -> None:
     """Warn if the results will differ from those of a run that was never broken off."""
-    count = engine.state.placement.count
-    others = [] if checkpoint.mesh["cores"] == count else [f"cores: {checkpoint.mesh['cores']} -> {count}"]
-    now = settings(engine)
-    now |= {name: found for name, found in versions().items() if name != "tpufit"}
-    before = {**checkpoint.state["settings"], **checkpoint.versions}
-    others += [f"{name}: {before[name]} -> {value}" for name, value in now.items() if before[name] != value]
+    before = {**checkpoint.mesh, **checkpoint.state["settings"], **checkpoint.versions}
+    now = {"cores": engine.state.placement.count, **settings(engine), **runtime_versions()}
+    others = [f"{name}: {before[name]} -> {value}" for name, value in now.items() if before[name] != value]
     if others:
         warn(f"going on from step {checkpoint.step} is not bit-exact: {', '.join(others)}")

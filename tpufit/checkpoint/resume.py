@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from ..errors import ArgumentError, CheckpointMissingError
 from .directory import CheckpointDirectory
@@ -31,10 +31,8 @@ def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[o
         return named_checkpoint(resume)
     runs = [writer.run for callback, writer in keepers(callbacks) if asked or callback.restores]
     if asked and not runs:
-        raise ArgumentError(
-            f"resume={resume!r} looks for checkpoints where a callback keeps them, and none does: pass "
-            "callbacks=[ModelCheckpoint('a_folder')], or the path of a folder as resume"
-        )
+        cure = "none does. Pass callbacks=[ModelCheckpoint('a_folder')], or the path of a folder as resume"
+        raise ArgumentError(f"resume={resume!r} looks for checkpoints where a callback keeps them: {cure}")
     found = [run.best() if resume == "best" else run.newest() for run in runs]
     newest = max((one for one in found if one is not None), key=lambda one: one.step, default=None)
     return _at_next_epoch(newest) if newest is not None and resume == "next_epoch" else newest
@@ -58,19 +56,10 @@ def named_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return newest
 
 
-@runtime_checkable
-class Keeper(Protocol):
-    """A callback that may keep checkpoints, as `Callback` declares it. Other objects with hooks keep none."""
-
-    checkpoints: AsyncCheckpointWriter | None
-    restores: bool
-    save_on_exception: bool
-
-
-def keepers(callbacks: Iterable[object]) -> list[tuple[Keeper, AsyncCheckpointWriter]]:
-    """Return the callbacks that keep checkpoints, each with its writer."""
-    given = [callback for callback in callbacks if isinstance(callback, Keeper)]
-    return [(callback, callback.checkpoints) for callback in given if callback.checkpoints is not None]
+def keepers(callbacks: Iterable[Any]) -> list[tuple[Any, AsyncCheckpointWriter]]:
+    """Return the callbacks that keep checkpoints, as `Callback` declares it, each with its writer."""
+    found = [(callback, getattr(callback, "checkpoints", None)) for callback in callbacks]
+    return [(callback, writer) for callback, writer in found if isinstance(writer, AsyncCheckpointWriter)]
 
 
 def _at_next_epoch(checkpoint: Checkpoint) -> Checkpoint:

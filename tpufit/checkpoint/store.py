@@ -1,14 +1,13 @@
-"""`Store`: the place where the checkpoints of a run are kept, and `LocalStore`, a folder.
+"""`LocalStore`: a folder where the checkpoints of a run are kept.
 
-A checkpoint is committed as a whole: it is written beside its place, synced, sealed by its manifest, and renamed.
+A checkpoint is committed as a whole: it is written beside its place, synced, and renamed.
 """
 
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from ..utils.files import flush
 
@@ -32,24 +31,6 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-class Store(Protocol):
-    """The place of a run's checkpoints: a local folder; later perhaps a bucket, or parts on several hosts."""
-
-    where: Path
-
-    def names(self) -> list[str]:
-        """Return the committed checkpoints, in ascending order."""
-
-    def commit(self, name: str, files: Mapping[str, Callable[[Path], None]], seal: Callable[[Path], None]) -> None:
-        """Write a checkpoint's files, then its seal, and only then make it visible."""
-
-    def folder(self, name: str) -> Path:
-        """Return the folder of a committed checkpoint."""
-
-    def remove(self, name: str) -> None:
-        """Delete a checkpoint. It never looks whole while half of it is gone."""
-
-
 class LocalStore:
     """Checkpoints in a local folder: written beside their place, synced, and renamed.
 
@@ -65,15 +46,14 @@ class LocalStore:
         if not self.where.is_dir():
             return []
         found = [entry.name for entry in os.scandir(self.where) if entry.is_dir(follow_symlinks=False)]
-        return sorted((name for name in found if _STEP.fullmatch(name)), key=step_of)
+        return sorted((name for name in found if is_step(name)), key=step_of)
 
-    def commit(self, name: str, files: Mapping[str, Callable[[Path], None]], seal: Callable[[Path], None]) -> None:
-        """Write a checkpoint's files, then its seal, and only then make it visible.
+    def commit(self, name: str, fill: Callable[[Path], object]) -> None:
+        """Write a checkpoint's files, wait until the disk holds them, and only then make it visible.
 
         Args:
             name: The checkpoint's name; one of that name is replaced.
-            files: The function that writes each file, by file name; it is given the path.
-            seal: The function that writes the last file; it is given the folder.
+            fill: The function that writes the files; it is given the folder.
 
         Raises:
             OSError: The file system refused. The store is as it was.
@@ -83,11 +63,9 @@ class LocalStore:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
-            for file, write in files.items():
-                write(draft / file)
-                flush(draft / file)
-            seal(draft)  # last, so that a sealed folder has all its files on disk
-            flush(draft / MANIFEST)
+            fill(draft)
+            for file in draft.iterdir():
+                flush(file)
             flush(draft)
             # Moved aside, not deleted: if the process dies between the renames, `clean` brings it back.
             if target.exists():
@@ -98,10 +76,6 @@ class LocalStore:
             raise
         flush(self.where)  # else a power cut may undo the rename
         shutil.rmtree(old, ignore_errors=True)
-
-    def folder(self, name: str) -> Path:
-        """Return the folder of a committed checkpoint."""
-        return self.where / name
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint. It never looks whole while half of it is gone."""

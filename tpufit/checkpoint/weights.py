@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import ArgumentError, WeightsError
 from ..utils.files import replacing, write_tensors
 
+NO_PICKLES = "Only safetensors are read; a pickle made by torch.save is not, because it could run any code"
 _SUFFIX = ".safetensors"
 
 
@@ -51,10 +52,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             tied = json.loads((file.metadata() or {}).get("tied", "{}"))
     except safetensors.SafetensorError as error:
-        raise WeightsError(
-            f"{source} is not a safetensors file, or it is damaged ({error}). Only safetensors are read; a pickle made "
-            "by torch.save is not, because it could run any code"
-        ) from error
+        raise WeightsError(f"{source} is not a safetensors file, or it is damaged ({error}). {NO_PICKLES}") from error
     return weights | {name: weights[owner] for name, owner in tied.items() if owner in weights}
 
 
@@ -95,7 +93,5 @@ def weights_path(path: str | os.PathLike[str]) -> Path:
         'best.safetensors'
     """
     if Path(path).suffix != _SUFFIX:
-        raise ArgumentError(
-            f"weights are kept as safetensors: expected a path ending in '{_SUFFIX}', got {str(path)!r}"
-        )
+        raise ArgumentError(f"weights are kept as safetensors: pass a path ending in '{_SUFFIX}', got {str(path)!r}")
     return Path(path)

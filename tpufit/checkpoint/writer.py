@@ -1,6 +1,7 @@
 """`AsyncCheckpointWriter`: writes checkpoints on a thread of its own, while training goes on."""
 
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 from ..errors import CheckpointNotWrittenError
@@ -24,9 +25,7 @@ class AsyncCheckpointWriter:
 
     def __init__(self, run: CheckpointDirectory, max_failures: int = 3) -> None:
         self.run, self._max_failures = run, max_failures
-        self._thread: threading.Thread | None = None
-        self._written: Path | None = None
-        self._error: BaseException | None = None
+        self._writing: Future[Path] | None = None
         self._failures = 0
 
     def submit(self, checkpoint: Checkpoint) -> Path | None:
@@ -42,9 +41,10 @@ class AsyncCheckpointWriter:
             CheckpointNotWrittenError: The one before has failed, as the last of too many.
         """
         before = self.wait()
+        work = checkpoint, Future[Path]()
         # A daemon: the process can end without waiting for a slow disk. The next run drops the unfinished draft.
-        self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="tpufit-checkpoint", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._write, args=work, name="tpufit-checkpoint", daemon=True).start()
+        self._writing = work[1]  # only now: nobody would end the wait for one that has no thread
         return before
 
     def poll(self) -> Path | None:
@@ -53,19 +53,18 @@ class AsyncCheckpointWriter:
         Raises:
             CheckpointNotWrittenError: The checkpoint has failed, as the last of too many.
         """
-        return None if self._thread is None or self._thread.is_alive() else self.wait()
+        return self.wait() if self._writing is not None and self._writing.done() else None
 
     def wait(self) -> Path | None:
         """Wait for the checkpoint under way, then return what `poll` returns."""
-        if self._thread is None:
+        writing = self._writing
+        if writing is None:
             return None
-        self._thread.join()
-        self._thread = None
-        written, error = self._written, self._error
-        self._written = self._error = None
+        error = writing.exception()  # waits
+        self._writing = None
         if error is None:
             self._failures = 0
-            return written
+            return writing.result()
         self._failures += 1
         if not isinstance(error, CheckpointNotWrittenError) or self._failures >= self._max_failures:
             raise error
@@ -84,8 +83,9 @@ class AsyncCheckpointWriter:
         finally:
             self._failures = 0
 
-    def _write(self, checkpoint: Checkpoint) -> None:
+    def _write(self, checkpoint: Checkpoint, writing: Future[Path]) -> None:
         try:
-            self._written = self.run.write(checkpoint)
+            writing.set_result(self.run.write(checkpoint))
         except BaseException as error:  # raised in training's thread, by `wait`
-            self._error = error
+            writing.set_exception(error)
+            del writing  # it, the error and this frame would keep each other, and the checkpoint in memory

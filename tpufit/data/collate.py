@@ -59,17 +59,12 @@ class PadToBuckets:
     def _join(self, column: Sequence[Any], value: float | None) -> Any:
         if value is None or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in column):
             return default_collate(list(column))
-        length = self._bucket(max(map(len, column)))
+        longest = max(map(len, column))
+        length = next((length for length in self.lengths if length >= longest), None)
+        if length is None:
+            cure = "cut the sample, or add a longer bucket to PadToBuckets"
+            raise DataError(f"a sample has length {longest}, but the longest bucket is {self.lengths[-1]}: {cure}")
         return torch.stack([_padded(leaf, length, value) for leaf in column])
-
-    def _bucket(self, longest: int) -> int:
-        for length in self.lengths:
-            if length >= longest:
-                return length
-        raise DataError(
-            f"a sample has length {longest}, but the longest bucket is {self.lengths[-1]}: cut the sample, or add a "
-            "longer bucket to PadToBuckets"
-        )
 
 
 def _padded(tensor: Tensor, length: int, value: float) -> Tensor:

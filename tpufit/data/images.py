@@ -162,10 +162,8 @@ def _find(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
         files = list(_files(folder / name))
         images = [path for path in files if _is_image(path)]
         if not images:
-            raise DataError(
-                f"the class folder {folder / name} has no images in it (files that end in {', '.join(SUFFIXES)}). "
-                "Remove it, or put some there"
-            )
+            cure = f"(files that end in {', '.join(SUFFIXES)}). Remove it, or put some there"
+            raise DataError(f"the class folder {folder / name} has no images in it {cure}")
         samples += [(path, label) for path in images]
         left_out.update(os.path.splitext(path)[1] or "without a suffix" for path in files if not _is_image(path))
     if left_out:
@@ -205,10 +203,8 @@ def _read(path: str, size: tuple[int, int] | None) -> PIL.Image.Image:
         image = _rgb(image)
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
         reason = error if content else "the file is empty"
-        raise DataError(
-            f"the image {path} can't be decoded: {reason}. Replace the file or delete it; no image is left out in "
-            "silence"
-        ) from error
+        cure = "Replace the file or delete it; no image is left out in silence"
+        raise DataError(f"the image {path} can't be decoded: {reason}. {cure}") from error
     return image if size is None else _cover(image, *size)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -37,7 +37,7 @@ class ReadTimes:
     computed: float = 0.0
 
 
-class BatchReader(Protocol[T_co]):
+class BatchReader(Generic[T_co]):
     """Gives prepared batches in order, none lost or repeated: a `Prefetcher` or an `InlineReader`.
 
     Attributes:
@@ -48,15 +48,18 @@ class BatchReader(Protocol[T_co]):
 
     def __next__(self) -> T_co:
         """Give the next batch."""
+        raise NotImplementedError
 
     def paused(self) -> AbstractContextManager[None]:
-        """Keep `prepare` from running, as a graph is being captured."""
+        """Keep `prepare` from running, as a graph is being captured; nothing to do if it runs in `next` only."""
+        return nullcontext()
 
     def end(self) -> None:
-        """Let a `next` that waits for data raise `PrefetchEndedError`."""
+        """Let a `next` that waits for another thread raise `PrefetchEndedError`."""
 
     def close(self) -> None:
         """Stop reading, and close the data if they are a generator."""
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[T_co]:
         return self
@@ -100,13 +103,6 @@ class InlineReader(BatchReader[T_co]):
         times.busy = times.computed = times.busy + ended - began
         times.batches += 1
         return prepared
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Do nothing: a batch is prepared only when it is asked for."""
-        return nullcontext()
-
-    def end(self) -> None:
-        """Do nothing: it never waits for another thread."""
 
     def close(self) -> None:
         """Close the data if they are a generator."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter, thread_time
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 from ..errors import require_whole
 from ..utils.users_code import warn
@@ -59,9 +59,8 @@ class Prefetcher(BatchReader[T_co]):
         self._lane: _Lane[T_co] = _Lane(depth, self.times)
         self._stop = weakref.finalize(self, self._lane.stop)  # when dropped, or by close()
         # A daemon: data that never return must not keep the interpreter from exiting.
-        self._thread = threading.Thread(
-            target=self._lane.fill, args=(batches, prepare), name="tpufit-prefetch", daemon=True
-        )
+        work = batches, prepare
+        self._thread = threading.Thread(target=self._lane.fill, args=work, name="tpufit-prefetch", daemon=True)
         _lanes[self._thread] = self._lane
         # Registered again for each prefetcher: exit handlers run last in, first out, and this one must run before the
         # device's.
@@ -143,11 +142,10 @@ class Prefetcher(BatchReader[T_co]):
             self._lane.ready.get()
 
 
-class _End:
+class _End(NamedTuple):
     """The mark after the last batch, with the error that ended the data, if one did."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+    error: BaseException | None = None
 
 
 class _Lane(Generic[T]):

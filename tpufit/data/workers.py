@@ -30,10 +30,9 @@ def read(loader: DataLoader[Any]) -> Iterator[Any]:
             batch = next(batches)
         except StopIteration as end:
             if _is_of_a_sample(loader, end):
-                raise DataError(
-                    f"{type(loader.dataset).__name__}.__getitem__ raised StopIteration, which would end the epoch "
-                    "early: an iterator that it reads has ended"
-                ) from end
+                who = f"{type(loader.dataset).__name__}.__getitem__"
+                why = "which would end the epoch early: an iterator that it reads has ended"
+                raise DataError(f"{who} raised StopIteration, {why}") from end
             return
         except RuntimeError as error:
             message = _explained(loader, batches, str(error))
@@ -66,21 +65,15 @@ def _explained(loader: DataLoader[Any], batches: Any, message: str) -> str | Non
     """Say which worker died or hung, if the loader's error is about one."""
     workers = getattr(batches, "_workers", [])
     if "exited unexpectedly" in message:
-        ended = [
-            f"worker {i} (pid {w.pid}, {_ending(w.exitcode)})" for i, w in enumerate(workers) if w.exitcode is not None
-        ]
-        return (
-            f"{', '.join(ended) or 'a worker'} of the DataLoader ended before its work was done. Killed workers have "
-            "most often used up the machine's memory: take fewer of them, or smaller samples"
-        )
+        dead = [(i, worker) for i, worker in enumerate(workers) if worker.exitcode is not None]
+        ended = ", ".join(f"worker {i} (pid {worker.pid}, {_ending(worker.exitcode)})" for i, worker in dead)
+        cure = "Killed workers have most often used up the machine's memory: take fewer of them, or smaller samples"
+        return f"{ended or 'a worker'} of the DataLoader ended before its work was done. {cure}"
     if "timed out" in message:
         number, *_ = batches._task_info[batches._rcvd_idx]
-        which = f"worker {number} (pid {workers[number].pid})"
-        return (
-            f"{which} of the DataLoader gave nothing for {loader.timeout:g} s (its timeout), when batch "
-            f"{batches._rcvd_idx} was due. Look at what its data set does there, or allow more time: "
-            "DataLoader(..., timeout=...)"
-        )
+        which = f"worker {number} (pid {workers[number].pid}) of the DataLoader"
+        when = f"for {loader.timeout:g} s (its timeout), when batch {batches._rcvd_idx} was due"
+        return f"{which} gave nothing {when}. Look at what its data set does there, or allow a longer timeout"
     return None
 
 

@@ -1,6 +1,6 @@
 """Sentences about numbers that show a fault, each with its cure; nothing where there is none."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..errors import counted
 from ..runtime import cure_of
@@ -67,28 +67,23 @@ def read_elsewhere(times: int, steps: int) -> str | None:
     """
     if times < max(steps / 2, _OFTEN):
         return None
-    return (
-        f"{times} values were read from the device outside of the steps, in {steps} steps, each a wait: read in "
-        "on_epoch_end, or every hundredth batch, instead of in every one"
-    )
+    cure = "read in on_epoch_end, or every hundredth batch, instead of in every one"
+    return f"{times} values were read from the device outside of the steps, in {steps} steps, each a wait: {cure}"
 
 
-def compiled(role: str, causes: Iterable[str]) -> str | None:
+def compiled(role: str, causes: Sequence[str]) -> str | None:
     """A sentence about a step that was compiled time and again.
 
     Args:
         role: The role of the step.
         causes: The reason of each compilation.
     """
-    causes = list(causes)
     if len(causes) < _OFTEN:
         return None
     shapes = sum(" had the " in cause for cause in causes)
     if shapes * 2 >= len(causes):
-        cure = (
-            "let all batches but the last have equally many rows, and pad what varies: DataLoader(..., "
-            "collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))"
-        )
+        padding = "DataLoader(..., collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))"
+        cure = f"let all batches but the last have equally many rows, and pad what varies: {padding}"
     else:
         cure = "change what is part of the graph seldom; the learning rate is none, and costs nothing"
     return f"the {role} step was compiled {len(causes)} times, the last time because {causes[-1]}: {cure}"
@@ -151,10 +146,8 @@ hundredth batch, or in on_epoch_end
     """
     if times < _OFTEN or times < _SHARE * steps:
         return None
-    return (
-        f"callbacks read the logs of {times} of {steps} batches, and each time the device was waited for: read them "
-        "every hundredth batch, or in on_epoch_end"
-    )
+    cure = "read them every hundredth batch, or in on_epoch_end"
+    return f"callbacks read the logs of {times} of {steps} batches, and each time the device was waited for: {cure}"
 
 
 def weights_changed(times: int, steps: int) -> str | None:
@@ -166,10 +159,8 @@ def weights_changed(times: int, steps: int) -> str | None:
     """
     if times < _OFTEN or times < _SHARE * steps:
         return None
-    return (
-        f"a callback changed the weights before {times} of {steps} steps, and each time the device was waited for: do "
-        "it inside train_step, where it is part of the graph"
-    )
+    found = f"a callback changed the weights before {times} of {steps} steps, and each time the device was waited for"
+    return f"{found}: do it inside train_step, where it is part of the graph"
 
 
 def in_callbacks(seconds: float, elapsed: float) -> str | None:
@@ -193,10 +184,8 @@ def validating(seconds: float, elapsed: float) -> str | None:
     """
     if seconds < _SECONDS or seconds < elapsed / 2:
         return None
-    return (
-        f"validating took {seconds / elapsed:.0%} of the time: fit(validation_freq=5) does it less often, a larger "
-        "validation_batch_size faster, and validation_steps on less"
-    )
+    cure = "fit(validation_freq=5) does it less often, a larger validation_batch_size faster, validation_steps on less"
+    return f"validating took {seconds / elapsed:.0%} of the time: {cure}"
 
 
 def unused(used: int, available: int) -> str | None:

@@ -101,10 +101,8 @@ def confusion_matrix(matrix: Any, labels: Sequence[object] | None = None) -> Fig
     """
     counts = np.asarray(matrix)
     if counts.ndim != 2 or counts.shape[0] != counts.shape[1]:
-        raise ArgumentError(
-            f"matrix must be of shape (classes, classes), got {counts.shape}. Of several labels, each has its own: "
-            "draw matrix[i]"
-        )
+        cure = "Of several labels, each has its own: draw matrix[i]"
+        raise ArgumentError(f"matrix must be of shape (classes, classes), got {counts.shape}. {cure}")
     classes = len(counts)
     names = [str(label) for label in (range(classes) if labels is None else labels)]
     if len(names) != classes:

@@ -97,15 +97,14 @@ hundredth batch, or in on_epoch_end']
         traced = {role: cause for role, cause in self.traced.items() if cause}
         fallen = [(what, line) for what, line in counts.lines if counts.fallbacks[what]]
         reads = self.lines_read - {line for line in self.lines_read for cause in traced.values() if line in cause}
+        roles = ("train", "eval", "predict")
+        compiled = {role: [one.cause for one in counts.compiled if one.role == role] for role in roles}
         found = [
             *(advice.traced(role, cause) for role, cause in traced.items()),
             *(advice.fallen(what, counts.fallbacks[what], line, cure_of(what)) for what, line in fallen),
             advice.read(reads, counts.host_reads) if reads else None,
             None if counts.lines or traced else advice.read_elsewhere(counts.host_reads, self.steps),
-            *(
-                advice.compiled(role, [one.cause for one in counts.compiled if one.role == role])
-                for role in ("train", "eval", "predict")
-            ),
+            *(advice.compiled(role, causes) for role, causes in compiled.items()),
             advice.compiling(counts.seconds.get("compile", 0.0), self.seconds, len(counts.compiled)),
             advice.waiting(sum(one.waited for one in training), sum(one.seconds for one in training)),
             advice.logs_read(counts.waits["batch logs"], self.steps),
@@ -134,11 +133,6 @@ hundredth batch, or in on_epoch_end']
         elapsed = self.seconds - busy.get("compile", 0.0) - busy.get("trace", 0.0)
         found = advice.starting(busy.get("steps", 0.0), elapsed, self.joined)
         return [found] if found else []
-
-    @property
-    def host_time(self) -> str:
-        """The host's time as a table: each phase without the others inside it."""
-        return rendered(_times(self), _WIDTH)
 
     def __str__(self) -> str:
         return rendered(self, _WIDTH)

@@ -4,6 +4,7 @@
 
 | file | its idea |
 | --- | --- |
+| `bindings` | torch_xla's own bindings |
 | `devices` | find and start the cores |
 | `placement` | the host, one core or a mesh, and how tensors lie over it |
 | `transfer` | host to device and back, where the waits are |

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..utils.compiling import compiling
 from . import counters
+from .bindings import xla
 from .device_state import DeviceState
 from .graph import Graph, Sums, recognise, template_of
 from .lazy import by_memory, drop, launch, pending, pending_elsewhere, same_memory
@@ -92,8 +93,6 @@ class Target:
             seeds: One for each step.
             watch: Sees what the body does.
         """
-        import torch_xla
-
         device = str(self.placement.device)
         self.sums.begin()
         _now.tracing = True
@@ -101,7 +100,7 @@ class Target:
             # In this thread: if a backward pass ran on the CPU before torch_xla was imported, autograd has no thread
             # for its device, and ends in an internal error.
             with self.inside(), watch, compiling(True), torch.autograd.set_multithreading_enabled(False):
-                return body(inputs, lambda i: torch_xla._XLAC._xla_set_rng_seed(seeds[i], device))
+                return body(inputs, lambda i: xla()._xla_set_rng_seed(seeds[i], device))
         finally:
             _now.tracing = False
 
@@ -131,8 +130,6 @@ def undoing(state: DeviceState) -> Iterator[None]:
     Args:
         state: The state, all of it computed.
     """
-    import torch_xla
-
     before = same_memory(state.tensors)
     try:
         yield
@@ -144,7 +141,7 @@ def undoing(state: DeviceState) -> Iterator[None]:
         drop(pending_elsewhere(()))
         if not state.lost:
             for value in before:  # no graph has consumed it, and none of another step may
-                torch_xla._XLAC._set_buffer_donation(value, False)
+                xla()._set_buffer_donation(value, False)
             state.values = before.copy()
             before.clear()  # the traceback would go on sharing the state's memory
             state.write_back()
@@ -216,10 +213,9 @@ class Capture:
 
     def graph(self) -> Graph | None:
         """Find out what was traced, without compiling it. None if there is nothing to run."""
-        import torch_xla
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-        xla, target = torch_xla._XLAC, self._target
+        target = self._target
         state, sums = target.state.tensors, target.sums
         # Sums that the step made itself are known only now. They come first: what was known before has the last word.
         memory = by_memory({"sum": sums.begun}) | self._memory
@@ -233,14 +229,14 @@ class Capture:
         self._roots = roots = [*roots, *escaped]
         if not roots:
             return None
-        _, self._values = xla._get_tensors_xla_device_data_node(roots)
+        _, self._values = xla()._get_tensors_xla_device_data_node(roots)
         sources, constants = recognise(self._values, memory, self._seeds)
         with alias_with_buffer_donor_config():
             # Before the hash, of which donation is a part. Only memory that is replaced: a donated tensor is gone.
             for value, (name, i) in zip(self._values, sources, strict=True) if target.donates else ():
                 if name == "state" and i in changed:
-                    xla._set_buffer_donation(value, True)
-            found = xla._get_graph_hash(roots)
+                    xla()._set_buffer_donation(value, True)
+            found = xla()._get_graph_hash(roots)
         graph = Graph(found, sources, constants, changed, summed, (template, spec), len(escaped), target.donates)
         sizes = {"state": len(state), "sum": len(sums.begun), "input": len(self._inputs), "seed": len(self._seeds)}
         graph.arrange(sizes | {"constant": len(constants)})
@@ -252,11 +248,10 @@ class Capture:
         Args:
             cause: The reason why it is needed, for the report.
         """
-        import torch_xla
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
         with counters.role(self._target.role, cause), alias_with_buffer_donor_config():
-            torch_xla._XLAC._xla_warm_up_cache(self._roots, [])
+            xla()._xla_warm_up_cache(self._roots, [])
 
     def run(self, graph: Graph, first: bool) -> None:
         """Run a graph with the inputs of this trace.

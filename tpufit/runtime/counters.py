@@ -9,7 +9,8 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
@@ -60,43 +61,20 @@ class Counts:
     waits: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     host_reads: int = 0
-    compiled: tuple[Compiled, ...] = ()
+    compiled: list[Compiled] = field(default_factory=list)
     lines: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
     executing: float = 0.0
 
     def __sub__(self, earlier: Counts) -> Counts:
-        return Counts(
-            self.graphs - earlier.graphs,
-            self.captures - earlier.captures,
-            self.waits - earlier.waits,
-            self.fallbacks - earlier.fallbacks,
-            self.host_reads - earlier.host_reads,
-            self.compiled[len(earlier.compiled) :],
-            self.lines - earlier.lines,
-            {phase: t - earlier.seconds.get(phase, 0.0) for phase, t in self.seconds.items()},
-            self.executing - earlier.executing,
-        )
+        counters = ("graphs", "captures", "waits", "fallbacks", "host_reads", "lines", "executing")
+        since: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in counters}
+        seconds = {phase: t - earlier.seconds.get(phase, 0.0) for phase, t in self.seconds.items()}
+        return Counts(**since, compiled=self.compiled[len(earlier.compiled) :], seconds=seconds)
 
 
-class _Tally:
-    """The counters of this process, see `Counts`.
-
-    Attributes:
-        inside: Of the time that is being measured, the part that has been counted to another phase already.
-    """
-
-    def __init__(self) -> None:
-        self.graphs: Counter[str] = Counter()
-        self.captures: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-        self.compiled: list[Compiled] = []
-        self.lines: Counter[tuple[str, str]] = Counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.inside = 0.0
-
-
-_tally = _Tally()
+_tally = Counts(seconds=defaultdict(float))  # of this process
+_inside = 0.0  # of the time that is being measured, the part that has been counted to another phase already
 
 
 def _xla_metrics() -> Any:
@@ -111,15 +89,10 @@ def _xla_metrics() -> Any:
 def counts() -> Counts:
     """The counters as they stand: take one before and one after, and subtract."""
     fallbacks, metrics = fallen(), _xla_metrics()
-    return Counts(
-        Counter(_tally.graphs),
-        Counter(_tally.captures),
-        Counter(_tally.waits),
+    return replace(
+        Counts(*map(copy, vars(_tally).values())),
         host_reads=fallbacks.pop("aten::_local_scalar_dense", 0),
         fallbacks=fallbacks,
-        compiled=tuple(_tally.compiled),
-        lines=Counter(_tally.lines),
-        seconds=dict(_tally.seconds),
         executing=(metrics.metric_data("ExecuteTime") or (0, 0.0))[1] / 1e9 if metrics else 0.0,
     )
 
@@ -145,11 +118,11 @@ def role(name: str, cause: str = "") -> Iterator[None]:
         name: One of `ROLES`.
         cause: The reason for the graphs.
     """
-    before, began = _compilations(), perf_counter()
+    before, began = _counted("UncachedCompile"), perf_counter()
     try:
         yield
     finally:
-        new = _compilations() - before
+        new = _counted("UncachedCompile") - before
         if new:
             seconds = perf_counter() - began
             _tally.graphs[name] += new
@@ -160,13 +133,14 @@ def role(name: str, cause: str = "") -> Iterator[None]:
 @contextmanager
 def timed(phase: str) -> Iterator[None]:
     """Count the time inside to a phase, without the time that is counted to another one in there."""
-    began, outside, _tally.inside = perf_counter(), _tally.inside, 0.0
+    global _inside
+    began, outside, _inside = perf_counter(), _inside, 0.0
     try:
         yield
     finally:
         elapsed = perf_counter() - began
-        _tally.seconds[phase] += elapsed - _tally.inside
-        _tally.inside = outside + elapsed
+        _tally.seconds[phase] += elapsed - _inside
+        _inside = outside + elapsed
 
 
 def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
@@ -176,16 +150,16 @@ def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
         phase: The phase.
         function: The function.
     """
-    tally = _tally
 
     def timed_function(*args: P.args, **kwargs: P.kwargs) -> T:
-        began, outside, tally.inside = perf_counter(), tally.inside, 0.0
+        global _inside
+        began, outside, _inside = perf_counter(), _inside, 0.0
         try:
             return function(*args, **kwargs)
         finally:
             elapsed = perf_counter() - began
-            tally.seconds[phase] += elapsed - tally.inside
-            tally.inside = outside + elapsed
+            _tally.seconds[phase] += elapsed - _inside
+            _inside = outside + elapsed
 
     return timed_function
 
@@ -198,8 +172,9 @@ def add_seconds(phase: str, seconds: float, beside: bool = False) -> None:
         seconds: The time.
         beside: True if it passed in another thread, or has been counted otherwise already (default False).
     """
+    global _inside
     _tally.seconds[phase] += seconds
-    _tally.inside += 0.0 if beside else seconds
+    _inside += 0.0 if beside else seconds
 
 
 @contextmanager
@@ -227,13 +202,11 @@ def count_capture(change: str) -> None:
 
 def looked_at() -> int:
     """The number of times that anything was executed or read back: a trace during which it rises was cut in two."""
+    return _counted("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")
+
+
+def _counted(*names: str) -> int:
+    """The sum of some of torch_xla's counters."""
     import torch_xla.debug.metrics as metrics
 
-    names = ("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")
     return sum(metrics.counter_value(name) or 0 for name in names)
-
-
-def _compilations() -> int:
-    import torch_xla.debug.metrics as metrics
-
-    return metrics.counter_value("UncachedCompile") or 0

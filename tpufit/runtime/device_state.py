@@ -1,7 +1,7 @@
 """`DeviceState`: the tensors that training changes, and their values while graphs are replayed."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,20 +10,6 @@ from ..errors import StateLostError
 from .lazy import handles, launch, pending, wait
 from .placement import Placement, Sharding
 from .transfer import copy_into, swap_value, to_host
-
-
-class _UnderWay(NamedTuple):
-    """A graph that is being started.
-
-    Attributes:
-        changed: The indices of the state tensors that it replaces.
-        donates: True if it writes the new values over the old.
-        outputs: None once it is started, and then the list of its outputs.
-    """
-
-    changed: list[int]
-    donates: bool
-    outputs: list[Any]
 
 
 class DeviceState:
@@ -49,7 +35,7 @@ class DeviceState:
         self.values: list[Tensor] = []
         self.held = False
         self._lost: list[int] = []
-        self._under_way: _UnderWay | None = None
+        self._under_way: tuple[list[int], bool, list[Any]] | None = None  # the graph being started, see `expect`
         self._empty: list[Tensor] = []
         self._versions: list[int] = []  # of the user's tensors, when their values were written back
 
@@ -88,10 +74,8 @@ class DeviceState:
             StateLostError: A step failed on the device after it had consumed them.
         """
         if self.lost:
-            raise StateLostError(
-                "the weights on the device are lost: a step failed there after it had consumed them. Load the last "
-                "good ones with load_weights; the optimizer then starts over"
-            )
+            cure = "Load the last good ones with load_weights; the optimizer then starts over"
+            raise StateLostError(f"the weights on the device are lost: a step failed that had consumed them. {cure}")
         if self.held:
             empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, self.values, strict=True)]
             self.values, self.held = [], False
@@ -132,8 +116,9 @@ class DeviceState:
         Returns:
             A list for the caller to fill: None as the graph is started, and then the list of its outputs.
         """
-        self._under_way = _UnderWay(changed, donates, [])
-        return self._under_way.outputs
+        outputs: list[Any] = []
+        self._under_way = changed, donates, outputs
+        return outputs
 
     def collect(self) -> None:
         """Take the new values from the graph that was started last, once; if it failed, note the values it consumed."""

@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware
 from ..utils.users_code import users_line
+from .bindings import xla
 from .faults import translate_start
 from .ops.lowerings import lower_missing
 
@@ -99,7 +100,6 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     if _settled is not None:
         _agree(request, _settled, cores)
         return _settled
-    hardware.check_versions(hardware.version("torch"), hardware.version("torch_xla"))
     wish = os.environ.get("PJRT_DEVICE")  # torch_xla sets it when it is imported
     runtime = _import_runtime()
     started = runtime._XLAC._xla_runtime_is_initialized()
@@ -113,18 +113,14 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     except (RuntimeError, OSError) as error:
         raise translate_start(error, platform, wish) from error
     if processes > 1:
-        raise StartError(
-            f"this is one of {processes} processes, and tpufit runs one process on one host so far. Start it on a "
-            "single host, and without torch_xla's launch, spawn or xla_dist"
-        )
+        cure = "Start it on a single host, and without torch_xla's launch, spawn or xla_dist"
+        raise StartError(f"this is one of {processes} processes, and tpufit runs one on one host so far. {cure}")
     index, count = _choose(request, available, platform, started, runtime.runtime.is_spmd(), cores)
     if count > 1 and not runtime.runtime.is_spmd():
         if runtime._XLAC._xla_get_spmd_config_is_locked():  # going on would be a segmentation fault in torch_xla 2.9
-            raise CoresError(
-                f"{asked_by} needs {count} cores, but this process has already computed on one XLA device without "
-                "tpufit, and torch_xla can't change from one to many in a process. Restart it (in a notebook: the "
-                f"kernel) and call tpufit.init(cores={count}) first"
-            )
+            why = "this process has already computed on one XLA device without tpufit, and can't go to many"
+            cure = f"Restart it (in a notebook: the kernel) and call tpufit.init(cores={count}) first"
+            raise CoresError(f"{asked_by} needs {count} cores, but {why}. {cure}")
         runtime.runtime.use_spmd()
     lower_missing()
     _settled = Cores(count, index, platform, f"{asked_by} at {users_line()}")
@@ -135,7 +131,6 @@ def platform() -> str:
     """The kind of device that `"auto"` would compute on, e.g. `"TPU"` or `"CPU"`, without starting the runtime."""
     if _settled is not None:
         return _settled.platform
-    hardware.check_versions(hardware.version("torch"), hardware.version("torch_xla"))
     return str(_import_runtime().runtime.device_type())
 
 
@@ -167,10 +162,8 @@ def set_matmul_precision(name: str) -> None:
     Args:
         name: `"default"`, `"high"` or `"highest"`.
     """
-    import torch_xla
-
-    if torch_xla._XLAC._xla_get_mat_mul_precision() != name:
-        torch_xla._XLAC._xla_set_mat_mul_precision(name)
+    if xla()._xla_get_mat_mul_precision() != name:
+        xla()._xla_set_mat_mul_precision(name)
 
 
 def agree(value: Any) -> Any:
@@ -185,6 +178,7 @@ def versions() -> dict[str, str]:
 
 def _import_runtime() -> Any:
     """Import torch_xla without its log line about the platform: `fit` prints a better one."""
+    hardware.check_versions(hardware.version("torch"), hardware.version("torch_xla"))
     if "torch_xla" not in sys.modules:
         hardware.drop_stale_variables()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
@@ -211,21 +205,17 @@ def _parse(cores: CoresArgument) -> _Request:
         index = cores[0]
         if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
             return _Request(1, index)
-    raise ArgumentError(
-        f"cores must be 'auto', a count of at least 1 such as 8 or '8', or a list with one core's number from 0 such "
-        f"as [0]; got {cores!r}"
-    )
+    known = "'auto', a count of at least 1 such as 8 or '8', or a list with one core's number from 0 such as [0]"
+    raise ArgumentError(f"cores must be {known}; got {cores!r}")
 
 
 def _agree(request: _Request, now: Cores, cores: CoresArgument) -> None:
     if request.count in (None, now.count) and request.index in (None, now.index):
         return
     wanted = f"cores={cores!r}" if request.index is not None else f"{request.count} core{'s' * (request.count != 1)}"
-    raise CoresError(
-        f"{wanted} asked for, but this process computes on {now}, settled by {now.settled_by}, and a process can't "
-        f"change that. Restart it (in a notebook: the kernel) and pass cores={cores!r} there too, or begin with "
-        f"tpufit.init(cores={cores!r})"
-    )
+    why = f"this process computes on {now}, settled by {now.settled_by}, and a process can't change that"
+    cure = f"Restart it (in a notebook: the kernel), and begin with tpufit.init(cores={cores!r})"
+    raise CoresError(f"{wanted} asked for, but {why}. {cure}")
 
 
 def _choose(
@@ -240,14 +230,10 @@ def _choose(
     if count is None:
         count = available if platform != "CPU" or spmd else 1
     if spmd and count != available:  # someone else called use_spmd, which can't be undone
-        raise CoresError(
-            f"cores={cores!r} asked for, but {have} in SPMD mode, which uses all of them; pass cores={available} or "
-            "cores='auto', or restart without torch_xla's use_spmd"
-        )
+        cure = f"pass cores={available} or cores='auto', or restart without torch_xla's use_spmd"
+        raise CoresError(f"cores={cores!r} asked for, but {have} in SPMD mode, which uses all of them; {cure}")
     if count not in (1, available):
-        cure = "start nothing on the device before tpufit" if platform == "CPU" else "use cores=1"
-        raise CoresError(
-            f"{count} cores asked for, but {have}: it can be 1, {available} or [i] for one core from 0. Pass "
-            f"cores='auto' for all of them, or {cure}"
-        )
+        other = "start nothing on the device before tpufit" if platform == "CPU" else "use cores=1"
+        cure = f"it can be 1, {available} or [i] for one core from 0. Pass cores='auto' for all of them, or {other}"
+        raise CoresError(f"{count} cores asked for, but {have}: {cure}")
     return request.index or 0, count

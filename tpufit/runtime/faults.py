@@ -3,16 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from ..errors import (
-    CoresError,
-    DeviceBusyError,
-    DeviceLostError,
-    OutOfMemoryError,
-    PartitionError,
-    StartError,
-    TpufitError,
-    counted,
-)
+from .. import errors
+from ..errors import StartError, TpufitError, counted
 from ..utils import hardware
 from ..utils.text import size
 
@@ -64,13 +56,13 @@ _PARTITION = re.compile(r"spmd_partitioner|SPMD partition|GSPMD|hlo_sharding|[Ss
 _OTHERS: tuple[tuple[re.Pattern[str], type[TpufitError], str], ...] = (
     (
         _LOST,
-        DeviceLostError,
+        errors.DeviceLostError,
         "the device was lost while it computed. Restart the process (in a notebook: the kernel) and go on from the "
         "last checkpoint; if it happens again, restart the TPU, or get another: python -m tpufit doctor tries it",
     ),
     (
         _PARTITION,
-        PartitionError,
+        errors.PartitionError,
         "XLA could not divide this step among the cores. Find the operation with cores=1, where nothing is divided, "
         "and fewer layers; unset XLA_AUTO_SPMD and XLA_AUTO_SPMD_MESH if they are set; a metric that causes it can be "
         "computed from model.predict(...) instead",
@@ -103,15 +95,15 @@ def translate(error: BaseException, load: Load | None = None) -> TpufitError | N
             "batch size. Try another size of the layer that the text below names, or set "
             "LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=65536 before the start"
         )
-        return OutOfMemoryError(_with(sentence, text))
+        return errors.OutOfMemoryError(_with(sentence, text))
     if _FULL.search(text):
-        return OutOfMemoryError(_with(_full(text, load), text))
+        return errors.OutOfMemoryError(_with(_full(text, load), text))
     if _MESH.search(text) and isinstance(error, AssertionError):
         sentence = (
             "the cores that tpufit has settled are not those that the runtime has now. Something else has changed "
             "them in this process: restart it (in a notebook: the kernel), and leave them to tpufit.init()"
         )
-        return CoresError(_with(sentence, text))
+        return errors.CoresError(_with(sentence, text))
     return next((kind(_with(sentence, text)) for known, kind, sentence in _OTHERS if known.search(text)), None)
 
 
@@ -132,10 +124,8 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
     held = hardware.holders()
     asks = f"PJRT_DEVICE={wish!r} asks for a {platform}, but"
     if ("libtpu" in text and ("not found" in text or "cannot open" in text)) or "Failed to open" in text:
-        said = (
-            f"{asks} libtpu, its driver, is not installed. On a TPU run: pip install 'torch_xla[tpu]==2.9.0'; "
-            "without one unset PJRT_DEVICE"
-        )
+        cure = "On a TPU run: pip install 'torch_xla[tpu]==2.9.0'; without one unset PJRT_DEVICE"
+        said = f"{asks} libtpu, its driver, is not installed. {cure}"
     elif platform is None or "PJRT_DEVICE is not set" in text or "Missing XLA configuration" in text:
         said = "no device is chosen. Set PJRT_DEVICE=TPU (or CPU), and unset PJRT_SELECT_DEFAULT_DEVICE"
     elif "No PjRtPlugin" in text:
@@ -147,7 +137,7 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
             f"the TPU is held by {who}. End it yourself, e.g. an old notebook kernel or run; tpufit kills nothing. If "
             "nobody holds it, remove /tmp/libtpu_lockfile, or run as a user that may open /dev/accel* and /dev/vfio/*"
         )
-        return DeviceBusyError(_with(said, text))
+        return errors.DeviceBusyError(_with(said, text))
     elif platform == "TPU" and not hardware.chips():
         said = f"{asks} this host has no TPU chip on its PCI bus. Choose a TPU machine, or unset PJRT_DEVICE"
     else:
@@ -184,13 +174,10 @@ def _full(text: str, load: Load | None) -> str:
         cures += ["torch_xla.utils.checkpoint.checkpoint around each large layer but the first, to keep less of it"]
         cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
     else:
-        parts = f"weights {size(load.weights)}, batch {size(load.batch)}"
-        have = f"{parts}; the rest are activations and outputs"
+        have = f"weights {size(load.weights)}, batch {size(load.batch)}; the rest are activations and outputs"
         cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
-    return (
-        f"the device has no room for a {load.role} step of {counted(each, 'row')} a core{need}. On each core are "
-        f"{have}. Try {', or '.join(cures)}"
-    )
+    step = f"a {load.role} step of {counted(each, 'row')} a core"
+    return f"the device has no room for {step}{need}. On each core are {have}. Try {', or '.join(cures)}"
 
 
 def _with(sentence: str, text: str) -> str:

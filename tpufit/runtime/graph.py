@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from .bindings import xla
 from .device_state import DeviceState, replaced
 from .lazy import handles, pending
 from .transfer import to_host
@@ -95,10 +96,8 @@ class Graph:
             return "two traces of it used different tensors"
         for one, other in zip(self.constants, later.constants, strict=True):
             if not torch.equal(_bits(one), _bits(other)):
-                return (
-                    "a number that its Python computes changed between two traces "
-                    f"(from {_shown(one)} to {_shown(other)})"
-                )
+                changed = f"from {_shown(one)} to {_shown(other)}"
+                return f"a number that its Python computes changed between two traces ({changed})"
         return ""
 
     def run(self, state: DeviceState, sums: Sums, inputs: list[Tensor], first: bool = False) -> list[Tensor]:
@@ -114,12 +113,10 @@ class Graph:
         Returns:
             The tensors that the body returned or left elsewhere.
         """
-        import torch_xla
-
         outputs = state.expect(self.changed, self.donates)
         # One call in C. No handler of a signal runs between the graph's start and the arrival of its outputs in the
         # list: an interrupt there would lose them after the state that they replace has been consumed.
-        outputs.extend(chain([None], map(torch_xla._XLAC._run_cached_graph, [self.hash], [inputs])))
+        outputs.extend(chain([None], map(xla()._run_cached_graph, [self.hash], [inputs])))
         if first and outputs[1] and not (self.donates and self.changed):
             try:
                 to_host([min(outputs[1], key=torch.numel)], "capture")
@@ -206,7 +203,5 @@ def _shown(constant: Tensor) -> str:
 
 def _peek(constant: Tensor) -> Tensor:
     """A constant of a graph on the host. It was computed long ago, so this waits for no step."""
-    import torch_xla
-
-    value: Tensor = torch_xla._XLAC._xla_get_cpu_tensors([constant])[0]
+    value: Tensor = xla()._xla_get_cpu_tensors([constant])[0]
     return value

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import counters
+from .bindings import xla
 from .placement import Placement
 from .transfer import swap_value
 
@@ -21,34 +22,26 @@ def launch(placement: Placement, role: str, cause: str = "") -> None:
     """
     if placement.on_host:
         return
-    import torch_xla
-
     with counters.role(role, cause):
-        torch_xla._XLAC._xla_step_marker(str(placement.device), [], wait=False)
+        xla()._xla_step_marker(str(placement.device), [], wait=False)
 
 
 def wait(reason: str) -> None:
     """Wait until the device has done all that was started."""
-    import torch_xla
-
     with counters.waiting(reason):
-        torch_xla._XLAC._xla_wait_device_ops([])
+        xla()._xla_wait_device_ops([])
 
 
 def pending(tensors: Sequence[Tensor]) -> list[int]:
     """The indices of the tensors that have no value yet. All must be on the device."""
-    import torch_xla
-
     if not tensors:  # which torch_xla refuses
         return []
-    return [i for i, waits in enumerate(torch_xla._XLAC._check_tensor_need_materialization(tensors)) if waits]
+    return [i for i, waits in enumerate(xla()._check_tensor_need_materialization(tensors)) if waits]
 
 
 def handles(tensors: Sequence[Tensor]) -> list[int]:
     """The identity of each tensor's memory on the device; it must have been computed."""
-    import torch_xla
-
-    return list(torch_xla._XLAC._get_tensors_handle(tensors)) if tensors else []
+    return list(xla()._get_tensors_handle(tensors)) if tensors else []
 
 
 def by_memory(lists: Mapping[str, Sequence[Tensor]]) -> dict[int, tuple[str, int]]:
@@ -58,11 +51,9 @@ def by_memory(lists: Mapping[str, Sequence[Tensor]]) -> dict[int, tuple[str, int
 
 def same_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Other tensors over the memory that these have now, on the device."""
-    import torch_xla
-
     if not tensors:
         return []
-    _, values = torch_xla._XLAC._get_tensors_xla_device_data_node(tensors)
+    _, values = xla()._get_tensors_xla_device_data_node(tensors)
     found = dict(zip(handles(values), values, strict=True))
     return [found[handle] for handle in handles(tensors)]
 
@@ -73,13 +64,11 @@ def pending_elsewhere(known: Iterable[Tensor]) -> list[Tensor]:
     Args:
         known: Tensors to leave out.
     """
-    import torch_xla
-
     own = {id(tensor) for tensor in known}
     objects = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and id(o) not in own]
     tensors = [t for t in objects if t.is_xla]  # unlike `device`, it is also there for a tensor without a device
     found = [tensors[i] for i in pending(tensors)]
-    return sorted(found, key=torch_xla._XLAC._xla_get_tensor_id)
+    return sorted(found, key=xla()._xla_get_tensor_id)
 
 
 def drop(tensors: Iterable[Tensor]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .bindings import xla
 from .devices import Cores
 from .faults import translate
 
@@ -78,10 +79,8 @@ class Placement:
         """
         if not self.has_mesh:
             return None
-        import torch_xla
-
-        own = set(torch_xla._XLAC._xla_get_runtime_devices())
-        return tuple(i for i, device in enumerate(torch_xla._XLAC._xla_get_all_runtime_devices()) if device in own)
+        own = set(xla()._xla_get_runtime_devices())
+        return tuple(i for i, device in enumerate(xla()._xla_get_all_runtime_devices()) if device in own)
 
     @cached_property
     def device(self) -> torch.device:
@@ -123,10 +122,7 @@ class Placement:
             The same tensor.
         """
         if self.has_mesh:
-            import torch_xla
-
-            axes = sharding.axes(tensor.dim())
-            torch_xla._XLAC._xla_mark_sharding(tensor, self._mesh.get_op_sharding(axes))
+            xla()._xla_mark_sharding(tensor, self._mesh.get_op_sharding(sharding.axes(tensor.dim())))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -137,11 +133,9 @@ class Placement:
         """
         if not self.has_mesh:
             return tensor
-        import torch_xla
-
         gathered = tensor.clone()  # `tensor` stays split
         whole = self._mesh.get_op_sharding(Sharding.WHOLE.axes(tensor.dim()))
-        torch_xla._XLAC._xla_annotate_custom_sharding(gathered, whole)
+        xla()._xla_annotate_custom_sharding(gathered, whole)
         return gathered
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import ReplayError
 from ..utils.users_code import warn
 from . import counters
+from .bindings import xla
 from .capture import Body, Capture, Target, capturing, undoing
 from .device_state import DeviceState
 from .devices import platform
@@ -151,8 +152,6 @@ class Program:
                 return self._capture(key, inputs, seeds, body)
 
     def _replay(self, graph: Graph, inputs: list[Tensor], seeds: list[int]) -> Any:
-        import torch_xla
-
         target = self._target
         state, sums = target.state, target.sums
         if not state.held:
@@ -160,10 +159,10 @@ class Program:
             state.hold()
         drawn: list[Any] = [None] * len(seeds)
         if graph.seeds:
-            xla, device = torch_xla._XLAC, str(target.placement.device)
+            device = str(target.placement.device)
             for i in graph.seeds:
-                xla._xla_set_rng_seed(seeds[i], device)
-                drawn[i] = xla._get_base_seed_as_tensor(device)
+                xla()._xla_set_rng_seed(seeds[i], device)
+                drawn[i] = xla()._get_base_seed_as_tensor(device)
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
         return graph.returned(graph.run(state, sums, list(graph.pick(pool))), inputs)
 

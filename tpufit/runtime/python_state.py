@@ -39,6 +39,7 @@ _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _LIBRARIES = ("torch", "tpufit", "numpy", "builtins")  # torchmetrics and its like too
 
 _Facts = Iterator[tuple[str, Any]]
+_Globals = dict[str, tuple[dict[str, Any], str]]
 
 
 def facts(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,14 +75,11 @@ def _of_value(name: str, value: Any, depth: int, seen: set[int]) -> _Facts:
     if isinstance(value, (Tensor, Optimizer, types.ModuleType)) or not depth or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, Mapping):
+    if isinstance(value, (Mapping, list, tuple, deque)):
         yield name, len(value)
-        for key, item in itertools.islice(value.items(), _ITEMS):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in itertools.islice(items, _ITEMS):
             yield from _of_value(f"{name}[{key!r}]", item, depth - 1, seen)
-    elif isinstance(value, (list, tuple, deque)):
-        yield name, len(value)
-        for i, item in enumerate(itertools.islice(value, _ITEMS)):
-            yield from _of_value(f"{name}[{i}]", item, depth - 1, seen)
     elif isinstance(value, (set, frozenset)):
         yield name, frozenset(map(repr, value)) if len(value) <= _ITEMS else len(value)
     elif isinstance(value, types.GeneratorType):
@@ -123,28 +121,28 @@ def _attributes(value: Any) -> _Facts:
 
 
 def _of_class(kind: type) -> _Facts:
-    for label, variables, name in _globals_of_class(kind):
-        if name in variables and (plain := _plain(variables[name])) is not _OTHER:
+    for label, (variables, name) in _globals_of_class(kind).items():
+        if (plain := _plain(variables.get(name, _OTHER))) is not _OTHER:
             yield label, plain
 
 
 @functools.lru_cache(maxsize=1024)
-def _globals_of_class(kind: type) -> list[tuple[str, dict[str, Any], str]]:
+def _globals_of_class(kind: type) -> _Globals:
     """The plain globals that the methods of a class name. Later none is added: a function doesn't become a number."""
-    functions = [
-        value
-        for base in kind.__mro__
-        if not _is_a_librarys(base)
-        for value in vars(base).values()
-        if isinstance(value, types.FunctionType)
-    ]
-    found = {
-        (id(function.__globals__), name): (f"{function.__module__}.{name}", function.__globals__, name)
-        for function in functions
-        for name in function.__code__.co_names
-        if name in function.__globals__ and _plain(function.__globals__[name]) is not _OTHER
-    }
-    return list(found.values())
+    found: _Globals = {}
+    for base in kind.__mro__:
+        functions = () if _is_a_librarys(base) else vars(base).values()
+        for function in functions:
+            if isinstance(function, types.FunctionType):
+                found |= _globals_of(function)
+    return found
+
+
+def _globals_of(function: types.FunctionType) -> _Globals:
+    """The plain globals that a function names: where each is kept, by its module and name."""
+    variables = function.__globals__
+    plain = [name for name in function.__code__.co_names if _plain(variables.get(name, _OTHER)) is not _OTHER]
+    return {f"{function.__module__}.{name}": (variables, name) for name in plain}
 
 
 def _of_function(function: types.FunctionType) -> _Facts:
@@ -158,9 +156,8 @@ def _of_function(function: types.FunctionType) -> _Facts:
             continue
         if plain is not _OTHER:
             yield f"{function.__qualname__}'s {name}", plain
-    for name in code.co_names:
-        if name in function.__globals__ and (plain := _plain(function.__globals__[name])) is not _OTHER:
-            yield f"{function.__module__}.{name}", plain
+    for label, (variables, name) in _globals_of(function).items():
+        yield label, _plain(variables[name])
 
 
 def _plain(value: Any) -> Any:

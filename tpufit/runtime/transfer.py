@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import PlacementError
 from . import counters
+from .bindings import xla
 from .placement import Placement, Sharding
 
 Shardings = Mapping[int, Sharding]
@@ -43,8 +44,6 @@ def to_device(
     """
     if placement.on_host:
         return list(tensors)
-    import torch_xla
-
     moved = list(tensors)
     host = [i for i, t in enumerate(moved) if t.device.type != "xla"]
     values = [moved[i].detach().contiguous() for i in host]
@@ -52,7 +51,7 @@ def to_device(
     if placement.has_mesh:
         wanted = [sharding if isinstance(sharding, Sharding) else sharding[i] for i in host]
         specs = [placement.spec(one, t) for one, t in zip(wanted, values, strict=True)]
-    sent = torch_xla._XLAC._xla_tensors_from_aten(values, [str(placement.device)] * len(values), specs)
+    sent = xla()._xla_tensors_from_aten(values, [str(placement.device)] * len(values), specs)
     for i, tensor in zip(host, sent, strict=True):
         moved[i] = tensor
     return moved
@@ -72,15 +71,13 @@ def to_host(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
     remote = [i for i, t in enumerate(here) if t.device.type == "xla"]
     if not remote:
         return here
-    import torch_xla
-
     with counters.waiting(reason), counters.role("transfer"):
-        torch_xla._XLAC._xla_sync_multi([here[i] for i in remote], devices=[], wait=True, sync_xla_data=False)
+        xla()._xla_sync_multi([here[i] for i in remote], devices=[], wait=True, sync_xla_data=False)
         # A tensor split over the cores is put together from its shards: torch_xla's own way would compile a gather
         # for it, and again at every call.
         split = {i for i in remote if _is_split(here[i])}
         whole = [i for i in remote if i not in split]
-        for i, value in zip(whole, torch_xla._XLAC._xla_get_cpu_tensors([here[i] for i in whole]), strict=True):
+        for i, value in zip(whole, xla()._xla_get_cpu_tensors([here[i] for i in whole]), strict=True):
             here[i] = value
         for i in split:
             here[i] = _join_shards(here[i])
@@ -210,25 +207,19 @@ def _refuse_shared_memory(tensors: Sequence[Tensor], names: Names) -> None:
             owner = owners.setdefault(tensor.untyped_storage().data_ptr(), tensor)
             if owner is not tensor:
                 first, second = (names.get(id(t), "a parameter") for t in (owner, tensor))
-                raise PlacementError(
-                    f"{first} and {second} are two parameters over the same memory; on the device they would be two "
-                    "tensors, no longer tied. Tie them by assigning one Parameter to both places, e.g. "
-                    "module.b.weight = module.a.weight"
-                )
+                why = "two parameters over the same memory; on the device they would be two tensors, no longer tied"
+                cure = "Assign one Parameter to both places: module.b.weight = module.a.weight"
+                raise PlacementError(f"{first} and {second} are {why}. {cure}")
 
 
 def _is_split(tensor: Tensor) -> bool:
-    import torch_xla
-
-    spec = torch_xla._XLAC._get_xla_sharding_spec(tensor)
+    spec = xla()._get_xla_sharding_spec(tensor)
     return bool(spec) and "devices=" in spec
 
 
 def _join_shards(tensor: Tensor) -> Tensor:
-    import torch_xla
-
-    shards = torch_xla._XLAC._get_local_shards([tensor])[0]
-    places = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
+    shards = xla()._get_local_shards([tensor])[0]
+    places = xla()._get_local_shard_replica_and_indices([tensor])[0]
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for (shard, _), (_, index) in zip(shards, places, strict=True):
         whole[tuple(index)] = shard[tuple(slice(0, i.stop - i.start) for i in index)]  # the rest of a shard is padding
@@ -276,11 +267,9 @@ class InFlight:
         self._new += 1
         if len(self._started) < self._limit:
             return None
-        import torch_xla
-
         half = self._limit // 2
         with counters.waiting("throttle"):
-            reached: Tensor = torch_xla._XLAC._xla_get_cpu_tensors([self._started[half - 1]])[0]
+            reached: Tensor = xla()._xla_get_cpu_tensors([self._started[half - 1]])[0]
         del self._started[:half]
         now = perf_counter()
         each = (now - self._last_wait) / self._new

@@ -52,9 +52,8 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if not 0 < self.start_lr < self.end_lr < math.inf:
-            raise ArgumentError(
-                f"start_lr must be above 0 and below end_lr, got start_lr={self.start_lr!r}, end_lr={self.end_lr!r}"
-            )
+            got = f"start_lr={self.start_lr!r}, end_lr={self.end_lr!r}"
+            raise ArgumentError(f"start_lr must be above 0 and below end_lr, got {got}")
         require_whole("steps", self.steps, 2)
         if not self.stop_factor > 1:
             raise ArgumentError(f"stop_factor must be above 1, got {self.stop_factor!r}")
@@ -189,10 +188,8 @@ def _losses(engine: Engine, run: StepRunner, feed: Prefetcher[DeviceBatch], rate
             run([batch], feed.paused)
             sums, rows = run.take_sums()
             if "loss" not in sums:
-                raise ArgumentError(
-                    f"lr_find follows the loss, but {type(engine.model).__name__}.train_step returns {sorted(sums)}: "
-                    "let it return a 'loss' too"
-                )
+                step = f"{type(engine.model).__name__}.train_step"
+                raise ArgumentError(f"lr_find needs a 'loss', but {step} returns {sorted(sums)}: let it return one too")
             started.append((sums["loss"], rows))
         for loss, rows in fetch(started, "lr_find"):
             yield float(loss) / rows
@@ -205,13 +202,9 @@ def _whole_batches(data: Stream) -> Iterator[Any]:
         for batch in data.epoch(number):
             if held is not None:
                 yield held
-            size, held = size or _rows(batch), batch
-        if held is not None and _rows(held) >= size:
+            size, held = size or count_rows(tree_leaves(batch)), batch
+        if held is not None and count_rows(tree_leaves(held)) >= size:
             yield held
-
-
-def _rows(batch: Any) -> int:
-    return count_rows(tree_leaves(batch))
 
 
 def _steepest(losses: Sequence[float], smoothed: Sequence[float]) -> int | None:

@@ -111,6 +111,9 @@ class Lock:
     Args:
         folder: The folder, which exists.
 
+    Attributes:
+        release: Releases it; again is no error.
+
     Raises:
         HeldError: Another process holds it.
         OSError: The file system refused.
@@ -124,16 +127,16 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        self._close = weakref.finalize(self, os.close, descriptor)
+        self.release = weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             holder = os.read(descriptor, 1000).decode(errors="replace")
-            self._close()
+            self.release()
             raise HeldError(holder) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                self._close()
+                self.release()
                 raise
             warn(
                 f"the file system of {folder} has no locks ({error.strerror}): make sure that no other process is at "
@@ -141,7 +144,3 @@ class Lock:
             )
         os.truncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-
-    def release(self) -> None:
-        """Release it."""
-        self._close()

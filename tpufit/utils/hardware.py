@@ -65,10 +65,9 @@ def check_versions(torch_version: str | None, xla_version: str | None) -> None:
         if version is None:
             raise VersionError(f"{name} is not installed. Run: {cure}")
     if [str(v).split(".")[:2] for v in (torch_version, xla_version)] != [SUPPORTED.split(".")] * 2:
-        raise VersionError(
-            f"tpufit needs torch {SUPPORTED} and torch_xla {SUPPORTED}, which belong together; here are torch "
-            f"{torch_version} and torch_xla {xla_version}. Run: {cure}"
-        )
+        wanted = f"torch {SUPPORTED} and torch_xla {SUPPORTED}, which belong together"
+        here = f"torch {torch_version} and torch_xla {xla_version}"
+        raise VersionError(f"tpufit needs {wanted}; here are {here}. Run: {cure}")
 
 
 def version(package: str) -> str | None:
@@ -86,12 +85,9 @@ def chips(root: Path = _ROOT) -> list[Chip]:
         >>> sum(chip.devices for chip in [CHIPS["0x0027"]] * 4)  # a v3-8 has four chips
         8
     """
-    found = []
-    for vendor in sorted(root.glob("sys/bus/pci/devices/*/vendor")):
-        device = vendor.with_name("device")
-        if _read(vendor) == _VENDOR and _read(device) in CHIPS:
-            found.append(CHIPS[_read(device)])
-    return found
+    vendors = sorted(root.glob("sys/bus/pci/devices/*/vendor"))
+    devices = [_read(vendor.with_name("device")) for vendor in vendors if _read(vendor) == _VENDOR]
+    return [CHIPS[device] for device in devices if device in CHIPS]
 
 
 def holders(root: Path = _ROOT) -> dict[int, str]:

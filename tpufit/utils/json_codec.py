@@ -57,10 +57,8 @@ def encode(nest: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
         pairs = [[key, encode(value, f"{name}/{key}", tensors)] for key, value in nest.items()]
         if all(isinstance(key, _PLAIN) for key, _ in pairs):
             return {"dict": pairs}
-    raise ArgumentError(
-        f"{name} is a {type(nest).__name__}, which a checkpoint can't hold: nothing is ever pickled. Keep numbers, "
-        "strings, tensors and arrays, in lists and dicts"
-    )
+    cure = "nothing is ever pickled. Keep numbers, strings, tensors and arrays, in lists and dicts"
+    raise ArgumentError(f"{name} is a {type(nest).__name__}, which a checkpoint can't hold: {cure}")
 
 
 def decode(plain: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -138,8 +138,7 @@ class RNGState:
         version, words, gauss = state["python"]
         kind, keys, *rest = state["numpy"]
         numpy = (kind, np.array(keys, dtype=np.uint32), *rest)
-        own = tuple(map(_of_hex, state["own"]))
-        return cls((version, tuple(words), gauss), numpy, _of_hex(state["torch"]), own)
+        return cls((version, tuple(words), gauss), numpy, _of_hex(state["torch"]), tuple(map(_of_hex, state["own"])))
 
 
 def _hex(state: Tensor) -> str:

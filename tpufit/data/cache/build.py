@@ -48,16 +48,12 @@ def exclusive(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder)
     except HeldError:
-        raise CacheBusyError(
-            f"another warm-up is at work in {folder}. Wait for its end; what it makes can then be read"
-        ) from None
+        raise CacheBusyError(f"another warm-up is at work in {folder}. Wait for its end, then read it") from None
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        raise CacheError(
-            f"{folder} can't be written to ({error.strerror}). Make the cache where that is possible, then read it "
-            "from wherever it lies with CachedDataset.open"
-        ) from error
+        cure = "Make the cache where that is possible, then read it from wherever it lies with CachedDataset.open"
+        raise CacheError(f"{folder} can't be written to ({error.strerror}). {cure}") from error
     drop_drafts(folder)
     try:
         yield
@@ -136,33 +132,27 @@ def _crew(maker: Maker, workers: Workers, files: int) -> tuple[int, bytes]:
     count = min(cpus() if workers == "auto" else workers, files)
     if count == 0 or (count == 1 and workers == "auto"):
         return 0, b""
-    try:
-        return count, _pickled(maker)
-    except ArgumentError as error:
-        if workers != "auto":
-            raise ArgumentError(f"workers={workers}: {error}, or pass workers=0") from error
-        warn(f"one process makes all the samples: {error}, or pass workers=0")
+    payload, obstacle = _pickled(maker)
+    if not obstacle:
+        return count, payload
+    if workers != "auto":
+        raise ArgumentError(f"workers={workers}: {obstacle}, or pass workers=0")
+    warn(f"one process makes all the samples: {obstacle}, or pass workers=0")
     return 0, b""
 
 
-def _pickled(maker: Maker) -> bytes:
-    """The maker's pickle, if a worker can read it."""
+def _pickled(maker: Maker) -> tuple[bytes, str]:
+    """The maker's pickle, or the reason why a worker can't read it."""
     try:
         payload = pickle.dumps(maker)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"source or transform can't be pickled ({error}). Define in a module what they are made of"
-        ) from error
+        return b"", f"source or transform can't be pickled ({error}). Define in a module what they are made of"
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None and b"__main__" in payload:
-        raise ArgumentError(
-            "source or transform is defined in a notebook or prompt, where no worker finds it. Use a module"
-        )
+        return b"", "source or transform is defined in a notebook or prompt, where no worker finds it. Use a module"
     if script is not None and not any("__main__" in line for line in linecache.getlines(script)):
-        raise ArgumentError(
-            f'each worker would run {script} as a whole. Put all but its definitions under `if __name__ == "__main__":`'
-        )
-    return payload
+        return b"", f'each worker would run all of {script}. Put its work under `if __name__ == "__main__":`'
+    return payload, ""
 
 
 class _InWorkerError(Exception):
@@ -211,10 +201,9 @@ class _Worker:
             code = self._process.exitcode or 0
             end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             why = ", as the kernel does when memory runs out," if code == -signal.SIGKILL else ""
-            raise CacheError(
-                f"worker {self._index} (process {self._process.pid}) {end}{why} {self._doing}. Its output is above. "
-                "Finished files are kept: call warm_up() again, with fewer workers if memory is short"
-            ) from None
+            who = f"worker {self._index} (process {self._process.pid})"
+            cure = "Finished files are kept: call warm_up() again, with fewer workers if memory is short"
+            raise CacheError(f"{who} {end}{why} {self._doing}. Its output is above. {cure}") from None
         if error is not None:
             raise error from _InWorkerError(f"\n{text}")
         return rows if rows is None else int(rows)

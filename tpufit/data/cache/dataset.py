@@ -19,23 +19,13 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from ...errors import (
-    ArgumentError,
-    CacheDamagedError,
-    CacheError,
-    CacheMismatchError,
-    DataError,
-    UnknownNameError,
-    counted,
-    require_whole,
-)
-from ...utils.users_code import warn
+from ...errors import ArgumentError, CacheDamagedError, CacheError, CacheMismatchError, UnknownNameError, counted
+from ...utils.terminal import say
 from .build import Workers, build, check_room, exclusive
-from .fingerprint import describe
-from .maker import Maker, alone, probe
-from .manifest import Manifest, cut
+from .maker import Maker, alone, check, plan
+from .manifest import Manifest
 from .readers import InMemory, Mapped
-from .schema import Field, nest
+from .schema import nest
 from .shards import Shard
 
 Mode = Literal["mmap", "ram"]
@@ -160,10 +150,10 @@ class CachedDataset(Dataset[Any]):
             self._manifest = found
             self._open()
             return
-        _check(source, copies=copies, workers=workers, seed=seed, shard_mb=shard_mb)
+        check(source, copies, workers, seed, shard_mb)
         self._maker = Maker(source, transform, seed)
         with alone():
-            self._manifest = _plan(self._maker, copies, version, shard_mb, again=found is None)
+            self._manifest = plan(self._maker, copies, version, shard_mb, again=found is None)
         if found is not None:
             self._adopt(found)
 
@@ -296,17 +286,14 @@ class CachedDataset(Dataset[Any]):
         """Take over the manifest of the cache that is there, which may be cut into other files."""
         changed = found.differences(self._manifest)
         if changed:
-            raise CacheMismatchError(
-                f"{self._path} holds a cache that was made of something else. It differs in: {'; '.join(changed)}. "
-                "Give the new samples a cache_dir of their own, or delete the folder; CachedDataset.open reads it as is"
-            )
+            what = f"{self._path} holds a cache that was made of something else. It differs in: {'; '.join(changed)}"
+            cure = "Give the new samples another cache_dir, or delete the folder; CachedDataset.open reads it as is"
+            raise CacheMismatchError(f"{what}. {cure}")
         self._manifest = found
 
     def _gather(self, indices: NDArray[Any], epoch: int, ordered: bool) -> Any:
         if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
-            raise ArgumentError(
-                f"indices must be whole numbers in one dimension, got {indices.dtype} of shape {indices.shape}"
-            )
+            raise ArgumentError(f"indices must be whole numbers in one dimension, got {indices.dtype} {indices.shape}")
         if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
             wrong = indices[(indices < 0) | (indices >= len(self))][0]
             raise IndexError(f"there is no sample {wrong}: the cache has {len(self)}, from 0 to {len(self) - 1}")
@@ -318,49 +305,13 @@ class CachedDataset(Dataset[Any]):
             if self._reader is None:
                 absent = self._manifest.missing(self._path)
                 if absent and self._maker is None:
-                    raise CacheError(
-                        f"{len(absent)} of the {self._manifest.files} files in {self._path} are missing, such as "
-                        f"{self._manifest.name(absent[0])}: finish the warm-up, or the copying, first"
-                    )
+                    some = f"{len(absent)} of the {self._manifest.files} files in {self._path}"
+                    cure = "finish the warm-up, or the copying, first"
+                    raise CacheError(f"{some} are missing, such as {self._manifest.name(absent[0])}: {cure}")
                 if absent:
-                    print(
-                        f"{self._path}: making {len(absent)} of {self._manifest.files} files of samples before the "
-                        "first can be read. warm_up() does it ahead of time",
-                        flush=True,
-                    )
+                    what = f"{self._path}: making {len(absent)} of {self._manifest.files} files of samples"
+                    say(f"{what} before the first can be read. warm_up() does it ahead of time")
                     self.warm_up(progress=False)
                 shards = [Shard(self._path, self._manifest, number) for number in range(self._manifest.files)]
                 self._reader = _READERS[self.mode](self._manifest, shards)
             return self._reader
-
-
-def _check(source: Any, copies: int, workers: Workers, seed: int, shard_mb: float) -> None:
-    for name in ("__len__", "__getitem__"):
-        if not hasattr(source, name):
-            raise ArgumentError(
-                f"source must be a map-style dataset, with a length and items; {type(source)} has no {name}"
-            )
-    for name, number, least in (("copies", copies, 1), ("workers", workers, 0), ("seed", seed, 0)):
-        if (name, number) != ("workers", "auto"):
-            require_whole(name, number, least)
-    if not shard_mb > 0:
-        raise ArgumentError(f"shard_mb must be a positive number of MiB, got {shard_mb!r}")
-    if not len(source):
-        raise DataError("source is empty: it has no samples")
-
-
-def _plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool) -> Manifest:
-    """Plan a cache of these samples. If there is none yet, the samples are made again to compare them."""
-    rows = len(maker.source)
-    structure, leaves = maker.sample(0, copy=0)
-    fields = tuple(Field(name, leaf.dtype, tuple(leaf.shape)) for name, leaf in leaves.items())
-    digest: str | None = probe(maker, rows)
-    if again and probe(maker, rows) != digest:
-        digest = None
-        warn(
-            "the same sample made twice isn't the same: it has random numbers other than those of `random`, "
-            "numpy.random and torch, which depend on the seed. Files that are made again will differ",
-        )
-    source, transform = describe(maker.source), describe(maker.transform)
-    sizes = cut(rows * copies, sum(field.row_bytes for field in fields), shard_mb)
-    return Manifest(rows, copies, maker.seed, version, source, transform, digest, structure, fields, *sizes)

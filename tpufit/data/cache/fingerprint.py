@@ -1,7 +1,7 @@
 """Descriptions of a source and a transform, in a few words that change when they do.
 
 The values of globals and the code of installed packages are not looked at. Their effect on the samples shows in the
-probe (`maker.probe`), or the user tells of it by another `version`.
+probe (`maker.plan`), or the user tells of it by another `version`.
 """
 
 import ast
@@ -101,6 +101,5 @@ def _code(value: FunctionType | type) -> str:
         return "".join(_code(method) for method in methods if isinstance(method, FunctionType))
     # Not the whole line: arguments beside the lambda must not count.
     line = value.__code__.co_firstlineno if isinstance(value, FunctionType) else 0
-    return "\n".join(
-        ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Lambda) and node.lineno == line
-    )
+    lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+    return "\n".join(ast.unparse(node) for node in lambdas if node.lineno == line)

@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import DataError
+from ...errors import ArgumentError, DataError, require_whole
 from ...utils.random import RNGState, step_seed
-from .manifest import Manifest
-from .schema import check_alike, flatten
+from ...utils.users_code import warn
+from .fingerprint import describe
+from .manifest import Manifest, cut
+from .schema import Field, check_alike, flatten
 from .shards import write_shard
 
 _INTERVAL = 0.1  # seconds between two reports of the progress: one a row would keep the parent of many workers busy
@@ -90,13 +92,47 @@ class Maker:
         tell(len(span) - told)
 
 
-def probe(maker: Maker, rows: int) -> str:
-    """A hash of the first, the middle and the last sample.
+def check(source: Any, copies: int, workers: int | str, seed: int, shard_mb: float) -> None:
+    """Check the arguments of a `CachedDataset`, before any sample is made."""
+    for name in ("__len__", "__getitem__"):
+        if not hasattr(source, name):
+            raise ArgumentError(f"source must be a map-style dataset, but {type(source)} has no {name}")
+    require_whole("copies", copies)
+    require_whole("seed", seed, 0)
+    if workers != "auto":
+        require_whole("workers", workers, 0)
+    if not shard_mb > 0:
+        raise ArgumentError(f"shard_mb must be a positive number of MiB, got {shard_mb!r}")
+    if not len(source):
+        raise DataError("source is empty: it has no samples")
+
+
+def plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool) -> Manifest:
+    """Plan a cache of these samples.
 
     Args:
         maker: Makes them.
-        rows: The number of samples.
+        copies: The number of variants of each.
+        version: The user's own version.
+        shard_mb: The largest size of a file, in MiB.
+        again: True to make some of them twice and compare them, because there is no cache yet.
     """
+    rows = len(maker.source)
+    structure, leaves = maker.sample(0, copy=0)
+    fields = tuple(Field(name, leaf.dtype, tuple(leaf.shape)) for name, leaf in leaves.items())
+    digest: str | None = _probe(maker, rows)
+    if again and _probe(maker, rows) != digest:
+        digest = None
+        why = "it has random numbers other than those of `random`, numpy.random and torch, which depend on the seed"
+        what = "the same sample made twice isn't the same"
+        warn(f"{what}: {why}. Files that are made again will differ")
+    source, transform = describe(maker.source), describe(maker.transform)
+    sizes = cut(rows * copies, sum(field.row_bytes for field in fields), shard_mb)
+    return Manifest(rows, copies, maker.seed, version, source, transform, digest, structure, fields, *sizes)
+
+
+def _probe(maker: Maker, rows: int) -> str:
+    """A hash of the first, the middle and the last sample."""
     digest = hashlib.sha256()
     for index in (0, rows // 2, rows - 1):
         for name, leaf in maker.sample(index, copy=0)[1].items():

@@ -92,9 +92,7 @@ class Manifest:
         except ValueError as error:
             raise CacheDamagedError(f"{path} is damaged ({error}). {_CURE}") from error
         if isinstance(plain, dict) and plain.pop("format", _FORMAT) != _FORMAT:
-            raise CacheError(
-                f"{path} has a format that this version of tpufit doesn't know. Make the cache again elsewhere"
-            )
+            raise CacheError(f"{path} has a format that this version of tpufit doesn't know. Make another cache")
         if not isinstance(plain, dict) or plain.pop("fingerprint", None) != _hash(plain):
             raise CacheDamagedError(f"{path} is damaged: its fingerprint doesn't fit. {_CURE}")
         fields = [Field(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in plain["fields"]]

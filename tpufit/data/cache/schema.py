@@ -118,22 +118,15 @@ def check_alike(structure: Any, fields: Sequence[Field], other: Any, leaves: Map
         DataError: It is not; the message names the sample, the field and both forms.
     """
     if other != structure:
-        forms = [nest(form, _Names()) for form in (other, structure)]
+        names = {name: name for name in (*leaves, *(field.name for field in fields))}
+        forms = [nest(form, names) for form in (other, structure)]
         raise DataError(f"sample {index} is built as {forms[0]}, but sample 0 as {forms[1]}: all must be alike")
     for field in fields:
         leaf = leaves[field.name]
         if leaf.shape != field.shape or leaf.dtype != field.dtype:
-            raise DataError(
-                f"{field.name} of sample {index} is {_form(leaf.dtype, leaf.shape)}, but of sample 0 "
-                f"{_form(field.dtype, field.shape)}. All need one shape and dtype: resize, crop or pad in `transform`"
-            )
-
-
-class _Names(dict[str, str]):
-    """Each name for itself."""
-
-    def __missing__(self, name: str) -> str:
-        return name
+            both = f"{_form(leaf.dtype, leaf.shape)}, but of sample 0 {_form(field.dtype, field.shape)}"
+            cure = "All need one shape and dtype: resize, crop or pad in `transform`"
+            raise DataError(f"{field.name} of sample {index} is {both}. {cure}")
 
 
 def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
@@ -142,9 +135,7 @@ def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 def _leaf(leaf: Any, name: str) -> Tensor:
     if isinstance(leaf, (bool, int, float)):
-        leaf = np.array(
-            leaf, dtype=bool if isinstance(leaf, bool) else np.int64 if isinstance(leaf, int) else np.float32
-        )
+        leaf = np.float32(leaf) if isinstance(leaf, float) else np.array(leaf)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biuf" and leaf.dtype.itemsize in _BITS:
         # Of a copy: torch warns of sharing memory that can't be written, such as a PIL image's.
         return torch.from_numpy(np.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C"))

@@ -32,12 +32,10 @@ def write_shard(folder: Path, manifest: Manifest, number: int, columns: Mapping[
     Raises:
         OSError: The file system refused. With an errno of `files.DISK_FULL` there is no room.
     """
-    checksums = {
-        field.name: [
-            zlib.crc32(rows.data) for rows in _blocks(field.bits(columns[field.name]), manifest.rows_per_block)
-        ]
-        for field in manifest.fields
-    }
+    checksums = {}
+    for field in manifest.fields:
+        blocks = _blocks(field.bits(columns[field.name]), manifest.rows_per_block)
+        checksums[field.name] = [zlib.crc32(rows.data) for rows in blocks]
     note = json.dumps({"fingerprint": manifest.fingerprint, "number": number, "crc32": checksums})
     # One note only: safetensors writes several in an order that changes, and files are to be the same byte for byte.
     notes = {_NOTE: f"{zlib.crc32(note.encode())} {note}"}
@@ -99,10 +97,8 @@ class Shard:
                     raise self._damaged(f"{name} of its rows {first} to {last} is not what was written")
 
     def _damaged(self, what: str) -> CacheDamagedError:
-        return CacheDamagedError(
-            f"{self._path} is damaged: {what}. warm_up(repair=True) makes such files again; where there is no source, "
-            "copy the file again from where it is good"
-        )
+        cure = "warm_up(repair=True) makes such files again; where there is no source, copy it from where it is good"
+        return CacheDamagedError(f"{self._path} is damaged: {what}. {cure}")
 
 
 def _blocks(column: NDArray[Any], rows: int) -> Iterator[NDArray[Any]]:

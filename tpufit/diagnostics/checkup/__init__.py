@@ -11,6 +11,7 @@
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .checks import CHECKS, Row
@@ -48,9 +49,5 @@ def table(rows: Iterable[Row]) -> Table:
     for row in rows:
         colour = {"ok": "green", "warning": "yellow", "error": "red"}[row.status]
         cure = f"\n-> {row.cure}" if row.cure else ""
-        shown.add_row(f"[{colour}]{row.status}[/]", row.name, _plain(row.found + cure))
+        shown.add_row(f"[{colour}]{row.status}[/]", row.name, escape(row.found + cure))
     return shown
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")  # else rich takes it for a style

@@ -1,6 +1,6 @@
 """The checks: each is a function from facts to rows, and gives the cure for a fault in one sentence."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...errors import VersionError, counted
@@ -9,15 +9,17 @@ from ...utils.text import size
 from .facts import Facts
 from .trial import ALL, Trial
 
-_SUPPORTED_PYTHONS = ((3, 10), (3, 13))
-
 # Of XRT, the runtime before PJRT, which torch_xla dropped in 2.1.
-_OF_XRT = ("XRT_TPU_CONFIG", "XRT_WORKERS", "XRT_DEVICE_MAP", "XRT_SHARD_WORLD_SIZE", "TPU_IP_ADDRESS")
-_OF_OLD_GUIDES = (*_OF_XRT, "COLAB_TPU_ADDR")
+_XRT = ("XRT_TPU_CONFIG", "XRT_WORKERS", "XRT_DEVICE_MAP", "XRT_SHARD_WORLD_SIZE", "TPU_IP_ADDRESS", "COLAB_TPU_ADDR")
 _OF_ANOTHER_RUN = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
 _OF_A_CHOICE = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "CPU_NUM_DEVICES")
 _SLOWING = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "XLA_HLO_DEBUG", "XLA_IR_DEBUG", "XLA_USE_EAGER_DEBUG_MODE")
 _SHARDING = ("XLA_USE_SPMD", "XLA_AUTO_SPMD", "XLA_AUTO_SPMD_MESH")
+
+_CHOOSING_A_TPU = {
+    "Kaggle": "Settings > Accelerator > TPU, and restart the session",
+    "Colab": "Runtime > Change runtime type > a TPU",
+}
 
 _LITTLE_MEMORY = 4 << 30
 _LITTLE_DISK = 5 << 30
@@ -47,8 +49,8 @@ def _row(name: str, found: str, *, error: str = "", warning: str = "") -> Row:
 
 
 def python(facts: Facts) -> Iterator[Row]:
-    first, last = _SUPPORTED_PYTHONS
-    cure = "" if first <= facts.python[:2] <= last else "torch 2.9 and torch_xla 2.9 need Python 3.10 to 3.13"
+    supported = (3, 10) <= facts.python[:2] <= (3, 13)
+    cure = "" if supported else "torch 2.9 and torch_xla 2.9 need Python 3.10 to 3.13"
     yield _row("Python", ".".join(map(str, facts.python)), error=cure)
 
 
@@ -75,14 +77,13 @@ def libtpu(facts: Facts) -> Iterator[Row]:
 
 
 def tensorflow(facts: Facts) -> Iterator[Row]:
-    if "tensorflow" in facts.versions:
-        cure = (
-            "it loads libtpu too, and the first to do so keeps the TPU: pip uninstall -y tensorflow && pip install "
-            "tensorflow-cpu, or never import it before fit (TPU_LOAD_LIBRARY=0 helps where you must)"
-        )
-        yield _row("TensorFlow", f"tensorflow {facts.versions['tensorflow']}", warning=cure)
-    else:
-        yield _row("TensorFlow", "none that takes the TPU")
+    version = facts.versions.get("tensorflow")
+    cure = (
+        "it loads libtpu too, and the first to do so keeps the TPU: pip uninstall -y tensorflow && pip install "
+        "tensorflow-cpu, or never import it before fit (TPU_LOAD_LIBRARY=0 helps where you must)"
+    )
+    found = f"tensorflow {version}" if version else "none that takes the TPU"
+    yield _row("TensorFlow", found, warning=cure if version else "")
 
 
 def device(facts: Facts) -> Iterator[Row]:
@@ -91,19 +92,15 @@ def device(facts: Facts) -> Iterator[Row]:
         chip, cores = facts.chips[0], sum(chip.devices for chip in facts.chips)
         count = f"{counted(len(facts.chips), 'chip')}, {counted(cores, 'core')}"
         found = f"TPU {chip.name}: {count} of at least {chip.memory} GB each"
-        other = wish not in (None, "TPU")
-        cure = f"PJRT_DEVICE={wish!r} leaves the TPU idle: unset it" if other else ""
+        cure = "" if wish in (None, "TPU") else f"PJRT_DEVICE={wish!r} leaves the TPU idle: unset it"
         yield _row("device", f"{found}; on {facts.place}", warning=cure)
         return
-    cures = {
-        "Kaggle": "Settings > Accelerator > TPU, and restart the session",
-        "Colab": "Runtime > Change runtime type > a TPU",
-    }
     found = f"no TPU on the PCI bus; on {facts.place}"
     if wish == "TPU":
         yield _row("device", found, error="PJRT_DEVICE=TPU asks for one: choose a machine with a TPU, or unset it")
     else:
-        yield _row("device", f"{found}: training runs on virtual cores of the CPU", warning=cures.get(facts.place, ""))
+        cure = _CHOOSING_A_TPU.get(facts.place, "")
+        yield _row("device", f"{found}: training runs on virtual cores of the CPU", warning=cure)
 
 
 def hosts(facts: Facts) -> Iterator[Row]:
@@ -118,7 +115,7 @@ def variables(facts: Facts) -> Iterator[Row]:
     retired = "torch_xla obeys some behind PyTorch's back, and ignores others: unset them, compile(precision='bf16')"
     divided = "these divide the TPU among several processes, and tpufit is one: unset them, or the start may hang"
     for names, cure in (
-        (_OF_OLD_GUIDES, "these were for XRT, which torch_xla dropped: unset them. Only PJRT_DEVICE=TPU is needed"),
+        (_XRT, "these were for XRT, which torch_xla dropped: unset them. Only PJRT_DEVICE=TPU is needed"),
         (_OF_ANOTHER_RUN, left if facts.place == "Kaggle" and facts.chips else divided),
         (_OF_A_CHOICE, "not all cores are shown to this process: unset it if you want them"),
         (_SHARDING, "tpufit divides batches itself, and these interfere: unset them"),
@@ -131,19 +128,15 @@ def variables(facts: Facts) -> Iterator[Row]:
 
 def holders(facts: Facts) -> Iterator[Row]:
     others = {pid: command for pid, command in facts.holders.items() if pid != facts.process.pid}
-    if others:
-        cure = "a TPU serves one process: end them yourself (kill, or restart their notebook); doctor ends nothing"
-        yield _row("who holds the TPU", describe(others), error=cure)
-    else:
-        yield _row("who holds the TPU", "this process" if facts.holders else "nobody that this user may see")
+    cure = "a TPU serves one process: end them yourself (kill, or restart their notebook); doctor ends nothing"
+    nobody = "this process" if facts.holders else "nobody that this user may see"
+    yield _row("who holds the TPU", describe(others) or nobody, error=cure if others else "")
 
 
 def process(facts: Facts) -> Iterator[Row]:
     if facts.process.foreign:
-        cure = (
-            "don't touch torch_xla before tpufit (xla_device(), .to('xla')): a process that has computed on one device "
-            "can't go to many. In doubt restart the kernel"
-        )
+        why = "a process that has computed on one device can't go to many. In doubt restart the kernel"
+        cure = f"don't touch torch_xla before tpufit (xla_device(), .to('xla')): {why}"
         yield _row("this process", "torch_xla was imported before tpufit needed it", warning=cure)
     elif facts.process.settled:
         yield _row("this process", f"computes on {facts.process.settled}; so no training was tried in another")
@@ -198,7 +191,4 @@ def _ended(trial: Trial) -> str:
     return "the message above says what to do; if not, see the rows before it"
 
 
-Check = Callable[[Facts], Iterator[Row]]
-_OF_SOFTWARE: tuple[Check, ...] = (python, versions, libtpu, tensorflow)
-_OF_HARDWARE: tuple[Check, ...] = (device, hosts, variables, holders, process, memory, cpus, disk)
-CHECKS = (*_OF_SOFTWARE, *_OF_HARDWARE, trials)
+CHECKS = (python, versions, libtpu, tensorflow, device, hosts, variables, holders, process, memory, cpus, disk, trials)

@@ -90,9 +90,6 @@ def gather(train: bool, timeout: float) -> Facts:
 
 def _wanted_libtpu() -> str | None:
     """The version of libtpu that `torch_xla[tpu]` asks for: the two are released as a pair."""
-    try:
-        wanted = metadata.requires("torch_xla") or []
-    except metadata.PackageNotFoundError:
-        return None
-    found = [match[1] for line in wanted if (match := re.match(r"libtpu\s*==\s*([\w.]+)", line))]
+    wanted = metadata.requires("torch_xla") if hardware.version("torch_xla") else None
+    found = [match[1] for line in wanted or () if (match := re.match(r"libtpu\s*==\s*([\w.]+)", line))]
     return found[0] if found else None

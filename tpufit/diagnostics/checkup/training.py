@@ -52,6 +52,4 @@ def _bandwidth(place: Placement) -> float:
 
 
 if __name__ == "__main__":
-    result = asdict(train(int(sys.argv[1])))
-    del result["cores"]
-    print(json.dumps(result))
+    print(json.dumps(asdict(train(int(sys.argv[1])))))

@@ -50,7 +50,7 @@ def run(cores: int, timeout: float) -> Trial:
     except subprocess.TimeoutExpired:
         return Trial(cores, failure=f"no answer within {timeout:g} s", status=None)
     if ended.returncode == 0:
-        return Trial(cores, **json.loads(ended.stdout.splitlines()[-1]))
+        return Trial(**json.loads(ended.stdout.splitlines()[-1]))
     lines = [line for line in ended.stderr.splitlines() if line.strip()]
     raised = [i for i, line in enumerate(lines) if line[0] != " " and ("Error" in line or "Check failed" in line)]
     return Trial(cores, failure="\n".join(lines[raised[-1] :] if raised else lines[-3:]), status=ended.returncode)
