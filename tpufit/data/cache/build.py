@@ -151,7 +151,8 @@ def _pickled(maker: Maker) -> tuple[bytes, str]:
     if script is None and b"__main__" in payload:
         return b"", "source or transform is defined in a notebook or prompt, where no worker finds it. Use a module"
     if script is not None and not any("__main__" in line for line in linecache.getlines(script)):
-        return b"", f'each worker would run all of {script}. Put its work under `if __name__ == "__main__":`'
+        cure = 'Put all but its definitions under `if __name__ == "__main__":`'
+        return b"", f"each worker would run {script} as a whole. {cure}"
     return payload, ""
 
 
