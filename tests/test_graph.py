@@ -707,3 +707,59 @@ def test_views_are_predicted_and_kept(cores):
         expected = module(x)
     for found, wanted in zip((first, left, right), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_the_next_fit_tries_again(cores):
+    looks = [True]
+
+    def looking(net, h):
+        return h if not looks or h.mean() > 100 else h + 1
+
+    with pytest.warns(UserWarning, match="reads a value"):
+        trained, *_ = train(cores, extra=looking, epochs=1)
+    assert why_traced(trained) and why_traced(trained, "eval")
+    looks.clear()
+    trained.fit(X, Y, 32 // cores, 1, verbose=0)
+    assert not why_traced(trained)
+
+
+def test_each_model_warns_once_of_each_cause(cores, recwarn):
+    """Also on the same line, in the same words, with the filters that Python begins with."""
+    import warnings
+
+    warnings.simplefilter("default")
+    for _ in range(2):
+        train(cores, extra=lambda net, h: h if h.mean() > 100 else h + 1, epochs=1)[0].fit(
+            X, Y, 32 // cores, 1, verbose=0
+        )
+    roles = [str(w.message).split()[1] for w in recwarn if "traced anew" in str(w.message)]
+    assert sorted(roles) == ["eval", "eval", "train", "train"]
+
+
+def test_a_library_that_reads_is_named_with_its_line_and_the_cure(cores):
+    import torchmetrics.functional as metrics
+
+    def asking(net, h):
+        return h + metrics.accuracy((h[:, 0] > 0).long(), (h[:, 0] > 0).long(), task="multiclass", num_classes=2)
+
+    with pytest.warns(UserWarning) as caught:
+        train(cores, extra=asking, epochs=1)
+    said = next(str(w.message) for w in caught if "the train step" in str(w.message))
+    assert re.search(r"at torchmetrics/functional/\S+\.py:\d+, called at test_graph\.py:\d+\. \w", said), said
+
+
+def test_libraries_are_told_that_a_step_is_traced(cores):
+    """The answer is false again where the optimizer takes its step, which was measured against plain PyTorch."""
+    answers = set()
+
+    class Asking(torch.optim.SGD):
+        def step(self, closure=None):
+            answers.add(("optimizer", torch.compiler.is_compiling()))
+            return super().step(closure)
+
+    def asking(net, h):
+        answers.add(("forward", torch.compiler.is_compiling()))
+        return h
+
+    train(cores, extra=asking, epochs=1, optimizer=lambda p: Asking(p, 0.01), jit_compile=True)
+    assert answers == {("forward", True), ("optimizer", False)} and not torch.compiler.is_compiling()
