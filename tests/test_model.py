@@ -153,7 +153,9 @@ def test_a_subclass_may_have_a_loss_of_its_own():
     method.compile("sgd")
     assert attribute.loss == method.loss(0, 0) == "mine"
     attribute.compile("sgd", "mse")  # Keras's `compile` sets it too
-    assert attribute.loss == "mse"
+    assert attribute.loss == "mse" and attribute.loss_weights is None
+    attribute.compile("sgd", {"a": "mse"}, {"a": 2.0})
+    assert attribute.loss == {"a": "mse"} and attribute.loss_weights == {"a": 2.0}
 
 
 def test_which_way_a_log_gets_better():

@@ -120,7 +120,7 @@ def test_weights_as_arrays(cores):
     assert [w.shape for w in weights] == [(16, 6), (16,), (3, 16), (3,)] and weights[0].dtype == np.float32
     other.set_weights(weights)
     assert all(np.array_equal(a, b) for a, b in zip(weights, other.get_weights(), strict=True))
-    with pytest.raises(WeightsError, match="has 4 tensors, got 1: see get_weights"):
+    with pytest.raises(WeightsError, match="has 4 tensors, got 1 weight: see get_weights"):
         other.set_weights(weights[:1])
     with pytest.raises(WeightsError, match="of another shape"):
         other.set_weights([*weights[:3], np.zeros(4)])

@@ -92,3 +92,15 @@ def test_a_module_that_needs_values_or_keeps_some_is_left_alone(cores):
     assert np.isfinite(fit(model, (X, Y), cores)["val_loss"]).all()
     assert net.kept.device.type == "cpu" and "meta" not in hooked
     handle.remove()
+
+
+def test_data_with_batches_of_their_own_dont_take_the_batch_size_of_training(cores, recwarn):
+    """A loader would be refused with it, and an iterable would warn."""
+    batches = [(X[i : i + 4], Y[i : i + 4]) for i in range(0, 32, 4)]
+    values = [
+        compiled().fit(X, Y, 8, shuffle=False, validation_data=held_out, verbose=0, cores=cores).history["val_accuracy"]
+        for held_out in (loader(X, Y), batches, (X, Y))
+    ]
+    assert values[0] == values[1] == values[2] and not [w for w in recwarn if "batch_size" in str(w.message)]
+    with pytest.raises(ArgumentError, match="validation_data is a DataLoader"):
+        compiled().fit(X, Y, validation_batch_size=8, validation_data=loader(X, Y), verbose=0, cores=cores)

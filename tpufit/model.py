@@ -86,6 +86,7 @@ class Model(StepMethods):
         module: The module.
         optimizer: The optimizer of `compile`; the rates in its `param_groups` are numbers that may be set at any time.
         loss: The loss as `compile` was given it; setting it doesn't change what trains.
+        loss_weights: Likewise.
         run_eagerly: The argument of `compile`; the next `fit`, `evaluate` or `predict` takes up another value.
         steps_per_execution: Likewise.
         jit_compile: Likewise, as it was given: `"auto"` (which Keras replaces by True or False), True or False.
@@ -114,6 +115,7 @@ class Model(StepMethods):
     """
 
     loss: Any = None  # of the class, so that a subclass may have a method or a property of this name
+    loss_weights: Any = None
     run_eagerly, steps_per_execution, jit_compile = CompileOption(), CompileOption(), CompileOption()
 
     def __init__(self, module: nn.Module) -> None:
@@ -238,7 +240,7 @@ class Model(StepMethods):
             before.state.renew()
         self.optimizer = built
         if loss is not None:
-            self.loss = loss
+            self.loss, self.loss_weights = loss, loss_weights
         self._engine = Engine(self, config, before)
 
     def fit(

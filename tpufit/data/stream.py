@@ -330,6 +330,11 @@ def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Sou
     )
 
 
+def brings_batches(data: Any) -> bool:
+    """True for data that make their own batches: a loader, or an iterable of them."""
+    return isinstance(data, DataLoader) or not (isinstance(data, Dataset) or _is_arrays(data, None))
+
+
 def _is_arrays(x: Any, y: Any) -> bool:
     """True for arrays, False for an object that yields batches."""
     if isinstance(x, (Tensor, Mapping, tuple)) or hasattr(type(x), "__array__"):

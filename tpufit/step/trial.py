@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from ..data import unpack
 from ..errors import TpufitError
 from ..losses import targets_of
+from ..utils.compiling import compiling
 from ..utils.random import RNGState
 from . import precision
 from .arguments import call
@@ -40,7 +41,7 @@ def fault_of(engine: Engine, batch: Any, transform: Callable[[Any], Any] | None)
         return None
     before = RNGState.now()
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), compiling(True):
             warnings.simplefilter("ignore")
             x, y, _ = unpack(batch)
             context = StepContext(labels=loss.label_range(targets_of(x, y)))

@@ -21,6 +21,7 @@ import torch
 from .. import losses
 from ..callbacks import Callback, CallbackList
 from ..data import Stream, stream, train_validation_split
+from ..data.stream import brings_batches
 from ..errors import ArgumentError, NotCompiledError, require_whole
 from ..losses import ClassWeight, LossByOutput
 from ..runtime import LENIENT, Cores, Placement, Strict
@@ -95,7 +96,9 @@ class ValidationData:
             if self.step_freq is not None:
                 raise ArgumentError("validation_step_freq needs validation_data or validation_split to validate on")
             return None
-        size = self.batch_size if self.batch_size is not None else batch_size
+        size = self.batch_size
+        if size is None and not brings_batches(self.data):
+            size = batch_size
         held_out = evaluation_stream(self.data, size, placement, cores, self.steps)
         every = None if self.step_freq is None else steps_between(self.step_freq, train_steps)
         return Validation(held_out, self.freq, every)
