@@ -230,10 +230,7 @@ def steps_by_hand(kind, make, cores, **compiling):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("sgd", "adamw") else pytest.param(name, marks=pytest.mark.soak_on(8))
-        for name in RATE_IS_AN_INPUT
-    ],
+    [name if name in ("sgd", "adamw") else pytest.param(name, marks=pytest.mark.soak) for name in RATE_IS_AN_INPUT],
 )
 @pytest.mark.parametrize("kind", [ClearedBefore, ClearedByTheModule, ClearedAfter])
 def test_a_step_written_by_hand_is_the_graph_of_apply_gradients(cores, kind, name):
