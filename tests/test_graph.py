@@ -270,16 +270,19 @@ def test_modules_that_build_a_cache_in_their_first_forward(cores):
 
 
 def test_modules_that_store_what_they_computed(cores):
+    everything = []
+
     def storing(net, h):
         net.last = h
-        vars(net).setdefault("everything", []).append(h.mean())
+        if h.is_xla:  # validation data are looked at without a device before
+            everything.append(h.mean())
         return h
 
     replayed = train(cores, extra=storing, epochs=3)
     assert not why_traced(replayed[0])
     last = replayed[0].module.last
     assert last.shape[1:] == (8, 12) and torch.isfinite(last.cpu()).all()  # of the last time that it was traced
-    assert all(torch.isfinite(value.cpu()) for value in replayed[0].module.everything)
+    assert all(torch.isfinite(value.cpu()) for value in everything)
     assert_equal(replayed, train(cores, extra=storing, epochs=3, jit_compile=False))
 
 
@@ -740,7 +743,7 @@ def test_a_library_that_reads_is_named_with_its_line_and_the_cure(cores):
     import torchmetrics.functional as metrics
 
     def asking(net, h):
-        return h + metrics.accuracy((h[:, 0] > 0).long(), (h[:, 0] > 0).long(), task="multiclass", num_classes=2)
+        return h + torch.nan_to_num(metrics.pearson_corrcoef(h[:, 0, 0], h[:, 0, 1]))  # which looks for zeros
 
     with pytest.warns(UserWarning) as caught:
         train(cores, extra=asking, epochs=1)

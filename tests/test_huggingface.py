@@ -140,8 +140,9 @@ def architecture(name, attention):
         config = transformers.BertConfig(**common, **wide, **rates, num_labels=3)
         return transformers.BertForSequenceClassification(config), text
     if name == "distilbert":
+        no_dropout = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
         config = transformers.DistilBertConfig(
-            **common, dim=8, n_layers=2, n_heads=2, hidden_dim=8, dropout=0.0, attention_dropout=0.0, num_labels=3
+            **common, dim=8, n_layers=2, n_heads=2, hidden_dim=8, num_labels=3, **no_dropout
         )
         return transformers.DistilBertForSequenceClassification(config), text
     if name == "gpt":

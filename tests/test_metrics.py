@@ -397,7 +397,7 @@ def test_the_methods_of_keras_may_be_overridden(cores, how):
     assert logs["largest"] == logs["val_largest"] == 3.0
     logs = model.evaluate(X, Y, 16 // cores, verbose=0, return_dict=True)
     assert model.get_metrics_result() == logs and list(logs) == ["loss", "largest", "accuracy", "wrong"]
-    loss, largest, accuracy = model.test_on_batch(X[:16], Y[:16])
+    loss, accuracy, largest = model.test_on_batch(X[:16], Y[:16])
     assert model.get_metrics_result() == {
         "loss": loss, "largest": largest, "accuracy": accuracy, "wrong": 1 - accuracy
     }  # fmt: skip

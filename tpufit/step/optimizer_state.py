@@ -36,6 +36,7 @@ class OptimizerState:
         self.accumulator: Accumulator | None = None
         self.ema: EMA | None = None
         self._take: Callable[..., Any] | None = None  # the optimizer's own step, while `taking_steps` hides it
+        self._cleared = self._spent = False  # in this step: the gradients were cleared, and then used
 
     def create(self) -> None:
         """Create all tensors before the first step, so that the first two steps share one graph."""
@@ -75,27 +76,23 @@ class OptimizerState:
         """
         optimizer = self.optimizer
         take, zero_grad = optimizer.step, optimizer.zero_grad
-        cleared = used = False
 
         @wraps(take)  # a scheduler looks for a mark of its own on it
         def step(closure: Callable[[], Any] | None = None) -> Any:
-            nonlocal used
             loss = self.step(context, closure)
             on_step()
-            used = cleared
             return loss
 
         @wraps(zero_grad)
         def clear(set_to_none: bool = True) -> None:
-            nonlocal cleared
-            cleared = True
+            self._cleared = True
             zero_grad(set_to_none)
 
-        self._take = take
+        self._take, self._cleared, self._spent = take, False, False
         try:
             with replaced(optimizer, step=step, zero_grad=clear):
                 yield clear
-            if used and self.rates is not None:
+            if self._spent and self.rates is not None:
                 zero_grad()
         finally:
             self._take = None
@@ -111,6 +108,7 @@ class OptimizerState:
         Returns:
             The closure's loss; None without one.
         """
+        self._spent = self._cleared
         plan, learned = context.update, parameters(self.optimizer)
         if self.accumulator is not None and closure is None:
             self.accumulator.add(context.rows)
