@@ -29,6 +29,7 @@ test: lint
 	$(PYTEST) -m "not soak"
 
 soak: $(READY)
+	$(BIN)/python -m pip install --editable '.[test,examples,libraries]'
 	$(PYTEST) -m soak
 
 lint: $(READY)

@@ -33,10 +33,10 @@ def report(*passes, **facts):
     [
         (
             {"traced": {"train": "it reads a value from the device at a.py:3"}},
-            "the train step is traced .* a.py:3: return",
+            "the train step is traced .* a.py:3. Return",
         ),
-        ({"traced": {"eval": "its Python changes Net.calls (from 1 to 2)"}}, "eval step .*: keep counts in a buffer"),
-        ({"traced": {"train": "of jit_compile=False"}}, "leave jit_compile at 'auto'"),
+        ({"traced": {"eval": "its Python changes Net.calls (from 1 to 2)"}}, "eval step .*. Keep counts in a buffer"),
+        ({"traced": {"train": "of jit_compile=False"}}, "Leave jit_compile at 'auto'"),
         (
             {"fallbacks": Counter({"aten::nonzero": 9}), "lines": Counter({("aten::nonzero", "a.py:3"): 1})},
             r"aten::nonzero ran on the host 9 times, called at a\.py:3.*torch\.where\(mask, x, 0\)",

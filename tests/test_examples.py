@@ -60,7 +60,7 @@ def test_char_gpt_learns_to_spell(run_python):
     assert len(written) > 400 and " the " in written
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_bert_tells_praise_from_complaint(run_python):
     output = run(run_python, "examples/bert.py")
     assert float(re.search(r"^96 sentences that it has not read: .*accuracy ([\d.]+)%", output, re.M)[1]) > 85

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import tpufit
 from tpufit.errors import ArgumentError
 
-pytestmark = pytest.mark.cores(1, 8, quick=False)
+pytestmark = [pytest.mark.cores(1, 8, quick=False), pytest.mark.soak]
 
 GENERATOR = np.random.default_rng(0)
 IDS = GENERATOR.integers(0, 40, (24, 6))
@@ -161,18 +161,8 @@ def architecture(name, attention):
     return transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(24, 3, 8, 8), "labels": labels}
 
 
-TELLING = ("bert", "sdpa"), ("t5", "eager")
-
-
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [
-        pytest.param(name, attention, marks=() if (name, attention) in TELLING else pytest.mark.soak)
-        for name in ("bert", "distilbert", "gpt", "t5", "vit")
-        for attention in ("sdpa", "eager")
-    ],
-)
-@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "gpt", "t5", "vit"])
 def test_masks_of_several_lengths_are_replayed(cores, name, attention):
     net, rows = architecture(name, attention)
     plain = architecture(name, attention)[0].train()
@@ -195,7 +185,6 @@ def test_masks_of_several_lengths_are_replayed(cores, name, attention):
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet"])
-@pytest.mark.soak
 def test_models_of_timm_are_replayed(cores, name):
     import timm
 

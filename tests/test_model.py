@@ -110,7 +110,7 @@ def test_the_methods_have_keras_arguments():
 
 def test_metrics_by_the_place_of_loss_weights_say_so():
     with pytest.raises(ArgumentError, match=r"If these are metrics: compile\(..., metrics=\['accuracy'\]\)"):
-        model().compile("sgd", "cross_entropy", metrics=["accuracy"])
+        model().compile("sgd", "cross_entropy", ["accuracy"])
 
 
 def test_options_of_compile_can_be_read_and_set():

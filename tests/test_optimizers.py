@@ -45,7 +45,7 @@ def test_an_instance_is_kept():
     [
         (lambda module: 7, "must be a name"),
         (lambda module: lambda params: 7, "must return a torch.optim.Optimizer"),
-        (lambda module: torch.optim.SGD(net().parameters()), "4 parameter.s. that are not the module's"),
+        (lambda module: torch.optim.SGD(net().parameters()), "4 parameters other than the module's"),
         (lambda module: torch.optim.LBFGS(module.parameters()), "can't run inside one XLA graph"),
     ],
 )

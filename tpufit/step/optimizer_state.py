@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import CheckpointMismatchError
-from ..optimizers import EMA, Accumulator, DeviceRates, create_state, device_state, parameters
+from ..errors import ArgumentError, CheckpointMismatchError
+from ..optimizers import EMA, Accumulator, DeviceRates, UpdatePlan, create_state, device_state, parameters
 from ..utils.compiling import compiling
 from ..utils.json_codec import is_plain
 from .config import CompileConfig
@@ -103,28 +103,39 @@ class OptimizerState:
         Args:
             context: The running step.
             closure: The function that computes the gradients, for an optimizer that calls one itself (default: none).
-                They are neither summed nor clipped.
+                They are not clipped.
 
         Returns:
             The closure's loss; None without one.
+
+        Raises:
+            ArgumentError: There is a closure, and `accumulate_steps` is above 1.
         """
-        self._spent = self._cleared
-        plan, learned = context.update, parameters(self.optimizer)
-        if self.accumulator is not None and closure is None:
+        plan, loss = context.update, None
+        if self.accumulator is not None:
+            if closure is not None:
+                raise ArgumentError(
+                    "optimizer.step(closure) computes gradients by itself, which accumulate_steps can't sum: call "
+                    "loss.backward() and optimizer.step(), or compile without accumulate_steps"
+                )
             self.accumulator.add(context.rows)
             if plan.takes_step:
                 self.accumulator.release()
-        if not plan.takes_step:
-            return None
+        if plan.takes_step:
+            loss = self._update(plan, closure)
+        self._spent = self._cleared
+        return loss
+
+    def _update(self, plan: UpdatePlan, closure: Callable[[], Any] | None) -> Any:
         # Clipped after the release: the limits are for the mean gradient over all accumulated rows.
         if closure is None:
-            self._config.gradients.clip(learned)
+            self._config.gradients.clip(parameters(self.optimizer))
         # PyTorch's optimizers were measured as they are, not as they are compiled.
         with nullcontext() if self.rates is None else self.rates.stepping(), compiling(False):
-            result = (self._take or self.optimizer.step)(*([] if closure is None else [closure]))
+            loss = (self._take or self.optimizer.step)(*([] if closure is None else [closure]))
         if self.ema is not None and self._config.ema is not None:
             self.ema.update(self._config.ema.momentum, plan.overwrites)
-        return result
+        return loss
 
     def tensors_by_name(self, own: str, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return the live tensors, by their names in checkpoints.

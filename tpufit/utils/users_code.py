@@ -48,10 +48,9 @@ def warn(message: str, again: bool = False) -> None:
         warnings.warn(message, stacklevel=2)
         return
     # What `warnings.warn` does, which from Python 3.12 on has `skip_file_prefixes`.
-    names = frame.f_globals
-    registry = {} if again else names.setdefault("__warningregistry__", {})
+    registry = {} if again else frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
-    warnings.warn_explicit(message, UserWarning, *place, names.get("__name__"), registry, names)
+    warnings.warn_explicit(message, UserWarning, *place, frame.f_globals.get("__name__"), registry)
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
