@@ -58,7 +58,8 @@ class ModelCheckpoint(MonitorCallback):
         >>> from types import SimpleNamespace
         >>> checkpoint = ModelCheckpoint("{epoch:02d}-{loss:.1f}.safetensors", monitor="loss", save_best_only=True)
         >>> saves = lambda path, finite_only: print("saves", path)
-        >>> checkpoint.set_model(SimpleNamespace(save_weights=saves, higher_is_better=lambda name: False))
+        >>> rule = {"higher_is_better": lambda name: False, "metrics_names": []}
+        >>> checkpoint.set_model(SimpleNamespace(save_weights=saves, **rule))
         >>> checkpoint.on_train_begin()
         >>> for epoch, loss in enumerate([0.5, 0.7, 0.4]):
         ...     checkpoint.on_epoch_end(epoch, {"loss": loss})

@@ -38,7 +38,7 @@ class ReduceLROnPlateau(MonitorCallback, RateCallback):
     Example:
         >>> from types import SimpleNamespace
         >>> plateau = ReduceLROnPlateau("loss", factor=0.5, patience=2)
-        >>> plateau.set_model(SimpleNamespace(learning_rate=0.1, higher_is_better=lambda name: None))
+        >>> plateau.set_model(SimpleNamespace(learning_rate=0.1, higher_is_better=lambda name: None, metrics_names=[]))
         >>> plateau.on_train_begin()
         >>> for epoch, loss in enumerate([0.9, 0.5, 0.5, 0.5]):
         ...     plateau.on_epoch_end(epoch, {"loss": loss})
