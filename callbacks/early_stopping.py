@@ -45,7 +45,8 @@ class EarlyStopping(MonitorCallback):
     Example:
         >>> from types import SimpleNamespace
         >>> stopping = EarlyStopping("loss", patience=2)
-        >>> stopping.set_model(SimpleNamespace(stop_training=False, higher_is_better=lambda name: None, metrics_names=[]))
+        >>> rule = {"higher_is_better": lambda name: None, "metrics_names": []}
+        >>> stopping.set_model(SimpleNamespace(stop_training=False, **rule))
         >>> stopping.on_train_begin()
         >>> for epoch, loss in enumerate([0.9, 0.5, 0.6, 0.5]):
         ...     stopping.on_epoch_end(epoch, {"loss": loss})
