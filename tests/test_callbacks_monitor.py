@@ -127,7 +127,7 @@ def test_a_typing_error_is_answered_with_the_nearest_log():
     logs = {"loss": 1.0, "accuracy": 0.5, "val_accuracy": 0.5}
     with pytest.warns(UserWarning, match=r"Did you mean 'val_accuracy'\? Available: accuracy, loss, val_accuracy\."):
         Monitor("val_acuracy", "max").read(logs, "EarlyStopping")
-    with pytest.raises(ArgumentError, match=r"'val_accurcy' says.* Did you mean 'val_accuracy'\?"):
+    with pytest.raises(ArgumentError, match=r"'val_accurcy' says.* Did you mean 'val_accuracy'\? The logs are"):
         Monitor("val_accurcy").settle(None, ["loss", "accuracy"])
     with pytest.warns(UserWarning, match=r"without it\. Available: loss\."):  # what is missing is the validation
         Monitor("val_loss").read({"loss": 1.0}, "EarlyStopping")

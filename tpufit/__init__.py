@@ -33,4 +33,4 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the names that aren't imported yet as well, for tab completion and `help`."""
     parts = (part.name for part in iter_modules(__path__) if not part.name.startswith("_"))
-    return sorted({*globals(), *__all__, *parts})
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *parts})

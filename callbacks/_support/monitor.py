@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import ArgumentError
@@ -59,7 +59,7 @@ class Monitor:
         self.rising = mode == "max" or (mode == "auto" and _rises(name) is True)
         self._warned = False
 
-    def settle(self, higher_is_better: bool | None, known: Iterable[str] = ()) -> None:
+    def settle(self, higher_is_better: bool | None, known: Sequence[str] = ()) -> None:
         """Let the metric decide the direction, if the mode is `"auto"`.
 
         Args:
@@ -72,10 +72,12 @@ class Monitor:
         if self.mode == "auto":
             rising = _rises(self.name) if higher_is_better is None else higher_is_better
             if rising is None:
+                logs = [*known, *(f"val_{log}" for log in known)]
+                listed = f" The logs are {', '.join(logs)}, and a step's own." if logs else ""
                 raise ArgumentError(
                     f"neither a metric nor the name of {self.name!r} says whether more of it is better."
-                    f"{_nearest(self.name, [name for log in known for name in (log, f'val_{log}')])} If it is a log of "
-                    "your own, say so with mode='max' or mode='min'"
+                    f"{_nearest(self.name, logs)}{listed} If it is a log of your own, say so with mode='max' or "
+                    "mode='min'"
                 )
             self.rising = rising
 
