@@ -36,7 +36,7 @@ def test_digits_reach_97_percent(run_python, tmp_path, flags):
         assert (tmp_path / "runs/digits" / picture).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_custom_callback(run_python):
     output = run(run_python, "examples/custom_callback.py")
     assert re.search(r"reached 9\d\.\d% after \d+ epochs", output) and "slowest epoch" in output
@@ -74,7 +74,7 @@ def test_the_gans_digits_come_near_the_real_ones(run_python):
     assert all(float(late) < float(early) / 2 for early, late in zip(before, after, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_mlflow_keeps_what_the_history_has(run_python):
     output = run(run_python, "examples/mlflow_tracking.py", "--epochs=2")
     printed = re.findall(r" val_accuracy: ([\d.]+)", output)

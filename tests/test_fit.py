@@ -563,6 +563,7 @@ def test_without_an_optimizer_everything_but_training(cores):
     [(nn.Flatten(), {}), (mlp().requires_grad_(False), {"use_ema": True}), (nn.Flatten(), {"run_eagerly": True})],
     ids=["no parameters", "frozen", "eagerly"],
 )
+@pytest.mark.soak_on(8)
 def test_a_module_with_nothing_to_train(cores, module, options):
     module = copy.deepcopy(module)
     before = {name: value.clone() for name, value in module.state_dict().items()}

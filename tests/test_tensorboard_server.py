@@ -170,7 +170,7 @@ def test_the_projector_shows_the_embeddings(server, tmp_path):
     assert shown == model.module[0].weight.flatten().tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_server_that_is_open_shows_no_step_twice_after_a_crash(run_python, server):
     def steps(tag, until):
         found = server(f"scalars/scalars?run=b/train&tag={tag}", lambda found: until([step for _, step, _ in found]))

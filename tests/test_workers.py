@@ -60,7 +60,7 @@ def train(cores, epochs=2, fault=None, **loading):
     return model, history.history
 
 
-@pytest.mark.parametrize("context", [None, pytest.param("forkserver", marks=pytest.mark.soak_on(8))])
+@pytest.mark.parametrize("context", [None, pytest.param("forkserver", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_two_workers(cores, context, persistent):
     expected = train(cores)[1]

@@ -48,6 +48,7 @@ def test_early_stopping_and_a_falling_rate_in_a_new_process(run_python):
     assert ended.stdout == expected.stdout, ended.stderr
 
 
+@pytest.mark.soak
 def test_tensorboard_has_each_step_once_after_a_kill(tmp_path, run_python):
     code = """
         from training import *

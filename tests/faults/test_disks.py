@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, run_python):
     assert "'file/' is a file" in lines[2]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_trainings_in_one_folder(tmp_path, run_python):
     code = "from training import *; run(1, 'run', Say(), epochs=100_000, keep=2)"
     with children.started(code, tmp_path) as child:

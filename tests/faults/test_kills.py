@@ -133,7 +133,7 @@ def test_at_random_moments(tmp_path):
     assert " 0 lost" in ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_lock_of_a_killed_process_is_nobodys(tmp_path):
     code = f"""
         import os, time
