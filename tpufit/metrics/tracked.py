@@ -10,6 +10,7 @@ import torchmetrics
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..utils.replaced import replaced
 from .metric import DeviceMetric
 from .sums import SumTable
 
@@ -61,14 +62,8 @@ class TrackedMetric:
             collect(*args, **kwargs)
             return self.metric
 
-        own = vars(self.metric)
-        before: dict[str, Any] = {name: own[name] for name in ("update", "compute", "forward") if name in own}
-        own.update(update=collect, forward=call, compute=lambda: self.metric)
-        try:
+        with replaced(self.metric, update=collect, forward=call, compute=lambda: self.metric):
             yield
-        finally:
-            del own["forward"]
-            own.update(before)
 
     def update(self, sums: SumTable, slot: int, arguments: Sequence[Any]) -> Sequence[Tensor] | None:
         """Add a batch, inside a step; see `Metric.update`."""

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, CheckpointMismatchError
 from ..optimizers import EMA, Accumulator, DeviceRates, UpdatePlan, create_state, device_state, parameters
 from ..utils.compiling import compiling
 from ..utils.json_codec import is_plain
+from ..utils.replaced import replaced
 from .config import CompileConfig
 from .context import StepContext
 
@@ -229,25 +230,6 @@ class OptimizerState:
             key, _, name = rest.partition("/")
             if owner == own and name in named and key not in self.optimizer.state.get(named[name], {}):
                 self.optimizer.state[named[name]][key] = value.clone()
-
-
-@contextmanager
-def replaced(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
-    """A context in which an object has other methods.
-
-    Args:
-        owner: The object.
-        **methods: Its methods meanwhile.
-    """
-    attributes = vars(owner)
-    before = {name: attributes[name] for name in methods if name in attributes}
-    attributes.update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del attributes[name]
-        attributes.update(before)
 
 
 def _plain(value: Any) -> Any:

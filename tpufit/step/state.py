@@ -20,9 +20,10 @@ from ..errors import CheckpointMismatchError, StateLostError, few
 from ..optimizers import DeviceRates, HostCounters, UpdatePlan, device_state
 from ..runtime import HOST, DeviceState, Placement, copies, copy_into, launch, move, swap_value, to_host
 from ..utils.random import RNGState
+from ..utils.replaced import replaced
 from .config import CompileConfig
 from .context import StepContext
-from .optimizer_state import OptimizerState, replaced
+from .optimizer_state import OptimizerState
 from .weights import check_weights, named_tensors
 
 

@@ -1,0 +1,24 @@
+"""`replaced`: other methods for an object, for a while."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def replaced(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
+    """A context in which an object has other methods.
+
+    Args:
+        owner: The object.
+        **methods: Its methods meanwhile.
+    """
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del attributes[name]
+        attributes.update(before)
