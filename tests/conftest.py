@@ -136,6 +136,14 @@ def _apart(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def _still_apart(request: pytest.FixtureRequest, _apart: None) -> None:
+    """Hide them again after a test that started workers, for which tpufit freezes and unfreezes, or imported much."""
+    if request.config.getoption("--on-cores") is not None and len(gc.get_objects()) > 100_000:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture
 def run_python(tmp_path: Path) -> RunPython:
     """Run code in a Python of its own, in `tmp_path`, with the checkout's tpufit.

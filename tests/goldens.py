@@ -568,6 +568,7 @@ def _run_here(cores: int, into: Path, names: Sequence[str]) -> None:
     warnings.simplefilter("ignore")  # that a net can't be replayed, or that the data are slow
     torch.set_num_threads(1)
     tpufit.init(cores=cores)
+    gc.freeze()  # each capture of a step looks at all objects: it needn't at those of the libraries
     with into.open("w", buffering=1) as file:
         for name in names:
             try:

@@ -374,6 +374,7 @@ def test_a_real_terminal():
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")
 
 
+@pytest.mark.slow
 def test_errors_that_go_to_a_file_stay_there(tmp_path):
     out = in_a_terminal(
         "import sys\n"

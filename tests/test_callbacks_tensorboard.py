@@ -441,13 +441,3 @@ def test_wrong_profile_batch(profile_batch):
 def test_wrong_hparams():
     with pytest.raises(ArgumentError, match=r"numbers, texts or bools by name, got 'sizes': \[1, 2\]"):
         TensorBoard(hparams={"sizes": [1, 2]})
-
-
-def test_importing_the_callbacks_imports_no_tensorboard(run_python):
-    done = run_python(
-        """
-        import sys, tpufit.callbacks
-        print([name for name in ("tensorboard", "tensorflow", "torch_xla", "IPython") if name in sys.modules])
-        """
-    )
-    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

@@ -262,6 +262,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, name):
         CheckpointDirectory(tmp_path / name).open()
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused(run, run_python):
     code = f"""
         from tpufit.checkpoint import CheckpointDirectory

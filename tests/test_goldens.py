@@ -14,6 +14,12 @@ import pytest
 QUICK = ("checkpoint", "saved", "ResNet", "GAN", "bag of words", "three steps as one")
 
 
+def marks_of(cores, name):
+    if name not in QUICK:
+        return pytest.mark.soak
+    return pytest.mark.slow if cores > 1 else []
+
+
 @pytest.fixture(scope="module")
 def left(request):
     """What an item has left on a number of cores. All that are asked for on that number run together."""
@@ -35,7 +41,7 @@ def left(request):
 @pytest.mark.parametrize(
     ("cores", "name"),
     [
-        pytest.param(cores, name, id=f"{name}-{cores}", marks=[] if name in QUICK else pytest.mark.soak)
+        pytest.param(cores, name, id=f"{name}-{cores}", marks=marks_of(cores, name))
         for cores in goldens.CORES
         for name in goldens.ITEMS
     ],

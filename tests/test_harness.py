@@ -109,6 +109,7 @@ def test_is_alone(cores): note("alone", cores + 1000)
     assert len(set.union(*pids.values())) == 4
 
 
+@pytest.mark.slow
 def test_soak_on_some_numbers_of_cores(nested, pytester):
     source = NOTES.replace("@pytest.mark.cores(1, 8)", "@pytest.mark.cores(1, 8)\n@pytest.mark.soak_on(8)")
     nested(source, "-m", "soak").assert_outcomes(passed=2, deselected=5)
@@ -120,7 +121,7 @@ def test_soak_on_some_numbers_of_cores(nested, pytester):
     [
         (["-k", "words and cores8"], [("words", 8), ("words", 8)]),
         (["tests/test_inner.py::test_words[cores1-c::d[e]]"], [("words", 1)]),
-        (["tests/test_inner.py::test_no_argument"], [("no argument", 8)]),
+        pytest.param(["tests/test_inner.py::test_no_argument"], [("no argument", 8)], marks=pytest.mark.slow),
     ],
 )
 def test_only_selected_tests_run(nested, pytester, arguments, expected):
@@ -237,6 +238,7 @@ def test_after(): pass
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("leave", "cause"), [("os._exit(0)", "exit code 0"), ("pytest.exit('bye')", "exit code 2")])
 def test_a_process_that_leaves_early_is_a_failure(nested, leave, cause):
     result = nested(f"@pytest.mark.cores(2)\ndef test_leaves(): {leave}")
@@ -244,6 +246,7 @@ def test_a_process_that_leaves_early_is_a_failure(nested, leave, cause):
     result.stdout.fnmatch_lines([f"*ended in this test: it ended with {cause}"])
 
 
+@pytest.mark.slow
 def test_no_third_process_is_started_for_a_file(nested, pytester):
     (pytester.path / "tests/test_other.py").write_text("import pytest\n@pytest.mark.cores(2)\ndef test_passes(): pass")
     source = "".join(
@@ -255,6 +258,7 @@ def test_no_third_process_is_started_for_a_file(nested, pytester):
     result.stdout.fnmatch_lines(["*_ ERROR at setup of test_c?cores2? _*", "not run: two processes died *"])
 
 
+@pytest.mark.slow
 def test_dying_outside_of_a_test_is_a_failure_too(nested):
     result = nested(
         """
@@ -272,6 +276,7 @@ def test_passes(): pass
     result.stdout.fnmatch_lines(["the process (2 cores) ended outside of a test: it died of SIGABRT"])
 
 
+@pytest.mark.slow
 def test_exitfirst_stops_both_processes(nested, pytester):
     result = nested(
         """
@@ -300,6 +305,7 @@ def test_may_import(): import torch_xla
     result.stderr.fnmatch_lines(["*collecting the tests imported torch_xla*"])
 
 
+@pytest.mark.slow
 def test_cores_without_the_marker_is_explained(nested):
     result = nested("def test_forgot(cores): pass")
     result.assert_outcomes(errors=1)

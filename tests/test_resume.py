@@ -220,6 +220,7 @@ def test_ctrl_c_finishes_the_step_and_the_same_model_goes_on(cores, tmp_path):
         np.testing.assert_array_equal(value.numpy(), expected[0][name], err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, accumulate):
     options = COMPILE["adamw"] | {"accumulate_steps": accumulate}

@@ -127,6 +127,7 @@ FIT = "import numpy as np, torch, tpufit\nm = tpufit.Model(torch.nn.Linear(2, 1)
 FIT += "m.fit(np.ones((8, 2), 'f4'), np.ones((8, 1), 'f4'), verbose=0)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "sentence"),
     [

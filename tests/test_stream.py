@@ -1,5 +1,7 @@
 """A stream's rows: each exactly once an epoch, over any number of hosts, and resumed anywhere."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from tpufit.data import stream
+from tpufit.data import stream, workers
 from tpufit.data.sampling import order, rows_of
 from tpufit.errors import ArgumentError, DataError
 
@@ -259,3 +261,12 @@ def test_read_only_arrays_are_shared_and_no_warning_is_given():
     array.flags.writeable = False
     ((x,),) = stream(array).epoch(0)
     assert x.tolist() == array.tolist() and x.data_ptr() == array.ctypes.data
+
+
+def test_a_loader_without_workers_leaves_frozen_objects_frozen():
+    gc.freeze()
+    try:
+        assert len(list(workers.read(DataLoader(TensorDataset(torch.zeros(4)))))) == 4
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()

@@ -3,7 +3,7 @@
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from traceback import walk_tb
 from typing import Any
 
@@ -23,7 +23,7 @@ def read(loader: DataLoader[Any]) -> Iterator[Any]:
             which to PyTorch is the end of the data. Another error of the data set is raised as PyTorch raises it: of
             its own type, with the worker's number and traceback in its message.
     """
-    with _forking():
+    with _forking() if loader.num_workers else nullcontext():
         batches = iter(loader)
     while True:
         try:
