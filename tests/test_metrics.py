@@ -317,6 +317,73 @@ def test_metrics_that_are_attributes_belong_to_a_pass(cores, how):
     assert model.f1.compute() == 1.0
 
 
+def scores(**options):
+    """Precision and recall have the same sums, the two F1s only sums of the same shape, and the area keeps batches."""
+    of_three = {"task": "multiclass", "num_classes": 3}
+    several = {
+        "precision": torchmetrics.Precision(**of_three, average="macro"),
+        "recall": torchmetrics.Recall(**of_three, average="macro"),
+        "f1": torchmetrics.F1Score(**of_three, average="macro"),
+        "f1_of_two": torchmetrics.F1Score(**of_three, average="macro", top_k=2),
+        "area": torchmetrics.AUROC(**of_three),
+    }
+    return torchmetrics.MetricCollection(several, **options)
+
+
+class Collected(tpufit.Model):
+    """Its metrics are a collection, which training updates and evaluation calls."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.scores = scores(prefix="own_", postfix="_now")
+
+    def train_step(self, batch):
+        x, y = batch
+        y_pred = self(x)
+        loss = self.compute_loss(x, y, y_pred)
+        self.apply_gradients(loss)
+        self.scores.update(y_pred, target=y)
+        return {"loss": loss, "both": self.scores["f1_of_two"].compute()}
+
+    def test_step(self, batch):
+        return {"first": self.scores(self(batch[0]), batch[1])["own_f1_now"]}
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("how", HOW[::2], ids=str)
+def test_a_collection_that_is_an_attribute_belongs_to_a_pass(cores, how):
+    model = model_of(Collected, **how)
+    before = runtime.counts()
+    history = model.fit(X, Y, 16 // cores, 3, verbose=0, validation_data=(X[:40], Y[:40]), cores=cores).history
+    counts = runtime.counts() - before
+    y_pred, expected = torch.from_numpy(model.predict(X, verbose=0)), scores(prefix="own_", postfix="_now")
+    expected.update(y_pred, Y)
+    plain = {name: value.item() for name, value in expected.compute().items()}
+    plain["both"] = plain.pop("own_f1_of_two_now")
+    assert len(set(plain.values())) == 5
+    expected.reset()
+    expected.update(y_pred[:40], Y[:40])
+    plain |= {f"val_{name}": value.item() for name, value in expected.compute().items()}
+    plain["val_first"] = plain.pop("val_own_f1_now")
+    assert history.keys() == {"loss", *plain}
+    for name, value in plain.items():  # the same in each epoch, for the rate is 0
+        assert history[name] == pytest.approx([value] * 3, abs=1e-5), name
+    if how.get("jit_compile"):
+        assert counts.host_reads == 0 and not counts.fallbacks and counts.graphs.get("train", 0) <= 2
+    assert model.metrics_names == ["loss", *expected.keys()]
+    assert model.higher_is_better("val_own_recall_now") is True
+    # Outside a step it is the user's, with groups of equal sums, and a step doesn't mind these.
+    model.scores.update(y_pred, Y)
+    assert len(model.scores.compute_groups) == 3 and model.scores.compute()["own_f1_now"] == pytest.approx(
+        plain["own_f1_now"], abs=1e-5
+    )
+    logs = model.evaluate(X[:40], Y[:40], 16 // cores, verbose=0, return_dict=True)
+    assert {f"val_{name}": value for name, value in logs.items()} == pytest.approx(
+        {name: value for name, value in plain.items() if name.startswith("val_")}, abs=1e-5
+    )
+    assert model.scores.compute()["own_f1_now"] == pytest.approx(plain["own_f1_now"], abs=1e-5)
+
+
 @pytest.mark.cores(1, 8)
 def test_another_metric_in_its_place_is_noticed(cores):
     model = model_of(ByHand)

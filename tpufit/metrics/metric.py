@@ -121,7 +121,9 @@ class Metric:
         assert self._device_metric is not None
         arguments = [*compared, *self._weights(sample_weight, y)]
         # Split over the cores, some metrics' graphs end the process in the partitioner; whole inputs never did.
-        return self._device_metric.update(sums, slot, [sums.placement.gather(argument) for argument in arguments])
+        if not self._device_metric.splits:
+            arguments = [sums.placement.gather(argument) for argument in arguments]
+        return self._device_metric.update(sums, slot, arguments)
 
     def compute(self, sums: Mapping[str, Tensor], kept: Sequence[Sequence[Tensor]]) -> Any:
         """Compute the metric on the host.
@@ -185,6 +187,7 @@ class DeviceMetric:
 
     Attributes:
         keeps_batches: True if batches are kept for it, and update it on the host once the pass is over.
+        splits: True if each core may update it with its own rows; else it needs those of all cores.
     """
 
     def __init__(self, metric: torchmetrics.Metric, weight: str, is_traceable: bool = False) -> None:
@@ -192,6 +195,7 @@ class DeviceMetric:
         if hasattr(metric, "validate_args"):
             metric.validate_args = False  # it would read every batch back to the host; labels are checked there anyway
         self._metric, self._weight, self._is_traceable = metric, weight, is_traceable
+        self.splits = bool(getattr(metric, "splits", False))
         self._twin: torchmetrics.Metric | None = None
         self._twin_at: Placement | None = None
         # Without sums of its own (it collects whole batches, or wraps other metrics) it is updated on the host.

@@ -94,7 +94,7 @@ class MetricName:
         self._masks = bool(classes) and self._ignored is not None and self._compares_classes
         if classes and row.of_classes is not None:
             return row.of_classes(num_classes=classes, average=row.average)
-        if self._masks:
+        if classes and row.value is is_correct:  # torchmetrics' own needs the rows of all cores on each
             return WeightedMean(is_correct, torch.float32 if self._weighted else torch.int64)  # whole numbers are exact
         metric = row.make(**self._task(y_pred, y)) if row.by_task else row.make()
         return WeightedMean(row.value) if self._weighted and row.value is not None else metric

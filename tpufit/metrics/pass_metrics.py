@@ -20,7 +20,7 @@ from ..runtime import Placement, to_device, to_host
 from .lazy_logs import LazyLogs
 from .metric import Metric
 from .sums import Key, SumTable
-from .tracked import TrackedMetric
+from .tracked import TrackedMetric, one_by_one
 
 # The key of a sum that counts the finite steps. The first step that isn't finite makes it negative, and it stays as it
 # is then: one number tells both. A replayed step doesn't know its own number.
@@ -74,9 +74,14 @@ class PassMetrics(SumTable):
         self.kept, self._noted = [], {}
 
     @contextmanager
-    def tracking(self) -> Iterator[None]:
-        """A context for the Python of a step, in which updates of tracked metrics are a part of the step."""
+    def tracking(self, attributes: Mapping[str, Any]) -> Iterator[None]:
+        """A context for the Python of a step, in which updates of tracked metrics are a part of the step.
+
+        Args:
+            attributes: The model's, by name.
+        """
         with ExitStack() as stack:
+            stack.enter_context(one_by_one(attributes))
             for slot, metric in enumerate(self._metrics):
                 if isinstance(metric, TrackedMetric):
                     stack.enter_context(metric.in_step(partial(self._track, slot, metric)))

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -16,8 +17,44 @@ from .sums import SumTable
 
 
 def metrics_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.Metric]:
-    """Find the torchmetrics objects among a model's attributes, by name."""
-    return {name: value for name, value in attributes.items() if isinstance(value, torchmetrics.Metric)}
+    """Find the torchmetrics objects among a model's attributes and in its collections, by the names of their logs.
+
+    Args:
+        attributes: The attributes by name. A collection names its own metrics; where such a name is taken, the
+            collection's own and `_` come before it.
+
+    Example:
+        >>> rows = torchmetrics.SumMetric()
+        >>> scores = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()], prefix="own_")
+        >>> list(metrics_in({"rows": rows, "scores": scores, "others": scores.clone(), "net": None}))
+        ['rows', 'own_MeanSquaredError', 'others_own_MeanSquaredError']
+    """
+    found = {name: value for name, value in attributes.items() if isinstance(value, torchmetrics.Metric)}
+    for name, collection in _collections_in(attributes).items():
+        for own, metric in collection.items(copy_state=False):
+            found[f"{name}_{own}" if own in found else own] = metric
+    return found
+
+
+@contextmanager
+def one_by_one(attributes: Mapping[str, Any]) -> Iterator[None]:
+    """A context in which the collections among a model's attributes update every metric of theirs.
+
+    Otherwise a collection updates one metric for all whose sums were equal after its first update (`compute_groups`).
+    Inside a step it would take too many for equal, as the metrics themselves collect nothing there.
+    """
+
+    def call(collection: torchmetrics.MetricCollection, *args: Any, **kwargs: Any) -> None:
+        collection(*args, **kwargs)  # this knows no groups
+
+    with ExitStack() as stack:
+        for collection in _collections_in(attributes).values():
+            stack.enter_context(replaced(collection, update=partial(call, collection)))
+        yield
+
+
+def _collections_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.MetricCollection]:
+    return {name: value for name, value in attributes.items() if isinstance(value, torchmetrics.MetricCollection)}
 
 
 class TrackedMetric:
@@ -27,11 +64,12 @@ class TrackedMetric:
     for its value over the pass in the step's logs.
 
     Args:
-        name: The attribute's name; its log has that too, unless the step returns it under another.
+        name: The name of its log, unless the step returns it under another: that of the attribute, or the one that its
+            collection gives it.
         metric: The object.
 
     Attributes:
-        name: The attribute's name.
+        name: The name of its log.
         metric: The object.
     """
 
@@ -77,7 +115,7 @@ class TrackedMetric:
         return self._device_metric.compute(sums, kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """The attribute's name."""
+        """The name of its log."""
         return {"name": self.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

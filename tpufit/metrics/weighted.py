@@ -22,6 +22,9 @@ class WeightedMean(torchmetrics.Metric):
         value: `value(y_pred, y)`: the value of each element, shape `(batch, ...)`.
         dtype: The dtype of the sums (default: float32).
 
+    Attributes:
+        splits: True if it only compares and adds, so that each core may do so with its own rows.
+
     Example:
         >>> metric = WeightedMean(torch.sub)
         >>> metric.update(torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0]), torch.tensor([3.0, 1.0]))
@@ -30,6 +33,7 @@ class WeightedMean(torchmetrics.Metric):
     """
 
     full_state_update = False
+    splits = True
     total: Tensor
     weight: Tensor
 
@@ -53,10 +57,12 @@ class WeightedMean(torchmetrics.Metric):
                 "a weighted metric compares an output and a target of one shape, got "
                 f"{tuple(y_pred.shape)} and {tuple(y.shape)}"
             )
-        values = self._value(y_pred, y).to(self._sum_dtype)
+        # A TPU emulates 64 bits, which the count of one batch doesn't need.
+        dtype = torch.int32 if self._sum_dtype is torch.int64 else self._sum_dtype
+        values = self._value(y_pred, y).to(dtype)
         weight = torch.ones_like(values) if weight is None else spread(weight, values)
-        self.total = self.total + (values * weight).sum()
-        self.weight = self.weight + weight.expand_as(values).sum()
+        self.total = self.total + (values * weight).sum(dtype=dtype)
+        self.weight = self.weight + weight.expand_as(values).sum(dtype=dtype)
 
     def compute(self) -> Tensor:
         """Compute the mean."""
@@ -78,6 +84,8 @@ class RowMean(WeightedMean):
 
     Source: `keras.metrics.MeanMetricWrapper`.
     """
+
+    splits = False  # the function may do anything
 
     def update(self, y_pred: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch; see `WeightedMean.update`. The weights need a value for each row."""
@@ -108,6 +116,8 @@ def by_class(kind: type[MulticlassStatScores]) -> type[MulticlassStatScores]:
 
 
 class _Counting(MulticlassStatScores):
+    splits = True
+
     def update(self, preds: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch of classes; those of weight 0 don't count."""
         preds, target = preds.flatten(), target.flatten()
