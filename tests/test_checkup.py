@@ -14,6 +14,7 @@ from tpufit.utils.hardware import CHIPS
 
 V3, V5E = CHIPS["0x0027"], CHIPS["0x0063"]
 GOOD = {"torch": "2.9.0", "torch_xla": "2.9.0"}
+COMPILER = {**GOOD, "libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1", "cloudpickle": "3.1.2"}
 
 
 def rows(**facts):
@@ -39,6 +40,15 @@ def test_a_sound_machine_has_nothing_to_be_cured():
         ({"versions": {"torch": "2.9.0"}}, "torch and torch_xla", "error", "torch_xla is not installed"),
         ({"chips": (V3,) * 4}, "libtpu", "error", r"torch_xla\[tpu\]"),
         ({"versions": {**GOOD, "libtpu": "0.0.7"}}, "libtpu", "warning", "pip install libtpu==0.0.21"),
+        ({"versions": COMPILER}, "the TPU's compiler", "ok", "libtpu 0.0.21, jax 0.7.1, jaxlib 0.7.1, cloudpickle 3.1"),
+        (
+            {"versions": COMPILER | {"jax": "0.8.0"}},
+            "the TPU's compiler",
+            "warning",
+            r"jax 0.8.0.*needs libtpu 0.0.21, jax 0.7.1, jaxlib 0.7.1 and cloudpickle: pip install 'tpufit\[preflight",
+        ),
+        ({"versions": {**GOOD, "jax": "0.7.1"}}, "the TPU's compiler", "warning", "libtpu missing"),
+        ({"versions": {**GOOD, "libtpu": "0.0.21"}}, "the TPU's compiler", "ok", "not installed; only preflight needs"),
         ({"versions": {**GOOD, "tensorflow": "2.18"}}, "TensorFlow", "warning", "tensorflow-cpu"),
         ({"environ": {"PJRT_DEVICE": "TPU"}}, "device", "error", "no TPU on the PCI bus.*unset it"),
         ({"environ": {"PJRT_DEVICE": "CPU"}, "chips": (V3,) * 4}, "device", "warning", "leaves the TPU idle"),

@@ -25,9 +25,10 @@ FLOORS = {
     "checkpoint": 8,
     "callbacks": 9,
     "trainer": 10,
-    "model": 11,
-    "__init__": 12,
-    "__main__": 12,
+    "preflight": 11,
+    "model": 12,
+    "__init__": 13,
+    "__main__": 13,
 }
 
 
@@ -140,10 +141,10 @@ def test_torch_xla_is_named_in_the_runtime_only():
     )
 
 
-def test_importing_tpufit_leaves_the_device_alone(run_python):
+def test_importing_tpufit_leaves_the_device_alone_and_imports_no_tensorboard(run_python):
     result = run_python("""
         import sys, tpufit, tpufit.data, tpufit.callbacks
-        print(*{"torch_xla", "_XLAC", "tensorflow", "jax"} & set(sys.modules))
+        print(*{"torch_xla", "_XLAC", "tensorflow", "jax", "tensorboard", "IPython"} & set(sys.modules))
     """)
     assert (result.stdout.strip(), result.returncode) == ("", 0), result.stderr
 

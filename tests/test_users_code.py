@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tpufit
-from tpufit.utils.users_code import users_line, warn
+from tpufit.utils.users_code import raising_line, users_line, warn
 
 
 def here():
@@ -31,6 +31,20 @@ def test_a_warning_of_a_thread_is_shown_at_the_main_threads_line():
     source = inspect.getsource(test_a_warning_of_a_thread_is_shown_at_the_main_threads_line)
     first = inspect.currentframe().f_code.co_firstlineno
     assert caught[0].filename == __file__ and first < caught[0].lineno < first + len(source.splitlines())
+
+
+def test_the_line_that_an_error_or_its_cause_came_by():
+    def wrong():
+        torch.zeros(2) @ torch.zeros(3)
+
+    with pytest.raises(RuntimeError) as caught:
+        wrong()
+    first = wrong.__code__.co_firstlineno
+    assert raising_line(caught.value) == f"test_users_code.py:{first + 1}"
+    translated = ValueError("as a user reads it")
+    translated.__cause__ = caught.value
+    assert raising_line(translated) == f"test_users_code.py:{first + 1}"
+    assert raising_line(ValueError("never raised")) == ""
 
 
 def test_a_repeated_warning_is_shown_once_a_line(recwarn):

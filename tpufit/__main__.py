@@ -1,7 +1,9 @@
-"""`python -m tpufit doctor` checks this machine. Its exit status is 1 if a row is an error, else 0, warnings or not."""
+"""The command line: `python -m tpufit doctor` checks this machine, and `preflight` compiles a script's training."""
 
 import argparse
 import sys
+import traceback
+from pathlib import Path
 
 from .diagnostics.checkup import doctor
 
@@ -13,16 +15,78 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: The words after `python -m tpufit` (default: those of this process).
 
     Returns:
-        The exit status: 1 if something would make training fail, else 0.
+        The exit status. Of `doctor`: 1 if something would make training fail, else 0. Of `preflight`: 0, 1 if a
+        training doesn't fit into the TPU, or 2 if it can't be compiled.
     """
     parser = argparse.ArgumentParser(prog="python -m tpufit", description="Keras's fit() for PyTorch on TPUs.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("doctor", help="check this machine; exit status 1 if a row is an error, else 0")
     check.add_argument("--no-train", action="store_true", help="look only; train nothing on the device")
     check.add_argument("--timeout", type=float, default=300.0, help="seconds for each training (default: 300)")
+    compiled = commands.add_parser(
+        "preflight",
+        help="compile each fit of a script for a TPU that need not be there; exit status 0, 1: does not fit, 2: fails",
+    )
+    compiled.add_argument("--tpu", default="v5e-8", help="a slice, or several with commas: v3-8,v6e-8 (default: v5e-8)")
+    size = "rows per core in place of the script's; auto: the largest that fits"
+    compiled.add_argument("--batch-size", type=_rows, metavar="ROWS", help=size)
+    compiled.add_argument("--timeout", type=float, default=3600.0, help="seconds for each process (default: 3600)")
+    compiled.add_argument("--save", type=Path, metavar="FOLDER", help="write report.json and the programs there")
+    compiled.add_argument("script", type=Path)
+    compiled.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
     chosen = parser.parse_args(arguments)
+    if chosen.command == "preflight":
+        if not chosen.script.is_file():
+            parser.error(f"there is no script {chosen.script}")
+        return preflight(chosen)
     rows = doctor(train=not chosen.no_train, timeout=chosen.timeout)
     return int(any(row.status == "error" for row in rows))
+
+
+def preflight(chosen: argparse.Namespace) -> int:
+    """Compile each fit of a script, and print the reports.
+
+    Args:
+        chosen: The options of the command line.
+
+    Returns:
+        The exit status.
+    """
+    from .errors import TpufitError
+    from .model import Model
+    from .preflight.report import FAILED, status_of
+    from .preflight.script import run_script
+    from .utils.terminal import standard_output
+
+    console = standard_output()
+    if not console.is_terminal:
+        console.width = 120
+
+    tpus = chosen.tpu.split(",")
+    options = {"tpu": tpus if len(tpus) > 1 else tpus[0], "timeout": chosen.timeout}
+    if chosen.batch_size is not None:
+        options["batch_size"] = chosen.batch_size
+    try:
+        reports = run_script(chosen.script, chosen.arguments, Model, options, console.print)
+    except TpufitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except Exception:  # the script's own; Python's status for it would say that a training doesn't fit
+        traceback.print_exc()
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted: the compiler was ended, and nothing was changed", file=sys.stderr)
+        return FAILED
+    for number, report in enumerate(reports):
+        if chosen.save is not None:
+            report.save(chosen.save / str(number) if len(reports) > 1 else chosen.save)
+    return status_of(reports)
+
+
+def _rows(word: str) -> int | str:
+    if word != "auto" and not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number or auto, got {word!r}")
+    return word if word == "auto" else int(word)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ TpufitError
 |-- ReplayError (RuntimeError)          jit_compile=True, and a step that can't be replayed
 |-- StrictError (RuntimeError)          fit(strict=True), and something that makes steps slow
 |-- StateLostError (RuntimeError)       a step failed on the device, and the weights are lost with it
-`-- CallbackError (RuntimeError)        a callback's hook raised; the cause is chained to it
+|-- CallbackError (RuntimeError)        a callback's hook raised; the cause is chained to it
+`-- PreflightError (RuntimeError)       a step can't be compiled for a TPU that isn't there
 """
 
 import difflib
@@ -252,3 +253,7 @@ class StateLostError(TpufitError, RuntimeError):
 
 class CallbackError(TpufitError, RuntimeError):
     """A callback's hook raised; the original error is its `__cause__`."""
+
+
+class PreflightError(TpufitError, RuntimeError):
+    """A step can't be compiled for a TPU that isn't there: it can't be traced, or the compiler is missing or failed."""

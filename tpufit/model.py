@@ -42,6 +42,7 @@ from .errors import (
 from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
 from .metrics import MetricsArgument, metrics_in
 from .optimizers import OptimizerArgument
+from .preflight import fly
 from .runtime import HOST, CoresArgument, copies, copy_into, fetch, platform, settled, start, tracing
 from .step import (
     CompileConfig,
@@ -347,6 +348,46 @@ class Model(StepMethods):
             cores,
         )
 
+    def preflight(
+        self, x: Any = None, y: Any = None, batch_size: Any = None, *, tpu: Any = "v5e-8", **others: Any
+    ) -> Any:
+        """Compile the steps of a `fit` for a TPU, by the TPU's own compiler, on a machine that needs none.
+
+        Nothing is trained, and the model stays as it is. Of the data only a first batch is read. The steps are traced
+        and compiled in processes of their own, in which the weights take no memory.
+
+        Args:
+            x: As in `fit`, but no iterator, of which a batch would be used up.
+            y: As in `fit`.
+            batch_size: As in `fit`; `"auto"` finds the largest that fits, within 5 %, by compiling several.
+            tpu: The cloud's name of a slice, such as `"v3-8"`, `"v5litepod-8"` or `"v6e-64"` (default `"v5e-8"`), or
+                several, to compare.
+            others: The other arguments of `fit`, such as `validation_data`; those that change no program, such as
+                `epochs` and `callbacks`, have no effect. With `verbose=0` there is no clock. `timeout` is the seconds
+                that tracing may take, and compiling (default 3600).
+
+        Returns:
+            A `PreflightReport`, to be printed, or read: `fits`, `seconds` a step, `warnings`, ...; for several slices
+            a `Comparison`.
+
+        Raises:
+            PreflightError: A step can't be replayed, or the compiler is missing, refuses it, or ends.
+            UnknownNameError: There is no such slice.
+            NotCompiledError, ArgumentError, DataError, LabelError: As in `fit`.
+
+        Example:
+            >>> import torch
+            >>> model = Model(nn.Linear(2, 2))
+            >>> model.compile("adamw", "mse")
+            >>> x = torch.zeros(64, 2)
+            >>> report = model.preflight(x, x, tpu="v5e-8", verbose=0)  # doctest: +SKIP
+            >>> report.fits  # doctest: +SKIP
+            True
+
+        Source: MaxText's `train_compile.py`, which does this for JAX.
+        """
+        return fly(self._engine, tpu, {"x": x, "y": y, "batch_size": batch_size} | others)
+
     @torch.inference_mode(False)
     def evaluate(
         self,
@@ -645,7 +686,7 @@ class Model(StepMethods):
 
     @property
     def metrics(self) -> list[Any]:
-        """The metrics of `compile`, and the torchmetrics objects among the model's attributes.
+        """The metrics of `compile`, and the torchmetrics objects among the model's attributes and in their collections.
 
         A step of your own updates the latter by hand; they begin anew with each epoch and each evaluation.
 

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ..errors import DataError
-from .batches import as_tensors, join
+from .batches import as_tensors, count_rows, join
 from .cache import CachedDataset
 from .sampling import order, rows_of
 from .workers import read
@@ -80,6 +80,10 @@ class Source(ABC):
         """The number of batches in a pass, or None if only reading them all can tell."""
         return None
 
+    def sizes(self) -> tuple[int, int] | None:
+        """The rows of a whole global batch, and of the shorter last one of a pass or 0; None if only reading tells."""
+        return None
+
     def state_dict(self) -> dict[str, Any] | None:
         """The data's own account of their position, for data that keep one."""
         return None
@@ -138,6 +142,9 @@ class _Rows(Source):
 
     def steps(self) -> int:
         return self.batches_before(self.length)
+
+    def sizes(self) -> tuple[int, int] | None:
+        return _sizes(self.length, self.plan.rows)
 
     def form(self) -> dict[str, Any]:
         return {"rows": self.length, "batch_size": self.plan.batch_size, "shuffle": self.plan.shuffle}
@@ -250,6 +257,13 @@ class Loader(Source):
         workers = self.loader.num_workers
         return next(read(_over(self.loader, self.loader.batch_sampler, **one) if workers else self.loader))
 
+    def sizes(self) -> tuple[int, int] | None:
+        batches, size = self.loader.batch_sampler, self.batch_size
+        rows = _length(self.loader.sampler)
+        if type(batches) is not BatchSampler or size is None or rows is None:
+            return None
+        return _sizes(rows // size * size if batches.drop_last else rows, size * self.stride)
+
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.loader), "batch_size": self.batch_size}
 
@@ -281,6 +295,13 @@ class Iteration(Source):
 
     def first(self) -> Any:
         return self.iterable[0] if isinstance(self.iterable, (list, tuple)) and self.iterable else None
+
+    def sizes(self) -> tuple[int, int] | None:
+        if not isinstance(self.iterable, (list, tuple)) or not self.iterable:
+            return None
+        rows = [count_rows(tree_leaves(as_tensors(batch))) for batch in self.iterable]
+        whole, last = sum(rows[: self.stride]), sum(rows[(len(rows) - 1) // self.stride * self.stride :])
+        return whole, 0 if last == whole else last
 
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.iterable)}
@@ -379,6 +400,10 @@ def _length(data: Any) -> int | None:
         return len(data)
     except TypeError:  # an iterable data set without one
         return None
+
+
+def _sizes(rows: int, whole: int) -> tuple[int, int]:
+    return min(rows, whole), rows % whole if rows > whole else 0
 
 
 def _unequal(samples: Sequence[Any], name: str) -> str:

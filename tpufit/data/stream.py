@@ -188,6 +188,17 @@ class Stream:
         finally:
             before.restore(self._source.generators)
 
+    def sizes(self) -> tuple[int, int] | None:
+        """Return the rows of a whole global batch, and of an epoch's shorter last one or 0.
+
+        Returns:
+            Both numbers, or None if only reading all batches can tell.
+        """
+        sizes, steps = self._source.sizes(), self._source.steps()
+        if sizes is None or self._limit is None or steps is None or (self._goes_on and self._limit % steps):
+            return sizes
+        return sizes if self._limit >= steps else (sizes[0], 0)
+
     def limit(self, limit: int | float) -> None:
         """Read only the first batches of each epoch.
 

@@ -214,7 +214,7 @@ class Loss:
         Returns:
             The range, or None where there is nothing to check.
         """
-        if not self.ignored or not isinstance(y, Tensor) or y.is_floating_point() or not y.numel():
+        if not self.ignored or not isinstance(y, Tensor) or y.is_floating_point() or y.is_meta or not y.numel():
             return None
         labels, ignored = y.numpy(), self.ignored[None]
         found = _range(labels)

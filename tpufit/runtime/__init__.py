@@ -14,10 +14,11 @@
 | `capture` | one trace of a step, its proof, and its undoing |
 | `program` | trace a step once, then replay its graph |
 | `trace_watch` | sees what a traced step reads, draws and leaves to the host |
+| `recorder` | takes the place of a device that isn't there |
 | `python_state` | the numbers and flags that user code keeps between steps |
 | `counters` | compilations, waits, fallbacks and time |
 | `faults` | errors of the runtime, in a sentence |
-| `profiler` | a profile of chosen steps |
+| `profiler` | a profile of chosen steps, and names for what is traced |
 | `strict` | the policy of `fit(strict=True)` |
 | `ops` | operations that torch_xla lacks or does badly |
 """
@@ -40,12 +41,13 @@ from .devices import (
 )
 from .faults import Load, translate
 from .lazy import launch
-from .ops.lowerings import has_lowering
+from .ops.lowerings import has_lowering, runs_on_the_host
 from .ops.norms import sharded_norms
 from .placement import HOST, Placement, Sharding
-from .profiler import start_profile, stop_profile
+from .profiler import scope, start_profile, stop_profile
 from .program import Program
 from .python_state import facts
+from .recorder import Recorded, Recorder, like_a_tpu
 from .strict import LENIENT, Strict
 from .trace_watch import cure_of
 from .transfer import InFlight, copies, copy_into, fetch, move, swap_value, to_device, to_host

@@ -26,6 +26,8 @@ class Backend(Protocol):
         Sharding: How a tensor lies over the cores.
         HOST: The placement of plain PyTorch.
         Program: A step, which is traced and compiled, and then replayed.
+        Recorder: Takes the place of a device that isn't there, and keeps the programs of steps.
+        Recorded: A program that it keeps.
         DeviceState: The tensors that programs change, and their values meanwhile.
         InFlight: Lets steps run ahead of the device, but not too far.
         Counts: A snapshot of the counters.
@@ -41,6 +43,8 @@ class Backend(Protocol):
     Sharding: Any
     HOST: Any
     Program: Any
+    Recorder: Any
+    Recorded: Any
     DeviceState: Any
     InFlight: Any
     Counts: Any
@@ -124,6 +128,9 @@ class Backend(Protocol):
     def has_lowering(self, operation: str) -> bool:
         """True if the device computes an operation itself."""
 
+    def runs_on_the_host(self, name: str) -> bool:
+        """True if the device computes no form of an operation."""
+
     def facts(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """The values that the user's Python keeps."""
 
@@ -155,3 +162,9 @@ class Backend(Protocol):
 
     def stop_profile(self) -> None:
         """End the recording."""
+
+    def like_a_tpu(self) -> Any:
+        """A context in which operations are traced as for a TPU."""
+
+    def scope(self, name: str) -> Any:
+        """A context in which traced operations carry a name."""

@@ -22,7 +22,7 @@ from .graph import Graph, Sums, recognise, template_of
 from .lazy import by_memory, drop, launch, pending, pending_elsewhere, same_memory
 from .placement import Placement
 from .trace_watch import Watch
-from .transfer import swap_value
+from .transfer import starter, swap_value
 
 Body = Callable[[list[Tensor], Callable[[int], None]], Any]
 """`body(inputs, seed)`: the Python of one step or several. `seed(i)` begins the random numbers of the i-th. It changes
@@ -242,15 +242,20 @@ class Capture:
         graph.arrange(sizes | {"constant": len(constants)})
         return graph
 
-    def compile(self, cause: str) -> None:
+    def compile(self, graph: Graph, cause: str) -> None:
         """Compile the graph of this trace.
 
         Args:
+            graph: The graph of this trace.
             cause: The reason why it is needed, for the report.
         """
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-        with counters.role(self._target.role, cause), alias_with_buffer_donor_config():
+        role, recorder = self._target.role, self._target.placement.recorder
+        if recorder is not None:
+            recorder.keep(self._roots, self._values, graph, role, cause)
+            return
+        with counters.role(role, cause), alias_with_buffer_donor_config():
             xla()._xla_warm_up_cache(self._roots, [])
 
     def run(self, graph: Graph, first: bool) -> None:
@@ -263,7 +268,8 @@ class Capture:
         state = self._target.state
         taken = state.hold()
         self._taken = [taken[i] for i in graph.changed]
-        self._results = graph.run(state, self._target.sums, self._values, first)
+        start = starter(self._target.placement)
+        self._results = graph.run(state, self._target.sums, self._values, first and start is None, start)
 
     def settle(self, graph: Graph) -> Any:
         """Give the traced tensors the values that `run` has computed, so that nothing of the trace stays pending.

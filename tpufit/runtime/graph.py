@@ -100,7 +100,14 @@ class Graph:
                 return f"a number that its Python computes changed between two traces ({changed})"
         return ""
 
-    def run(self, state: DeviceState, sums: Sums, inputs: list[Tensor], first: bool = False) -> list[Tensor]:
+    def run(
+        self,
+        state: DeviceState,
+        sums: Sums,
+        inputs: list[Tensor],
+        first: bool = False,
+        start: Callable[[Any, list[Tensor]], list[Tensor]] | None = None,
+    ) -> list[Tensor]:
         """Start the graph, and put its results where they belong.
 
         Args:
@@ -109,6 +116,7 @@ class Graph:
             inputs: Its inputs, in its order.
             first: True if it has never run. **This waits** then, where the state can still be restored: a step that
                 needs too much memory usually fails the first time.
+            start: The function that starts a graph by its hash with its inputs (default: the device's).
 
         Returns:
             The tensors that the body returned or left elsewhere.
@@ -116,7 +124,7 @@ class Graph:
         outputs = state.expect(self.changed, self.donates)
         # One call in C. No handler of a signal runs between the graph's start and the arrival of its outputs in the
         # list: an interrupt there would lose them after the state that they replace has been consumed.
-        outputs.extend(chain([None], map(xla()._run_cached_graph, [self.hash], [inputs])))
+        outputs.extend(chain([None], map(start or xla()._run_cached_graph, [self.hash], [inputs])))
         if first and outputs[1] and not (self.donates and self.changed):
             try:
                 to_host([min(outputs[1], key=torch.numel)], "capture")

@@ -17,6 +17,7 @@ from torch import Tensor
 from .bindings import xla
 from .devices import Cores
 from .faults import translate
+from .recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,11 @@ class Placement:
 
     Attributes:
         cores: The cores of the process, or None for plain PyTorch on the host.
+        recorder: Takes the cores' place if they are absent (default: they are there).
     """
 
     cores: Cores | None
+    recorder: Recorder | None = field(default=None, compare=False)
     _specs: dict[tuple[int | None, int], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -121,7 +124,8 @@ class Placement:
         Returns:
             The same tensor.
         """
-        if self.has_mesh:
+        # One that has a value lies over the cores as it was put there.
+        if self.has_mesh and xla()._check_tensor_need_materialization([tensor])[0]:
             xla()._xla_mark_sharding(tensor, self._mesh.get_op_sharding(sharding.axes(tensor.dim())))
         return tensor
 

@@ -1,6 +1,10 @@
-"""A profile of the host's and the device's work, by the runtime's own profiler."""
+"""A profile of the host's and the device's work, by the runtime's own profiler, and names for what is traced."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .bindings import xla
 
 
 def start_profile(folder: str | os.PathLike[str]) -> None:
@@ -19,3 +23,17 @@ def stop_profile() -> None:
     import torch_xla.debug.profiler as profiler
 
     profiler.stop_trace()
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """A context in which traced operations carry a name, where the runtime was started to keep names.
+
+    Args:
+        name: The name, without slashes.
+    """
+    pushed = xla().profiler.scope_pusher(name)
+    try:
+        yield
+    finally:
+        del pushed

@@ -25,6 +25,7 @@ from .lazy import launch, wait
 from .placement import Placement
 from .strict import LENIENT, Strict
 from .trace_watch import Watch, cure_of
+from .transfer import starter
 
 # The number of traces in a row that may differ from the one before, until a step counts as one that can't be replayed.
 # One differs without fault where a module builds a cache in its first forward pass.
@@ -71,7 +72,8 @@ class Program:
         donate: bool = False,
         inside: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        donates = donate and (platform() != "CPU" or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
+        on_cpu = platform() == "CPU" and placement.recorder is None
+        donates = donate and (not on_cpu or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
         self._target = Target(placement, role, state, sums, donates, inside)
         self.jit_compile, self._strict = jit_compile, LENIENT
         self.python_state: Callable[[], dict[str, Any]] = dict
@@ -164,7 +166,8 @@ class Program:
                 xla()._xla_set_rng_seed(seeds[i], device)
                 drawn[i] = xla()._get_base_seed_as_tensor(device)
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
-        return graph.returned(graph.run(state, sums, list(graph.pick(pool))), inputs)
+        outputs = graph.run(state, sums, list(graph.pick(pool)), start=starter(target.placement))
+        return graph.returned(outputs, inputs)
 
     def _trace(self, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step, and run it without keeping its graph."""
@@ -210,7 +213,7 @@ class Program:
         if difference and max(self._varied, graph.differed) >= _ATTEMPTS:
             self._give_up(difference)
         if unproven:
-            capture.compile(self.cause if earlier is None else unproven)
+            capture.compile(graph, self.cause if earlier is None else unproven)
         if earlier is not None and not difference:
             graph = earlier
             graph.proven = True
@@ -233,7 +236,7 @@ class Program:
 
     def _give_up(self, cause: str) -> None:
         role = self._target.role
-        self._strict.refuse(f"the {role} step can't be replayed: {cause}")
+        self._strict.refuse(f"the {role} step can't be replayed: {cause}. {cure_of(cause)}")
         if self.jit_compile is True:
             raise ReplayError(f"jit_compile=True, but the {role} step can't be replayed: {cause}")
         self.traced_because = cause

@@ -45,7 +45,7 @@ _CURES = {
     "leaves gradients": (
         "Clear them with self.optimizer.zero_grad() before loss.backward(), or let compile(accumulate_steps=n) sum them"
     ),
-    "it reads": "Return the value from train_step as a log, choose with torch.where instead of if, or leave it out",
+    "it reads": "Return it from train_step as a log, choose with torch.where instead of if, or leave it out",
     "draws": "Draw on the device (torch.rand(..., device=x.device)) or in the data set",
     "jit_compile": "Leave jit_compile at 'auto'",
     "": "Keep counts in a buffer on the device, and what changes out of the step's Python",
@@ -141,7 +141,7 @@ class Watch(TorchFunctionMode):
         self.where = self.where or line
         self._strict.refuse(
             f"{self._step} reads a value from the device at {line}, for which every step would wait. "
-            "Return it from train_step as a log, choose with torch.where instead of if, or leave it out"
+            + cure_of(f"it reads a value at {line}")
         )
 
     def _note_falls(self, before: Counter[str]) -> None:

@@ -5,7 +5,7 @@ as a constant, frozen at its first value, where a transferred one is an input of
 """
 
 import copyreg
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..errors import PlacementError
 from . import counters
 from .bindings import xla
 from .placement import Placement, Sharding
+from .recorder import stand_in
 
 Shardings = Mapping[int, Sharding]
 """The shardings of tensors, by their `id`. One that is missing is whole on every core."""
@@ -35,7 +36,8 @@ def to_device(
 
     Args:
         tensors: Host tensors; one that is on the device already is passed through.
-        placement: The cores to copy to; the host itself returns the tensors as they are.
+        placement: The cores to copy to; the host itself returns the tensors as they are. Absent cores take meta tensors
+            too.
         sharding: How they lie over the cores, all of them or one by one (default: whole on every core). A tensor
             without dimensions is always whole.
 
@@ -45,16 +47,32 @@ def to_device(
     if placement.on_host:
         return list(tensors)
     moved = list(tensors)
+    if placement.recorder is not None:
+        moved = [stand_in(t) if t.is_meta else t for t in moved]
     host = [i for i, t in enumerate(moved) if t.device.type != "xla"]
     values = [moved[i].detach().contiguous() for i in host]
     specs = None
-    if placement.has_mesh:
+    if placement.has_mesh and host:
         wanted = [sharding if isinstance(sharding, Sharding) else sharding[i] for i in host]
         specs = [placement.spec(one, t) for one, t in zip(wanted, values, strict=True)]
     sent = xla()._xla_tensors_from_aten(values, [str(placement.device)] * len(values), specs)
     for i, tensor in zip(host, sent, strict=True):
         moved[i] = tensor
+    if placement.recorder is not None and moved:
+        shardings = [sharding] * len(moved) if isinstance(sharding, Sharding) else sharding
+        placement.recorder.note(moved, [one.axis for one in shardings])
     return moved
+
+
+def starter(placement: Placement) -> Callable[[Any, list[Tensor]], list[Tensor]] | None:
+    """The function that starts a graph by its hash with its inputs, if the cores are absent: it sends outputs of the
+    right shapes. None where the device does so.
+
+    Args:
+        placement: The cores.
+    """
+    recorder = placement.recorder
+    return None if recorder is None else lambda name, inputs: to_device(recorder.outputs[name], placement)
 
 
 def to_host(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:

@@ -65,11 +65,12 @@ class BatchSender:
         self._placement, self._keys, self._role, self._strict = placement, keys, role, strict
         self._label_range = label_range
 
-    def __call__(self, batch: Any) -> DeviceBatch:
+    def __call__(self, batch: Any, labels: Any = None) -> DeviceBatch:
         """Start the transfer of a batch.
 
         Args:
             batch: A nest of host tensors, with the rows of all cores.
+            labels: The range of its class labels, if it is known (default: it is looked for).
 
         Raises:
             BatchError: The batch has no rows.
@@ -92,7 +93,7 @@ class BatchSender:
             spec,
             rows,
             sum(t.nbytes for t in tensors),
-            self._labels(batch),
+            labels or self._labels(batch),
             signature,
         )
 

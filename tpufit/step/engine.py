@@ -27,6 +27,7 @@ from ..runtime import (
     Load,
     Placement,
     Program,
+    Recorder,
     Strict,
     available,
     counts,
@@ -184,12 +185,17 @@ class Engine:
         """True after `compile`."""
         return self.config.arguments is not None
 
-    def place_on(self, cores: Cores) -> Placement:
-        """Return the placement of steps on these cores; with `run_eagerly`, the host."""
+    def place_on(self, cores: Cores, recorder: Recorder | None = None) -> Placement:
+        """Return the placement of steps on these cores; with `run_eagerly`, the host.
+
+        Args:
+            cores: The cores of the process.
+            recorder: Takes the cores' place if they are absent (default: they are there).
+        """
         if self.config.run_eagerly:
             return HOST
         set_matmul_precision(self.config.matmul_precision)
-        return Placement(cores)
+        return Placement(cores, recorder)
 
     def move_to(self, placement: Placement) -> None:
         """Move the module, the loss and the optimizers' state, each tensor in place."""

@@ -329,7 +329,7 @@ class StepRunner:
         """Run the Python of one step."""
         engine, metrics = self._engine, self._metrics
         if self.role == "train":
-            with metrics.tracking():
+            with metrics.tracking(vars(engine.model)):
                 logs = engine.model.train_step(batch)
             engine.observed.loss = getattr(logs.get("loss"), "dtype", None)
             metrics.add_means(logs, rows)
@@ -337,7 +337,7 @@ class StepRunner:
         with torch.no_grad():
             if self.role == "predict":
                 return engine.model.predict_step(batch)
-            with metrics.tracking():
+            with metrics.tracking(vars(engine.model)):
                 logs = engine.model.test_step(batch)
             metrics.add_means(logs, rows)
             return None
@@ -345,6 +345,8 @@ class StepRunner:
     def _hold_back(self, group: Sequence[DeviceBatch]) -> None:
         """Limit the steps under way, and note if the logs were finite up to the step that was waited for."""
         metrics = self._metrics
+        if self._engine.state.placement.recorder is not None:
+            return  # nothing runs
         finite = metrics.finite
         if metrics.tensors and not self._engine.state.placement.on_host:
             small = metrics.tensors[0] if finite is None else finite

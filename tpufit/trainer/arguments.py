@@ -37,7 +37,7 @@ class TrainingData:
     x: Any
     y: Any = None
     sample_weight: Any = None
-    batch_size: int | None = None
+    batch_size: Any = None
     shuffle: bool | str = True
     steps_per_epoch: int | None = None
     class_weight: Mapping[int, float] | str | None = None

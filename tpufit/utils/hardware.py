@@ -17,6 +17,20 @@ from .users_code import warn
 # Replay, sharding and seeds were measured with this version of both, at which torch_xla is frozen.
 SUPPORTED = "2.9"
 
+# The TPU's compiler and what a preflight calls it by: the pair that torch_xla 2.9.0 names in its own extras `tpu` and
+# `pallas`. None: any version.
+COMPILER = {"libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1", "cloudpickle": None}
+
+# What a process says that may use no more memory, or start no more threads.
+LACKS_MEMORY = (
+    "failed to map",
+    "Cannot allocate memory",
+    "MemoryError",
+    "bad_alloc",
+    "pthread_create failed",
+    "out of memory",
+)
+
 # Variables that were once the way to bfloat16 on TPUs. torch_xla still obeys some, behind PyTorch's back, so that
 # tensors say float32 and are not.
 _RETIRED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_F16")

@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import warnings
+from traceback import walk_tb
 from types import FrameType
 
 _LIBRARIES = (
@@ -12,11 +13,13 @@ _LIBRARIES = (
     "<frozen ",
 )
 
+NOBODYS = "a library's code"  # in place of a line, where no user's code is on the stack
+
 
 def users_line() -> str:
     """The innermost line of the stack that is neither tpufit's nor a library's, e.g. `train.py:12`."""
     frame = _users_frame(sys._getframe(1))
-    return "a library's code" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return NOBODYS if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def calling_lines() -> str:
@@ -29,9 +32,22 @@ def calling_lines() -> str:
     while not library and inner is not None and inner is not frame:
         _, is_a_librarys, path = inner.f_code.co_filename.rpartition(f"{os.sep}site-packages{os.sep}")
         if is_a_librarys and (path.startswith("torch/optim/") or not path.startswith(("torch/", "tpufit/"))):
-            library = f"{path}:{inner.f_lineno}, called at "
+            library = f"{path}:{inner.f_lineno}"
         inner = inner.f_back
-    return library + users_line()
+    line = users_line()
+    return f"{library}, called at {line}" if library and line != NOBODYS else library or line
+
+
+def raising_line(error: BaseException) -> str:
+    """The innermost line of the user's in an error's traceback, or in that of its cause; nothing if there is none.
+
+    Args:
+        error: The error.
+    """
+    causes = [one for one in (error, error.__cause__) if one is not None]
+    places = [(frame.f_code.co_filename, line) for one in causes for frame, line in walk_tb(one.__traceback__)]
+    users = [f"{os.path.basename(path)}:{line}" for path, line in places if _is_users(path)]
+    return users[-1] if users else ""
 
 
 def warn(message: str, again: bool = False) -> None:
@@ -55,8 +71,11 @@ def warn(message: str, again: bool = False) -> None:
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in path:
+        if _is_users(frame.f_code.co_filename):
             return frame
         frame = frame.f_back
     return None
+
+
+def _is_users(path: str) -> bool:
+    return not path.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in path

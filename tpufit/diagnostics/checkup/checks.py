@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...errors import VersionError, counted
-from ...utils.hardware import check_versions, describe, retired_variables
+from ...utils.hardware import COMPILER, LACKS_MEMORY, check_versions, describe, retired_variables
 from ...utils.text import size
 from .facts import Facts
 from .trial import ALL, Trial
@@ -74,6 +74,18 @@ def libtpu(facts: Facts) -> Iterator[Row]:
     fits = facts.wants_libtpu in (None, version)
     cure = f"this torch_xla was released with libtpu {facts.wants_libtpu}: pip install libtpu=={facts.wants_libtpu}"
     yield _row("libtpu", version, warning="" if fits else cure)
+
+
+def compiler(facts: Facts) -> Iterator[Row]:
+    found = {name: facts.versions.get(name) for name in COMPILER}
+    here = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
+    if found["jax"] is None and found["jaxlib"] is None:
+        yield _row("the TPU's compiler", "not installed; only preflight needs it")
+        return
+    fits = all(found[name] is not None and wanted in (None, found[name]) for name, wanted in COMPILER.items())
+    needed = ", ".join(f"{name} {wanted}" for name, wanted in COMPILER.items() if wanted)
+    cure = f"preflight needs {needed} and cloudpickle: pip install 'tpufit[preflight]'"
+    yield _row("the TPU's compiler", here, warning="" if fits else cure)
 
 
 def tensorflow(facts: Facts) -> Iterator[Row]:
@@ -182,7 +194,7 @@ def _ended(trial: Trial) -> str:
     """The cure for a training that failed, by its end."""
     if trial.status is None:
         return "it hangs: who holds the TPU, and are there variables of another run (above)? Then restart the TPU"
-    if any(text in trial.failure for text in ("failed to map", "Cannot allocate memory", "MemoryError", "bad_alloc")):
+    if any(text in trial.failure for text in LACKS_MEMORY):
         return "this process may not use enough host memory: see that row"
     if trial.status == -9:
         return "the system has killed it, most likely for want of host memory"
@@ -191,4 +203,19 @@ def _ended(trial: Trial) -> str:
     return "the message above says what to do; if not, see the rows before it"
 
 
-CHECKS = (python, versions, libtpu, tensorflow, device, hosts, variables, holders, process, memory, cpus, disk, trials)
+CHECKS = (
+    python,
+    versions,
+    libtpu,
+    compiler,
+    tensorflow,
+    device,
+    hosts,
+    variables,
+    holders,
+    process,
+    memory,
+    cpus,
+    disk,
+    trials,
+)

@@ -11,7 +11,7 @@ from importlib import metadata
 from ...utils import hardware
 from .trial import ALL, Trial, run
 
-_PACKAGES = ("torch", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu")
+_PACKAGES = ("torch", "torch_xla", "tensorflow", "tensorflow-cpu", *hardware.COMPILER)
 
 
 @dataclass(frozen=True)

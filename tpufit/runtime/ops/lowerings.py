@@ -18,6 +18,23 @@ def has_lowering(operation: str) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key) for key in _KEYS)
 
 
+def runs_on_the_host(name: str) -> bool:
+    """True if the device computes no form of an operation.
+
+    Args:
+        name: Its name, e.g. `"add"`.
+
+    Example:
+        >>> runs_on_the_host("add"), runs_on_the_host("dim"), runs_on_the_host("histc")
+        (False, False, True)
+    """
+    packet = getattr(torch.ops.aten, name, None)
+    forms = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    forms = [getattr(packet, form).name() for form in forms]
+    known = [form for form in forms if torch._C._dispatch_has_kernel(form)]  # others are of TorchScript only
+    return bool(known) and not any(map(has_lowering, known))
+
+
 def lower_missing(backend: str = "XLA") -> None:
     """Teach the device Huber's loss, for the name, `nn.HuberLoss` and `torch.nn.functional` alike.
 

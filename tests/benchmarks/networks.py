@@ -1,0 +1,120 @@
+"""Well-known networks at their real sizes, in plain PyTorch: ResNet-50, GPT-2 small, BERT base and ViT-S/16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        after = 4 * width
+        self.convs = nn.Sequential(
+            *convolution(before, width, 1), nn.ReLU(), *convolution(width, width, 3, stride), nn.ReLU(),
+            *convolution(width, after, 1),
+        )  # fmt: skip
+        changes = stride != 1 or before != after
+        self.shortcut = nn.Sequential(*convolution(before, after, 1, stride)) if changes else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.convs(x) + self.shortcut(x))
+
+
+def convolution(before: int, after: int, size: int, stride: int = 1) -> list[nn.Module]:
+    return [nn.Conv2d(before, after, size, stride, padding=size // 2, bias=False), nn.BatchNorm2d(after)]
+
+
+def resnet50() -> nn.Module:
+    """25.6 million weights, images of 224 x 224."""
+    blocks, before = [], 64
+    for stage, count in enumerate((3, 4, 6, 3)):
+        for number in range(count):
+            blocks.append(Bottleneck(before, 64 << stage, 2 if stage and not number else 1))
+            before = 256 << stage
+    return nn.Sequential(
+        *convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1), *blocks, nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(2048, 1000),
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward net. GPT-2 and ViT have the norms before them, BERT has them after the shortcut."""
+
+    def __init__(self, width: int, heads: int, dropout: float, causal: bool = False, norms_last: bool = False) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+        self.heads, self.causal, self.norms_last = heads, causal, norms_last
+
+    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        rate = self.dropout.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=rate, is_causal=self.causal)
+        return self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.norms_last:
+            x = self.norm1(x + self.attend(x, mask))
+            return self.norm2(x + self.dropout(self.feed_forward(x)))
+        x = x + self.attend(self.norm1(x), mask)
+        return x + self.dropout(self.feed_forward(self.norm2(x)))
+
+
+class GPT2(nn.Module):
+    """Small: 124 million weights, 1,024 words."""
+
+    def __init__(self, vocabulary: int = 50257, length: int = 1024, width: int = 768, depth: int = 12) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width, width // 64, 0.1, causal=True) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.words.weight
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)
+        return self.head(self.norm(self.blocks(self.dropout(self.words(x) + self.positions(positions)))))
+
+
+class BERT(nn.Module):
+    """Base: 109 million weights, with a head that tells two classes apart. Word 0 fills sentences up."""
+
+    def __init__(self, vocabulary: int = 30522, width: int = 768, depth: int = 12) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(vocabulary, width, padding_idx=0), nn.Embedding(512, width)
+        self.blocks = nn.ModuleList(Block(width, width // 64, 0.1, norms_last=True) for _ in range(depth))
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.pooler, self.head = nn.Linear(width, width), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x != 0)[:, None, None]
+        y = self.words(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        y = self.dropout(self.norm(y))
+        for block in self.blocks:
+            y = block(y, mask)
+        return self.head(self.dropout(torch.tanh(self.pooler(y[:, 0]))))
+
+
+class ViT(nn.Module):
+    """S/16: 22 million weights, images of 224 x 224."""
+
+    def __init__(self, width: int = 384, depth: int = 12) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.token, self.positions = nn.Parameter(torch.zeros(1, 1, width)), nn.Parameter(torch.zeros(1, 197, width))
+        self.blocks = nn.Sequential(*[Block(width, width // 64, 0.0) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+def of_words(logits: Tensor, words: Tensor) -> Tensor:
+    """Cross entropy of (batch, length, words) and (batch, length)."""
+    return F.cross_entropy(logits.flatten(0, 1), words.flatten())

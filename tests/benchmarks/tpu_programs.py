@@ -1,0 +1,239 @@
+"""What the TPU's own compiler makes of the train steps of many networks, on a machine that needs no TPU.
+
+    python tests/benchmarks/tpu_programs.py [--only NAME] [--small] [--anew] [--out DIR]
+
+The small networks are those of `tests/architectures.py` and of the examples, for a v3-8, a v5e-8 and a v6e-8; the large
+ones are those of `networks.py`, for a v5e-8. The figures are the compiler's and have no noise, so only a step that has
+changed since they were kept in `results/tpu_programs.json` is compiled again. They are kept after each network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine import HERE, ROOT, machine, versions
+from networks import BERT, GPT2, ViT, of_words, resnet50
+
+import tpufit
+from tpufit.errors import TpufitError
+from tpufit.preflight.analysis import Program
+from tpufit.preflight.flight import Flight, flight_of
+from tpufit.preflight.hlo import operations
+from tpufit.preflight.script import run_script
+from tpufit.preflight.slices import Slice, slice_of
+
+SMALL, LARGE = ("v3-8", "v5e-8", "v6e-8"), ("v5e-8",)  # of 8 cores each: one trace does for all
+CORES = 8
+EXAMPLES = {
+    "bert.py": [],
+    "cached_images.py": ["--count", "96", "--epochs", "2"],
+    "char_gpt.py": [],
+    "digits.py": [],
+    "gan.py": [],
+    "one_cycle.py": [],
+}
+WIDE = ("f64", "s64", "u64", "c128")
+
+# By name: the network, its inputs, the rows per core, and the loss.
+NETWORKS: dict[str, tuple[Any, tuple[int, ...], int, Any]] = {
+    "ResNet-50": (resnet50, (3, 224, 224), 16, "cross_entropy"),
+    "GPT-2 small": (GPT2, (1024,), 4, of_words),
+    "BERT base": (BERT, (128,), 32, "cross_entropy"),
+    "ViT-S/16": (ViT, (3, 224, 224), 64, "cross_entropy"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", metavar="NAME", help="a part of a network's name")
+    parser.add_argument("--small", action="store_true", help="without the large networks, which take minutes each")
+    parser.add_argument("--anew", action="store_true", help="compile also what is known")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="where results are kept (default: results/)")
+    parser.add_argument("--network", help=argparse.SUPPRESS)  # in a process for it
+    args = parser.parse_args()
+    path = args.out / "tpu_programs.json"
+    report = json.loads(path.read_text()) if path.exists() else {"programs": []}
+    if args.network:
+        kept = {} if args.anew else {(one["name"], one["slice"]): one for one in report["programs"]}
+        print(json.dumps(compiled(args.network, kept)))
+        return
+    sys.path.append(str(ROOT / "tests"))
+    chosen = [name for name in names() if (args.only or "") in name and not (args.small and name in NETWORKS)]
+    if not chosen:
+        parser.error(f"no network is called {args.only!r}; there are {', '.join(names())}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in chosen:
+        found = in_a_process(name, args.anew, args.out)
+        for one in found:
+            print(f"{one['name']} on {one['slice']}: {one.get('failed') or one['cycles']}", flush=True)
+        others = [one for one in report["programs"] if one["network"] != name]
+        report = {"machine": machine() | {"device": "none"}, "versions": versions() | compiler()}
+        report["programs"] = sorted(others + found, key=lambda one: names().index(one["network"]))
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report["programs"]))
+
+
+def names() -> list[str]:
+    from architectures import ARCHITECTURES
+
+    return [*ARCHITECTURES, *(f"examples/{script}" for script in EXAMPLES), *NETWORKS]
+
+
+def compiler() -> dict[str, str]:
+    return {"libtpu": metadata.version("libtpu")}
+
+
+def in_a_process(name: str, anew: bool, out: Path) -> list[dict[str, Any]]:
+    """The figures of a network, whose script or trace may end the process."""
+    command = [sys.executable, __file__, "--network", name, "--out", str(out.resolve()), *["--anew"] * anew]
+    with tempfile.TemporaryDirectory() as folder:  # examples leave files where they run
+        process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    for line in reversed(process.stdout.splitlines()):
+        if process.returncode == 0 and line.startswith("["):
+            found: list[dict[str, Any]] = json.loads(line)
+            return found
+    words = (process.stderr.strip() or "nothing").splitlines()[-1]
+    return [{"network": name, "name": name, "slice": on, "failed": words} for on in slices_of(name)]
+
+
+def slices_of(name: str) -> tuple[str, ...]:
+    return LARGE if name in NETWORKS else SMALL
+
+
+def compiled(network: str, kept: Mapping[tuple[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of a network's train step on each slice; those that are kept, if the program is the same."""
+    found = []
+    for name, flight in flights(network):
+        slices = [slice_of(on) for on in slices_of(network)]
+        with tempfile.TemporaryDirectory() as path:
+            folder = Path(path)
+            try:
+                traced = flight.trace(flight.plan(slices[0]), folder)
+            except TpufitError as error:
+                failed = {"network": network, "name": name, "failed": str(error)}
+                found += [failed | {"slice": on.name} for on in slices]
+                continue
+            # The first steps may have programs of their own, such as those that build a table.
+            rows = max(one["rows"] for one in traced.values())
+            number = [n for n, one in traced.items() if one["role"] == "train" and one["rows"] == rows][-1]
+            for on in slices:
+                key = digest(folder / f"{number}.hlo", traced[number], on)
+                known = kept.get((name, on.name), {})
+                if known.get("hash") != key:
+                    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+                    known = {"network": network, "name": name, "slice": on.name, "hash": key, "date": today}
+                    try:
+                        (program,) = flight.compile({number: traced[number]}, folder, on)
+                        known |= figures(program, (folder / f"{number}.before.txt").read_text())
+                    except TpufitError as error:
+                        known["failed"] = str(error)
+                found.append(known)
+    return found
+
+
+def flights(network: str) -> list[tuple[str, Flight]]:
+    """Each `fit` of a network, by a name."""
+    sys.path.append(str(ROOT / "tests"))
+    from architectures import ARCHITECTURES, BATCH
+
+    quiet = {"verbose": 0, "timeout": 3600.0}
+    if network in ARCHITECTURES:
+        one = ARCHITECTURES[network]
+        net = one.net()
+        model = one.model(net)
+        model.compile(one.optimizer(net), one.loss, metrics=one.metrics)
+        arguments = dict(zip(("x", "y"), one.data, strict=False)) | {"batch_size": BATCH // CORES}
+        return [(network, flight_of(model._engine, arguments | quiet))]
+    if network in NETWORKS:
+        make, shape, size, loss = NETWORKS[network]
+        net = make()
+        model = tpufit.Model(net)
+        model.compile(torch.optim.AdamW(net.parameters()), loss, metrics=["accuracy"], precision="bf16")
+        rows = size * CORES
+        x = torch.zeros(rows, *shape) if len(shape) == 3 else torch.ones(rows, *shape, dtype=torch.long)
+        y = torch.zeros(x.shape if loss is of_words else rows, dtype=torch.long)
+        return [(network, flight_of(model._engine, {"x": x, "y": y, "batch_size": size} | quiet))]
+    script = ROOT / network
+    found: list[Flight] = []
+
+    class Kept(Exception):  # noqa: N818 - nothing is wrong
+        """Ends a script, whose fit is known."""
+
+    def keep(self: tpufit.Model, **arguments: Any) -> None:
+        found.append(flight_of(self._engine, arguments | quiet))
+        raise Kept
+
+    tpufit.Model.preflight = keep  # type: ignore[method-assign]
+    with suppress(Kept):
+        run_script(script, EXAMPLES[script.name], tpufit.Model, {}, print)
+    return [(network, one) for one in found]
+
+
+def digest(program: Path, facts: Mapping[str, Any], on: Slice) -> str:
+    """A hash of all that the compiler is given, but for the lines that a program comes from."""
+    from jax._src.lib import xla_client
+
+    options = xla_client._xla.HloPrintOptions()
+    options.print_metadata, options.print_large_constants = False, True
+    module = xla_client._xla.XlaComputation(program.read_bytes()).get_hlo_module()
+    given = [facts["arguments"], on.name, on.topology, on.chip.flags, on.chip.config, compiler()]
+    return hashlib.sha256((module.to_string(options) + json.dumps(given)).encode()).hexdigest()[:16]
+
+
+def figures(program: Program, before: str) -> dict[str, Any]:
+    """What is kept of a program."""
+    between: dict[str, Counter[str]] = {}
+    for one in program.collectives:
+        between.setdefault(one.kind, Counter()).update(count=one.count, bytes=one.nbytes)
+    wide = {o.name: str(a) for o, _ in operations(before) for a in o.arrays if a.dtype in WIDE and a.nbytes > 8}
+    return {
+        "fits": program.fits,
+        "rows": program.rows,
+        "cycles": program.cost.cycles,
+        "bytes": program.cost.nbytes,
+        "flops": program.cost.flops,
+        "memory": program.memory.total,
+        "temporaries": program.memory.temporaries,
+        "between_cores": between,
+        "gathers": [[one.kind, one.where, one.count, one.nbytes] for one in program.collectives if one.gathers],
+        "wide": len(wide),
+        "warnings": dict(program.warnings),
+        "seconds": round(program.seconds, 1),
+    }
+
+
+def table(programs: list[dict[str, Any]]) -> str:
+    """The figures as a Markdown table."""
+    lines = [
+        "| network | TPU | fits | cycles | MB read and written | GFLOP | temporaries, MB | between cores | gathers "
+        "| 64-bit operations | compiled in, s |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for one in programs:
+        if "failed" in one:
+            lines.append(f"| {one['name']} | {one['slice']} | FAILED: {one['failed']} |" + " |" * 8)
+            continue
+        between = ", ".join(f"{n['count']} {kind} ({n['bytes']:,} B)" for kind, n in one["between_cores"].items())
+        gathers = sum(count for _, _, count, _ in one["gathers"])
+        cells = [one["name"], one["slice"], "yes" if one["fits"] else "NO", f"{one['cycles']:,}"]
+        cells += [f"{one['bytes'] / 1e6:,.1f}", f"{one['flops'] / 1e9:,.3g}", f"{one['temporaries'] / 1e6:,.1f}"]
+        cells += [between, str(gathers or ""), str(one["wide"] or ""), f"{one['seconds']:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""Preflights that can't succeed: each ends with one sentence, and leaves no process, no folder and no change behind."""
+
+import json
+import pickle
+import random
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tpufit
+from tpufit.errors import PreflightError
+from tpufit.preflight.plan import plan_of
+from tpufit.preflight.twin import pickled
+from tpufit.trainer.arguments import TrainingData, ValidationData
+
+X, Y = torch.randn(64, 6), torch.arange(64) % 3
+
+
+# The compiler is not there
+
+
+def test_another_version_of_the_compiler(tmp_path, monkeypatch):
+    folder = tmp_path / "libtpu-0.0.7.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 0.0.7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = tpufit.Model(nn.Linear(6, 3))
+    model.compile("adamw", "cross_entropy")
+    with pytest.raises(
+        PreflightError, match=r"pip install 'tpufit\[preflight\]'.* Here: libtpu 0\.0\.7, not 0\.0\.21$"
+    ):
+        model.preflight(X, Y, verbose=0)
+
+
+def test_without_the_compiler(run_python):
+    ended = run_python(
+        """
+        import sys
+        from importlib import metadata
+        real = metadata.Distribution.from_name
+
+        def from_name(name):
+            if name in ("libtpu", "jax", "jaxlib"):
+                raise metadata.PackageNotFoundError(name)
+            return real(name)
+
+        metadata.Distribution.from_name = from_name
+        lines = ["import tpufit", "from torch import nn, zeros", "model = tpufit.Model(nn.Linear(2, 2))"]
+        lines += ["model.compile('adamw', 'mse')", "model.fit(zeros(64, 2), zeros(64, 2))"]
+        open("script.py", "w").write(chr(10).join(lines))
+        from tpufit.__main__ import main
+        sys.exit(main(["preflight", "script.py"]))
+        """
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.splitlines()[-1] == (
+        "error: a preflight needs the TPU's compiler: pip install 'tpufit[preflight]', which takes 1 GB (from Python "
+        "3.11 on). Here: libtpu missing, jax missing, jaxlib missing"
+    )
+
+
+# A process that ends before its time
+
+
+STRUCK = """
+import json, os, resource, signal, sys, tempfile, threading, time
+from pathlib import Path
+os.mkdir("temporary")
+tempfile.tempdir = os.path.abspath("temporary")
+import torch
+from torch import nn
+import tpufit
+
+X, Y = torch.randn(64, 6), torch.arange(64) % 3
+model = tpufit.Model(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+model.compile("adamw", "cross_entropy")
+before = {name: value.clone() for name, value in model.state_dict().items()}
+
+def processes():
+    "The children of this process, and their words."
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            try:
+                found[int(child)] = Path("/proc", child, "cmdline").read_text().replace(chr(0), " ")
+            except OSError:
+                pass
+    return found
+
+def when(word, action):
+    "Do something once there is a child with a word in its command."
+    def wait():
+        while True:
+            for pid, words in processes().items():
+                if word in words:
+                    time.sleep(0.3)
+                    return action(pid)
+            time.sleep(0.01)
+    threading.Thread(target=wait, daemon=True).start()
+
+def little(pid):
+    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 30, 1 << 30))
+
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+
+def interrupt(pid):
+    os.kill(os.getpid(), signal.SIGINT)
+
+def strike(name, *how, **options):
+    if how:
+        when(*how)
+    try:
+        model.preflight(X, Y, 4, tpu="v5e-8", verbose=0, **options)
+        said = "it ended well"
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+    left = [name for name in os.listdir("temporary") if name.startswith("tpufit")]
+    assert not processes() and not left, (processes(), left)
+    print(json.dumps({name: said}), flush=True)
+
+strike("tracer killed", "preflight.tracing as", kill)
+strike("no time", timeout=0.5)
+strike("no memory for the tracer", "preflight.tracing as", little)
+strike("compiler killed", "compiling.py", kill)
+strike("no memory for the compiler", "compiling.py", little)
+strike("interrupted", "compiling.py", interrupt)
+assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+losses = model.fit(X, Y, 8, epochs=20, verbose=0, cores=1).history["loss"]
+print(json.dumps({"trained": losses[-1] < losses[0]}))
+"""
+KILLED = (
+    "PreflightError: {} for v5e-8 failed: the system killed its process, most likely for want of host memory. Close "
+    "other programs, or use a machine with more"
+)
+
+
+@pytest.mark.slow
+def test_processes_that_end_before_their_time(run_python):
+    ended = run_python(STRUCK, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    said = {name: words for line in ended.stdout.splitlines() for name, words in json.loads(line).items()}
+    assert said.pop("trained") is True
+    assert said.pop("tracer killed") == KILLED.format("tracing")
+    assert said.pop("compiler killed") == KILLED.format("compiling")
+    assert said.pop("no time") == (
+        "PreflightError: tracing for v5e-8 took longer than 0.5 s, and was ended. Pass a larger timeout"
+    )
+    assert said.pop("interrupted") == "KeyboardInterrupt: "
+    for name in ("tracer", "compiler"):
+        words = said.pop(f"no memory for the {name}")
+        assert re.match(
+            r"PreflightError: \w+ for v5e-8 failed: its process may not use enough host memory\. Raise", words
+        )
+        assert len(words.splitlines()) == 2, words
+    assert not said
+
+
+# Steps that can't be compiled
+
+
+class Step(tpufit.Model):
+    """A step with a line of the user's between the loss and the update."""
+
+    def train_step(self, batch):
+        x, y = batch
+        loss = self.fault(F.cross_entropy(self.module(x), y))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss}
+
+
+class Reads(Step):
+    def fault(self, loss):
+        self.last = loss.item()
+        return loss
+
+
+class Prints(Step):
+    def fault(self, loss):
+        print("the loss is", loss)
+        return loss
+
+
+class Decides(Step):
+    def fault(self, loss):
+        if loss > 1:
+            loss = loss * 2
+        return loss
+
+
+class Counts(Step):
+    count = 0
+
+    def fault(self, loss):
+        self.count += 1
+        return loss * self.count
+
+
+class Idles(Step):
+    """Its program is the same each time, and `fit` would trace it each time all the same."""
+
+    def fault(self, loss):
+        self.count = getattr(self, "count", 0) + 1
+        return loss
+
+
+class Draws(Step):
+    def fault(self, loss):
+        return loss * random.random()
+
+
+class Layer(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 3), function
+
+    def forward(self, x):
+        return self.linear(x) + self.function(x)
+
+
+CURE = "Return it from train_step as a log, choose with torch.where instead of if, or leave it out"
+
+
+def user_model(kind=tpufit.Model, module=None):
+    torch.manual_seed(0)
+    model = kind(module or nn.Linear(6, 3))
+    model.compile("adamw", "cross_entropy")
+    return model
+
+
+def trace(model):
+    """Trace the steps of a fit, as the process of a preflight does."""
+    from tpufit.preflight.tracing import Tracer
+
+    plan = plan_of(model._engine, TrainingData(X, Y, batch_size=4), ValidationData(), 8)
+    state, _ = model._engine.state.tensors()
+    Tracer(pickle.loads(pickled(plan, model, state.keys()))).trace()
+
+
+@pytest.mark.cores(8)
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (lambda: user_model(Reads), f"the train step reads a value from the device at HERE, for which .*{CURE}"),
+        (lambda: user_model(Prints), f"reads a value from the device at HERE, .*{CURE}"),
+        (lambda: user_model(Decides), f"reads a value from the device at HERE, .*{CURE}"),
+        (
+            lambda: user_model(Counts),
+            r"can't be replayed: its Python changes Counts\.count \(from 2 to 3\)\. Keep counts in a buffer",
+        ),
+        (lambda: user_model(Idles), r"its Python changes Idles\.count \(from 2 to 3\)"),
+        (lambda: user_model(Draws), "draws a random number on the host at HERE, .*Draw it on the device"),
+    ],
+    ids=["item", "print", "if", "counter", "idle counter", "random"],
+)
+def test_a_step_that_can_not_be_replayed(cores, model, says):
+    with pytest.raises(PreflightError) as error:
+        trace(model())
+    assert re.search(says.replace("HERE", r"test_preflight_faults\.py:\d+"), str(error.value)), error.value
+
+
+@pytest.mark.cores(8)
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda x: torch.histc(x, 4).mean(), "the step calls histc, which the host would run, at HERE.*do it in the"),
+        (lambda x: torch.unique(x).mean(), "aten::_unique2 .* at HERE: .*count with a one-hot product instead"),
+        (lambda x: x[x > 0].mean(), r"aten::nonzero .* at HERE: .*torch\.where\(mask, x, 0\)"),
+    ],
+    ids=["histc", "unique", "mask"],
+)
+def test_an_operation_that_the_host_would_run(cores, function, says):
+    with pytest.raises(PreflightError) as error:
+        trace(user_model(module=Layer(function)))
+    assert re.search(says.replace("HERE", r"test_preflight_faults\.py:\d+"), str(error.value)), error.value
+
+
+class Divides(tpufit.Model):
+    def train_step(self, batch):
+        return {"loss": 1 / 0}
+
+
+@pytest.mark.cores(8)
+def test_an_error_in_a_step_is_told_with_its_line(cores, tmp_path):
+    from tpufit.preflight import tracing
+
+    model = user_model(Divides)
+    plan = plan_of(model._engine, TrainingData(X, Y, batch_size=4), ValidationData(), 8)
+    (tmp_path / tracing.PLAN).write_bytes(pickled(plan, model, model._engine.state.tensors()[0].keys()))
+    with pytest.raises(ZeroDivisionError):
+        tracing.main(tmp_path)
+    line = Divides.train_step.__code__.co_firstlineno + 1
+    assert json.loads((tmp_path / tracing.FAULT).read_text()) == {
+        "kind": "PreflightError",
+        "message": "the steps can't be traced: ZeroDivisionError: division by zero "
+        f"(at test_preflight_faults.py:{line})",
+    }
+
+
+SCRIPT = """
+import os, sys
+import tpufit
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, wide):
+        super().__init__()
+        self.linear = nn.Linear(wide, 3)
+
+    def forward(self, x):
+        return self.linear(x)
+
+class Ends(tpufit.Model):
+    def train_step(self, batch):
+        os._exit(3)
+
+def said(kind, wide=6):
+    model = kind(Net(wide))
+    model.compile("adamw", "cross_entropy")
+    try:
+        model.preflight(torch.zeros(64, 6), torch.zeros(64).long(), 4, verbose=0)
+    except tpufit.errors.TpufitError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+
+said(tpufit.Model, wide=7)
+said(Ends)
+"""
+
+
+@pytest.mark.slow
+def test_errors_of_the_users_own_code_name_its_line(run_python, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ended = run_python("import runpy; runpy.run_path('train.py', run_name='__main__')")
+    narrow, ends = ended.stdout.splitlines()
+    assert re.match(r"BatchError: the module's layer 'linear', Linear\(in_features=7, .* \(at train\.py:13\)$", narrow)
+    assert ends == "PreflightError: tracing for v5e-8 failed: its process ended with status 3"

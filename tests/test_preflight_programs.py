@@ -1,0 +1,226 @@
+"""What a TPU's compiler makes of small real trainings: state written over in place, sums between cores and no more."""
+
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+import tpufit
+from tpufit.preflight.children import run
+from tpufit.preflight.flight import Flight
+from tpufit.preflight.hlo import operations
+from tpufit.preflight.plan import ENVIRON, PLAN, TRACED
+from tpufit.preflight.slices import slice_of
+from tpufit.preflight.twin import pickled
+from tpufit.trainer.arguments import TrainingData, ValidationData
+
+pytestmark = pytest.mark.slow
+
+SLICES = ("v3-8", "v5e-8")  # both of 8 cores, so that one trace does for both
+CLASSES, WORDS, LENGTH, WIDTH = 10, 64, 32, 64
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Linear(32, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.ReLU(),
+        nn.Linear(128, CLASSES),
+    )  # fmt: skip
+
+
+def convnet():
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES),
+    )  # fmt: skip
+
+
+class Transformer(nn.Module):
+    """One block over words, each of which sees those before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        x = self.words(x) + self.positions
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
+        return self.head(x + self.feed_forward(self.norm2(x)))
+
+
+def of_words(logits, words):
+    return F.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+ROWS = 8 * 16 + 11  # a whole batch of 16 rows a core, and one that 8 cores can't share evenly
+WHOLE, LAST = 128, 11
+LABELS = np.zeros(ROWS, np.int64)
+TEXT = np.zeros((ROWS, LENGTH), np.int64)
+VECTORS, IMAGES = np.zeros((ROWS, 32), np.float32), np.zeros((ROWS, 3, 16, 16), np.float32)
+# The net, x, y, the loss, the metric and the precision.
+TRAININGS = {
+    "mlp": (mlp, VECTORS, LABELS, "cross_entropy", "accuracy", "bf16"),
+    "mlp in float32": (mlp, VECTORS, LABELS, "cross_entropy", "accuracy", "fp32"),
+    "convnet": (convnet, IMAGES, LABELS, "cross_entropy", "accuracy", "fp32"),
+    "transformer": (Transformer, TEXT, TEXT, of_words, "accuracy", "bf16"),
+}
+# A metric of torchmetrics' own is given the rows of all cores, for nobody knows what it does with them.
+GATHERING = {"gathering": (mlp, VECTORS, LABELS, "cross_entropy", MulticlassAccuracy(CLASSES), "fp32")}
+every_slice = pytest.mark.parametrize("on", SLICES)
+every_training = pytest.mark.parametrize("name", TRAININGS)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """By training, slice, role and rows: the facts about a program, its text as traced, and the compiled program."""
+    folder = tmp_path_factory.mktemp("programs")
+    trainings = TRAININGS | GATHERING
+    for name, (make, x, y, loss, metric, precision) in trainings.items():
+        net = make()
+        model = tpufit.Model(net)
+        model.compile(torch.optim.AdamW(net.parameters()), loss, metrics=[metric], precision=precision)
+        data, held = TrainingData(x=x, y=y, batch_size=16), ValidationData(data=(x, y))
+        flight = Flight(model._engine, data, held, limit=None, timeout=600, verbose=False)
+        state, _ = model._engine.state.tensors()
+        (folder / name).mkdir()
+        (folder / name / PLAN).write_bytes(pickled(flight.plan(slice_of(SLICES[0])), model, state.keys()))
+    folders = [str(folder / name) for name in trainings]
+    # One process for all of them, without the XLA flags of other tests.
+    run(["-m", "tpufit.preflight.tracing", *folders], "tracing", 600, False, ENVIRON | {"XLA_FLAGS": ""})
+    traced = {
+        f"{name}/{number}": facts
+        for name in trainings
+        for number, facts in json.loads((folder / name / TRACED).read_text()).items()
+    }
+    found = {}
+    for on in SLICES:
+        compiled = flight.compile(traced, folder, slice_of(on))
+        for (place, facts), program in zip(traced.items(), compiled, strict=True):
+            before = (folder / f"{place}.before.txt").read_text()
+            found[place.partition("/")[0], on, program.role, program.rows] = facts, before, program
+    return found
+
+
+def of(programs, name, on):
+    """The programs of a training on a slice."""
+    return [found for key, found in programs.items() if key[:2] == (name, on)]
+
+
+def between_cores(program):
+    """How often each kind of communication is in a program."""
+    counts = Counter()
+    for one in program.collectives:
+        counts[one.kind] += one.count
+    return dict(counts)
+
+
+@every_training
+@every_slice
+def test_a_training_has_a_program_for_each_size_of_batch(programs, name, on):
+    made = [(program.role, program.rows) for _, _, program in of(programs, name, on)]
+    assert made == [("train", WHOLE), ("train", LAST), ("eval", WHOLE), ("eval", LAST)]
+
+
+@every_training
+@every_slice
+def test_each_tensor_of_state_that_a_step_replaces_is_written_over(programs, name, on):
+    for facts, _, program in of(programs, name, on):
+        state = {i for i, one in enumerate(facts["arguments"]) if one["source"] == "state"}
+        head = program.text.partition("\n")[0]
+        pairs = head.partition("input_output_alias={ ")[2].partition(" }, entry_computation_layout")[0]
+        written_over = [int(number) for number in re.findall(r"\{\d*\}: \((\d+), \{\}", pairs)]
+        # Training replaces all its state, and validation none.
+        assert len(state) > 8 and sorted(written_over) == sorted(state if program.role == "train" else ())
+
+
+# The sums between cores in a training step: of gradients, of each batch norm's statistics (forward and backward), of
+# the loss and of the accuracy's counts. Everything else stays with the rows.
+ALL_REDUCES = {
+    ("mlp", "v3-8"): (7, 7),
+    ("mlp", "v5e-8"): (7, 6),
+    ("mlp in float32", "v3-8"): (6, 7),
+    ("mlp in float32", "v5e-8"): (6, 6),
+    ("convnet", "v3-8"): (6, 7),
+    ("convnet", "v5e-8"): (6, 6),
+    ("transformer", "v3-8"): (4, 3),
+    ("transformer", "v5e-8"): (4, 3),
+}
+# Where (rows, words) becomes (rows * words,) or back, the partitioner can divide it only if the rows divide evenly.
+# So the last batch of an epoch is gathered, in training and in validation.
+GATHERED_AT_LAST = {("transformer", "v3-8"): (19, 8), ("transformer", "v5e-8"): (15, 5)}
+
+
+@every_training
+@every_slice
+def test_cores_share_sums_and_no_rows(programs, name, on):
+    whole, last = ({"all-reduce": count} for count in ALL_REDUCES[name, on])
+    evaluated = {"all-reduce": 2}, {"all-reduce": 2}  # the loss, and the accuracy
+    for part, count in zip((last, evaluated[1]), GATHERED_AT_LAST.get((name, on), ()), strict=False):
+        part["all-gather"] = count
+    expected = {("train", WHOLE): whole, ("train", LAST): last}
+    expected |= {("eval", WHOLE): evaluated[0], ("eval", LAST): evaluated[1]}
+    assert {key[2:]: between_cores(found[2]) for key, found in programs.items() if key[:2] == (name, on)} == expected
+
+
+@every_training
+@every_slice
+def test_no_sum_is_rows_in_disguise(programs, name, on):
+    """The compiler may also gather by adding up: each core's rows among zeros for those of the others."""
+    for _, _, program in of(programs, name, on):
+        made = {o.name: o for o, _ in operations(program.text)}
+        operands = re.findall(r" all-reduce(?:-start)?\(([^)]*)\)", program.text)
+        added = [made[word.split("%")[-1]] for words in operands for word in words.split(", ")]
+        assert len(added) >= 2 and not [o for o in added if "dynamic-update-slice" in o.name]
+    _, _, evaluated = programs[name, on, "eval", WHOLE]
+    # The weighted sums of the loss and of the accuracy, with their weights, whatever the number of rows.
+    assert sum(one.nbytes for one in evaluated.collectives) <= 16
+
+
+@every_training
+@every_slice
+def test_of_float64_there_are_single_numbers_only(programs, name, on):
+    for _, before, program in of(programs, name, on):
+        found = [array for text in (before, program.text) for o, _ in operations(text) for array in o.arrays]
+        assert len(found) > 100
+        assert {array.nbytes for array in found if array.dtype in ("f64", "c128")} <= {8}
+
+
+@every_training
+@every_slice
+def test_of_64_bits_the_compiled_program_keeps_what_came_so(programs, name, on):
+    labels = "s64[16]" if name != "transformer" else f"s64[16,{LENGTH}]"
+    key = set() if name == "convnet" else {"u64[2]"}  # dropout's random numbers
+    for role, made in (("train", key), ("eval", set())):
+        _, _, program = programs[name, on, role, WHOLE]
+        arrays = [(o.kind, a) for o, _ in operations(program.text) for a in o.arrays if a.dtype in ("s64", "u64")]
+        larger = {(kind, str(array)) for kind, array in arrays if array.nbytes > 8}
+        assert larger == {("parameter", labels)} | {("custom-call", array) for array in made}
+
+
+@every_training
+@every_slice
+def test_matrix_products_have_the_precision_that_was_asked_for(programs, name, on):
+    expected = "bf16" if TRAININGS[name][-1] == "bf16" else "f32"
+    for _, before, program in of(programs, name, on):
+        products = [o.arrays[0].dtype for o, _ in operations(before) if o.kind in ("dot", "convolution")]
+        assert len(products) >= 3 and set(products) == {expected}
+        assert "float32" not in program.warnings
+
+
+@every_slice
+def test_rows_that_are_gathered_by_sums_are_told(programs, on):
+    for _, _, program in of(programs, "gathering", on):
+        assert between_cores(program)["all-gather by sums"] >= 1
+        said = program.warnings["gathers"]
+        assert said.startswith("rows travel between cores, ") and "all-gather by sums" in said

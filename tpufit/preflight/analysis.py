@@ -1,0 +1,331 @@
+"""`analyse`: what a compiled program does on its TPU, read from the compiler's figures and from both texts of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import counted, few
+from ..utils.text import size
+from .hlo import COLLECTIVES, Operation, arguments_of, operations, scopes_of
+from .slices import Slice
+
+_PRODUCTS = ("dot", "convolution")
+_WIDE = ("f64", "s64", "u64", "c128")
+_WITHOUT_WORK = ("parameter", "tuple", "get-tuple-element")
+_BY_SUMS = "all-gather by sums"
+_GATHERS = ("all-gather", "all-to-all", "collective-permute", _BY_SUMS)
+_WASTED = 1 << 24  # bytes of padding that are worth a word
+_HBM_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+# What it says of one array that is larger than all memory.
+_ONE_TOO_LARGE = re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*?shape = '([^'{]*)")
+_HLO_TEMP = re.compile(r"HLO temp\s+([\d.]+)([KMGT]?)")
+_ALLOCATION = re.compile(r"Size: ([\d.]+)([KMGT]?)\s*\n(?:\s+Operator: (.*)\n)?\s+Shape: (\S+)")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a core that a program needs, in bytes.
+
+    Attributes:
+        weights: The module's parameters and buffers.
+        optimizer: The optimizer's state, and other state of training.
+        batch: The core's rows of the batch.
+        other: Sums, rates and constants.
+        outputs: The results that are not written over an argument.
+        temporaries: Activations, gradients and whatever else lives only in the step.
+        code: The program itself.
+        needed: The compiler's sum of all, if it ran out of memory; else 0, and the parts are the sum.
+    """
+
+    weights: int = 0
+    optimizer: int = 0
+    batch: int = 0
+    other: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+    code: int = 0
+    needed: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts by name, as far as the compiler tells."""
+        return {name: value for name, value in vars(self).items() if name != "needed"}
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.needed or sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The work of a core in a step, as the compiler counts it.
+
+    Attributes:
+        flops: The operations that it computes.
+        nbytes: The bytes that it reads and writes in its memory.
+        cycles: The estimate of its cycles, without the time on the links between chips.
+    """
+
+    flops: float = 0.0
+    nbytes: float = 0.0
+    cycles: int = 0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Communication between cores, of one kind and layer.
+
+    Attributes:
+        kind: E.g. `"all-reduce"`; `"all-gather by sums"` if it adds up each core's rows among zeros for the others'.
+        where: The layer, with the user's line.
+        count: The number of them in a step.
+        nbytes: The size of their results, in bytes.
+    """
+
+    kind: str
+    where: str
+    count: int
+    nbytes: int
+
+    @property
+    def gathers(self) -> bool:
+        """True if it brings rows to other cores, where sums are enough to train."""
+        return self.kind in _GATHERS
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that a `fit` needs, as a TPU's compiler sees it.
+
+    Attributes:
+        role: `"train"` or `"eval"`.
+        cause: The reason why it is needed.
+        rows: The rows of its batches, on all cores.
+        seconds: The seconds that it took to compile, here.
+        fits: True if it fits into the memory of a core.
+        memory: The memory of a core that it needs.
+        cost: The work of a core; all zero if the program doesn't fit.
+        layers: The estimated cycles by phase and layer of the user's, the most first.
+        collectives: The communication between cores.
+        warnings: What is wrong with it, in sentences, by its kind: `"memory"`, `"gathers"`, `"float32"`, `"64-bit"`,
+            `"padding"`.
+        text: The optimised program; without one the compiler's own words.
+    """
+
+    role: str
+    cause: str
+    rows: int
+    seconds: float
+    fits: bool
+    memory: Memory
+    cost: Cost = Cost()
+    layers: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    collectives: Sequence[Collective] = ()
+    warnings: Mapping[str, str] = field(default_factory=dict)
+    text: str = field(default="", repr=False)
+
+
+def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str, after: str, on: Slice) -> Program:
+    """Analyse a program.
+
+    Args:
+        traced: What its trace tells: role, cause, rows, arguments, lines, precision.
+        compiled: The compiler's figures, or its error.
+        before: The program as it was traced, as text.
+        after: The program as it was compiled, as text; empty if it wasn't.
+        on: The slice.
+
+    Raises:
+        ValueError: The compiler has refused it for another reason than memory; its words are the error's.
+    """
+    plain = {name: traced[name] for name in ("role", "cause", "rows")} | {"seconds": compiled["seconds"]}
+    if "error" in compiled:
+        words = compiled["error"]
+        used = _used(words)
+        if used is None:
+            raise ValueError(words)
+        held = _arguments(traced, [])
+        temporary = _HLO_TEMP.search(words)
+        temporaries = _bytes(*temporary.groups()) if temporary else 0
+        memory = Memory(**held, temporaries=temporaries, needed=used[0])
+        said = too_large(words, on, sum(held.values()))
+        return Program(**plain, fits=False, memory=memory, warnings={"memory": said}, text=words)
+    own = list(operations(after))
+    stats = compiled["memory"]
+    memory = Memory(
+        **_arguments(traced, [array.padded for array in arguments_of(after)]),
+        outputs=stats["output"] - stats["alias"],
+        temporaries=stats["temp"],
+        code=stats["generated_code"],
+    )
+    layers: Counter[tuple[str, str]] = Counter()
+    for operation, _ in own:
+        if operation.cycles:
+            layers[operation.phase, operation.layer] += operation.cycles
+    collectives = _collectives([operation for operation, _ in own], traced["lines"])
+    return Program(
+        **plain,
+        fits=True,
+        memory=memory,
+        cost=Cost(compiled["flops"], compiled["bytes"], sum(layers.values())),
+        layers=dict(layers.most_common()),
+        collectives=collectives,
+        warnings=_gathered(collectives)
+        | _of_trace([operation for operation, _ in operations(before)], traced)
+        | _padded(traced, own, after),
+        text=after,
+    )
+
+
+def where(layer: str, line: str) -> str:
+    """The place of an operation for people."""
+    return " at ".join(part for part in (layer, line) if part) or "the step"
+
+
+def too_large(words: str, on: Slice, held: int) -> str:
+    """The compiler's own account of too large a program, in sentences: how much, what is largest, and what to try.
+
+    Args:
+        words: The compiler's error.
+        on: The slice.
+        held: The bytes of weights, optimizer state and batch on a core.
+    """
+    used = _used(words)
+    assert used is not None
+    needs, has = used
+    groups: Counter[str] = Counter()
+    places: dict[str, list[str]] = {}  # the layers of each kind of array
+    for number, unit, operator, shape in _ALLOCATION.findall(words):
+        array = shape.partition("{")[0]
+        groups[array] += _bytes(number, unit)
+        scopes = scopes_of(operator)
+        places.setdefault(array, []).append(scopes[-1][1] if scopes else "the step")
+    one = _ONE_TOO_LARGE.search(words)
+    most = [f"{one[3]} alone"] if one else []
+    most += [
+        f"{len(places[array])} x {array} of {few(sorted(set(places[array])))} ({size(nbytes)})"
+        for array, nbytes in groups.most_common(3)
+    ]
+    if held > has:
+        cure = (
+            "The weights and the optimizer's state alone are too large, whatever the batch. Try a TPU with more memory "
+        )
+        cure += "a core, an optimizer with less state (SGD), or precision='bf16-true'"
+    else:
+        cure = "Try a smaller batch_size (with accumulate_steps for the same updates; 'auto' finds the largest)"
+    largest = f"The largest: {', '.join(most)}. " if most else ""
+    return f"it needs {size(needs)} of a core's {size(has)}, {size(needs - has)} too much. {largest}{cure}"
+
+
+def _used(words: str) -> tuple[int, int] | None:
+    """The bytes that a program needs, and those that there are, by the compiler's error; None if it is another one."""
+    used, one = _HBM_USED.search(words), _ONE_TOO_LARGE.search(words)
+    if used is not None:
+        return _bytes(used[1], used[2]), _bytes(used[3], used[4])
+    return None if one is None else (int(one[1]), int(one[2]))
+
+
+def _arguments(traced: Mapping[str, Any], padded: Sequence[int]) -> dict[str, int]:
+    """The sizes of a program's arguments by their kind; without the compiler's layouts they are not padded."""
+    sizes = dict.fromkeys(("weights", "optimizer", "batch", "other"), 0)
+    for i, argument in enumerate(traced["arguments"]):
+        kind = {"state": "weights" if argument["name"] else "optimizer", "input": "batch"}.get(
+            argument["source"], "other"
+        )
+        sizes[kind] += padded[i] if padded else argument["nbytes"]
+    return sizes
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS[unit])
+
+
+def _collectives(own: Sequence[Operation], lines: Sequence[str]) -> list[Collective]:
+    """The communication between cores. One may stand in several parts of the text, with one number."""
+    made = {operation.name: operation for operation in own}
+    found: dict[tuple[str, int | str], Operation] = {}
+    for operation in own:
+        for kind in COLLECTIVES:
+            if operation.kind in (kind, f"{kind}-start"):
+                kind = _BY_SUMS if kind == "all-reduce" and _adds_rows(operation, made) else kind
+                found.setdefault((kind, operation.channel or operation.name), operation)
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for (kind, _), operation in found.items():
+        line = "" if operation.line is None else lines[operation.line]
+        layer = f"{operation.layer} ({operation.phase})" if operation.phase == "backward" else operation.layer
+        place = kind, where(layer, line)
+        counts[place] += 1
+        sizes[place] += operation.nbytes
+    return [Collective(kind, place, counts[kind, place], nbytes) for (kind, place), nbytes in sizes.most_common()]
+
+
+def _adds_rows(operation: Operation, made: Mapping[str, Operation]) -> bool:
+    """True if what is added up between cores was first put among zeros, at a place of each core's own."""
+    for name in operation.operands:
+        while name in made and made[name].kind == "bitcast":
+            name = made[name].operands[0]
+        if "dynamic-update-slice" in name:
+            return True
+    return False
+
+
+def _gathered(collectives: Sequence[Collective]) -> dict[str, str]:
+    gathers = [one for one in collectives if one.gathers]
+    if not gathers:
+        return {}
+    total, count = sum(one.nbytes for one in gathers), sum(one.count for one in gathers)
+    most = "; ".join(f"{one.where} ({one.kind}, {size(one.nbytes)})" for one in gathers[:3])
+    times = counted(count, "time")
+    return {"gathers": f"rows travel between cores, {times} and {size(total)} a step, where sums would do: {most}"}
+
+
+def _of_trace(traced_operations: Sequence[Operation], traced: Mapping[str, Any]) -> dict[str, str]:
+    """What the trace itself has: products in float32 where bfloat16 was meant, and types that a TPU emulates."""
+    found: dict[str, str] = {}
+    lines = traced["lines"]
+    products = [o for o in traced_operations if o.kind in _PRODUCTS and o.arrays[0].dtype == "f32"]
+    if traced["precision"] != "fp32" and products:
+        places = Counter(where(o.layer, "" if o.line is None else lines[o.line]) for o in products)
+        most = ", ".join(place for place, _ in places.most_common(3))
+        found["float32"] = (
+            f"{counted(len(products), 'matrix product')} in float32, with precision={traced['precision']!r}: {most}"
+        )
+    wide = {
+        o.name: (array, where(o.layer, "" if o.line is None else lines[o.line]))
+        for o in traced_operations
+        for array in o.arrays
+        if array.dtype in _WIDE and math.prod(array.shape) > 1 and o.kind not in _WITHOUT_WORK
+    }
+    largest = sorted(wide.values(), key=lambda pair: pair[0].nbytes, reverse=True)
+    if largest:
+        most = ", ".join(f"{array} of {place}" for array, place in list(dict.fromkeys(largest))[:3])
+        found["64-bit"] = f"{counted(len(wide), 'array')} of 64-bit types, which a TPU emulates: {most}"
+    return found
+
+
+def _padded(traced: Mapping[str, Any], own: Sequence[tuple[Operation, bool]], after: str) -> dict[str, str]:
+    """Arrays that are much larger in the TPU's memory than their values, because their dimensions fill no tile."""
+    named = [
+        (array.padded - array.nbytes, f"{argument['name'] or argument['source']} {array}")
+        for argument, array in zip(traced["arguments"], arguments_of(after), strict=True)
+    ]
+    made = [
+        (array.padded - array.nbytes, f"{array} of {where(operation.layer, '')}")
+        for operation, entry in own
+        if entry and operation.kind in ("fusion", *_PRODUCTS)
+        for array in operation.arrays
+    ]
+    largest = sorted(dict.fromkeys(waste for waste in (*named, *made) if waste[0] >= _WASTED), reverse=True)
+    if not largest:
+        return {}
+    most = ", ".join(f"{what} ({size(waste)})" for waste, what in largest[:3])
+    said = f"arrays are filled up to whole tiles of (8, 128) with unused memory: {most}. Choose widths of whole 128s"
+    return {"padding": said}

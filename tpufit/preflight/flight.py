@@ -1,0 +1,264 @@
+"""`fly`: from a compiled model and its data to a report: plan the steps, trace them, compile them, read the result."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .. import errors
+from ..data.stream import DEFAULT_BATCH_SIZE, brings_batches
+from ..errors import ArgumentError, PreflightError, counted
+from ..step import Engine
+from ..trainer.arguments import TrainingData, ValidationData
+from ..utils.hardware import COMPILER, version
+from .analysis import Program, analyse
+from .children import run
+from .plan import ENVIRON, FAULT, PLAN, TRACED, Plan, plan_of
+from .report import Comparison, PreflightReport
+from .slices import Slice, slice_of
+from .twin import pickled
+
+# The arguments of `fit` that change none of its programs.
+_WITHOUT_EFFECT = {"epochs", "callbacks", "initial_epoch", "max_time", "resume", "strict", "cores"}
+_CLOSE = 1.05  # a batch this near to one that doesn't fit is the largest
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A preflight that was asked for.
+
+    Attributes:
+        engine: The model's engine.
+        train: The training data.
+        validation: The validation data.
+        limit: The argument of `fit`.
+        timeout: The seconds that one process may take.
+        verbose: True to show a clock.
+    """
+
+    engine: Engine
+    train: TrainingData
+    validation: ValidationData
+    limit: int | float | None
+    timeout: float
+    verbose: bool
+
+    def report(self, on: Slice) -> PreflightReport:
+        """Compile everything that `fit` would compile on a slice.
+
+        Args:
+            on: The slice.
+        """
+        flight, size = self, self.train.batch_size
+        if isinstance(size, str):
+            if size != "auto":
+                raise ArgumentError(f"batch_size must be a whole number or 'auto', got {size!r}")
+            flight = replace(self, train=replace(self.train, batch_size=self._largest(on)))
+        return flight.compiled(on, flight.plan(on))
+
+    def plan(self, on: Slice) -> Plan:
+        """Plan the steps for a slice.
+
+        Args:
+            on: The slice.
+        """
+        return plan_of(self.engine, self.train, self.validation, on.devices, self.limit)
+
+    def compiled(self, on: Slice, plan: Plan) -> PreflightReport:
+        """Trace and compile the steps of a plan.
+
+        Args:
+            on: The slice.
+            plan: The plan.
+        """
+        with tempfile.TemporaryDirectory(prefix="tpufit-preflight-") as name:
+            folder = Path(name)
+            programs = self.compile(self.trace(plan, folder), folder, on)
+        rows = plan.passes[0].groups[0][0].rows
+        size = self.train.batch_size or -(-rows // on.devices)
+        return PreflightReport(on, programs, size, plan.config.precision)
+
+    def trace(self, plan: Plan, folder: Path) -> dict[str, Any]:
+        """Trace the steps of a plan, for any slice of as many cores.
+
+        Args:
+            plan: The plan.
+            folder: The folder that the programs are written to.
+
+        Returns:
+            The facts about each program, by the name of its file, see `Tracer.described`.
+        """
+        state, _ = self.engine.state.tensors()
+        (folder / PLAN).write_bytes(pickled(plan, plan.model, state.keys()))
+        what = f"tracing for {counted(plan.cores, 'core')}"
+        try:
+            run(["-P", "-m", f"{__package__}.tracing", str(folder)], what, self.timeout, self.verbose, ENVIRON)
+        except PreflightError as error:
+            raise _fault(folder) or error from None
+        traced: dict[str, Any] = json.loads((folder / TRACED).read_text())
+        return traced
+
+    def compile(self, traced: Mapping[str, Any], folder: Path, on: Slice) -> list[Program]:
+        """Compile programs.
+
+        Args:
+            traced: What `trace` returns, or a part of it.
+            folder: Its folder.
+            on: The slice.
+        """
+        job = {
+            "slice": on.name,
+            "topology": on.topology,
+            "chips_per_host_bounds": on.chips_per_host_bounds,
+            "cores": on.devices,
+            "flags": on.chip.flags,
+            "config": on.chip.config,
+            "programs": traced,
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        script = str(Path(__file__).with_name("compiling.py"))
+        command = ["-P", script, str(folder), str(folder / "job.json")]
+        run(command, f"compiling for {on.name}", self.timeout, self.verbose)
+        found = []
+        for name, facts in traced.items():
+            compiled = json.loads((folder / f"{name}.{on.name}.json").read_text())
+            before = (folder / f"{name}.before.txt").read_text()
+            text = folder / f"{name}.{on.name}.txt"
+            after = text.read_text() if text.exists() else ""
+            try:
+                found.append(analyse(facts, compiled, before, after, on))
+            except ValueError as error:
+                raise PreflightError(f"the compiler for {on.name} refuses the {facts['role']} step: {error}") from None
+        return found
+
+    def _largest(self, on: Slice) -> int:
+        """Find the largest batch size per core whose training step fits, by compiling it at several sizes."""
+        if brings_batches(self.train.x):
+            raise ArgumentError(
+                "batch_size='auto' goes with arrays and map-style datasets: these data bring their own batches"
+            )
+        train, _ = self.validation.split_off(self.train)
+        largest, smallest_too_large = 0, 0
+        totals: dict[int, int] = {}  # the memory of a core, by the batch size
+        size = DEFAULT_BATCH_SIZE
+        while True:
+            sized = replace(self, train=replace(train, batch_size=size), validation=ValidationData())
+            plan = sized.plan(on)
+            size = min(size, -(-plan.passes[0].groups[0][0].rows // on.devices))
+            if size in totals:  # all rows are in one batch, and it fits
+                return size
+            one = replace(plan, passes=[replace(plan.passes[0], groups=plan.passes[0].groups[:1])])
+            step = sized.compiled(on, one).step
+            totals[size] = step.memory.total
+            if step.fits:
+                largest = size
+            else:
+                smallest_too_large = size
+            if smallest_too_large and (smallest_too_large <= largest * _CLOSE or smallest_too_large - largest <= 1):
+                break
+            size = _next_size(largest, smallest_too_large, totals, on)
+        if not largest:
+            raise PreflightError(f"not even one row a core fits into a core of {on.name}: {step.warnings['memory']}")
+        return largest
+
+
+def fly(engine: Engine, tpu: str | Sequence[str], arguments: Mapping[str, Any]) -> PreflightReport | Comparison:
+    """Compile the steps of a `fit` for one TPU or several.
+
+    Args:
+        engine: The model's engine.
+        tpu: The name of a slice, or several.
+        arguments: Those of `fit`, and `timeout`.
+
+    Returns:
+        A report, or a comparison of several.
+
+    Raises:
+        ArgumentError: `fit` has no such argument.
+        PreflightError: The steps can't be traced, or the compiler is missing, refuses or fails.
+    """
+    slices = [slice_of(name) for name in ([tpu] if isinstance(tpu, str) else tpu)]
+    if not slices:
+        raise ArgumentError("tpu must be the name of a slice, such as 'v5e-8', or several, got none")
+    check_installed()
+    flight = flight_of(engine, arguments)
+    reports = [flight.report(one) for one in slices]
+    return reports[0] if isinstance(tpu, str) else Comparison(reports)
+
+
+def flight_of(engine: Engine, arguments: Mapping[str, Any]) -> Flight:
+    """Make a flight of the arguments of `Model.preflight`.
+
+    Args:
+        engine: The model's engine.
+        arguments: All of them but `tpu`.
+
+    Raises:
+        ArgumentError: `fit` has no such argument.
+    """
+    own = {one.name for one in fields(TrainingData)}
+    held = {f"validation_{one.name}" for one in fields(ValidationData)}
+    unknown = sorted(arguments.keys() - own - held - _WITHOUT_EFFECT - {"limit", "timeout", "verbose"})
+    if unknown:
+        raise ArgumentError(f"preflight takes the arguments of fit, tpu and timeout, got {', '.join(unknown)}")
+    train = TrainingData(**{name: value for name, value in arguments.items() if name in own})
+    given = {name.removeprefix("validation_"): value for name, value in arguments.items() if name in held}
+    timeout, verbose = arguments.get("timeout", 3600.0), bool(arguments.get("verbose", True))
+    return Flight(engine, train, ValidationData(**given), arguments.get("limit"), timeout, verbose)
+
+
+def check_installed() -> None:
+    """Check that the TPU's compiler is installed.
+
+    Raises:
+        PreflightError: It is not, or in another version.
+    """
+    found = {name: version(name) for name in COMPILER}
+    missing = [name for name, wanted in COMPILER.items() if found[name] is None or wanted not in (None, found[name])]
+    if missing:
+        here = ", ".join(
+            f"{name} missing" if found[name] is None else f"{name} {found[name]}, not {COMPILER[name]}"
+            for name in missing
+        )
+        raise PreflightError(
+            "a preflight needs the TPU's compiler: pip install 'tpufit[preflight]', which takes 1 GB (from Python 3.11 "
+            f"on). Here: {here}"
+        )
+
+
+def _fault(folder: Path) -> errors.TpufitError | None:
+    """The error that has ended the tracing process, if it was one of ours."""
+    path = folder / FAULT
+    if not path.exists():
+        return None
+    told = json.loads(path.read_text())
+    kind = getattr(errors, told["kind"], PreflightError)
+    try:
+        fault: errors.TpufitError = kind(told["message"])
+    except TypeError:  # one that is built from other arguments
+        fault = PreflightError(told["message"])
+    return fault
+
+
+def _next_size(largest: int, too_large: int, totals: dict[int, int], on: Slice) -> int:
+    """The next batch size to try: where a straight line through two known sizes reaches the memory of a core."""
+    if not too_large and len(totals) == 1:
+        return largest * 4
+    known = sorted(totals)
+    (a, b) = (
+        (largest, too_large) if largest and too_large else (known[0], known[-1]) if len(known) > 1 else (0, too_large)
+    )
+    slope = (totals[b] - totals.get(a, 0)) / (b - a)
+    reaches = int(b + (on.chip.memory * 0.98 - totals[b]) / slope) if slope > 0 else 2 * b
+    low = largest + 1
+    high = too_large - 1 if too_large else max(16 * largest, 2)
+    middle = (largest + too_large) // 2 if too_large else 4 * largest
+    # On both sides of the line in turn, so that the bounds close on it.
+    guess = reaches if low <= reaches <= high else middle
+    if too_large and guess in (low, high) and high - low > 2:
+        guess = middle
+    return max(low, min(high, guess))

@@ -1,0 +1,157 @@
+"""`Operations`: reads the text of an XLA program.
+
+A line of it is `%name = type operation(operands), attributes, metadata={op_name="..."}, backend_config={...}`. A type
+such as `f32[128,10]{1,0:T(8,128)}` has a layout, whose tiles the dimensions are filled up to.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_LINE = re.compile(r"^\s+(?:ROOT )?%(\S+) = ")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::((?:[^{}])*))?\})?")
+_OPERAND = re.compile(r"%([\w.-]+)")
+_SCOPE = re.compile(r"~(\w+)\|([^|~]*)\|(\d+)~")
+
+
+@dataclass(frozen=True)
+class Array:
+    """The type of an array.
+
+    Attributes:
+        dtype: Its type in XLA's words, e.g. `"bf16"`.
+        shape: Its shape.
+        nbytes: Its size in bytes.
+        padded: Its size in memory in bytes, filled up to whole tiles.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    padded: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A line of a program.
+
+    Attributes:
+        name: Its name.
+        kind: The operation, e.g. `"fusion"`.
+        arrays: The types of its results.
+        phase: `"forward"`, `"backward"` or `"optimizer"`; empty if it comes from nowhere in particular.
+        layer: The user's layer that it comes from.
+        line: The index of the user's line.
+        cycles: The compiler's estimate of its cycles.
+        channel: The number of its communication between cores; None if it has none.
+        operands: The names of the operations that it takes.
+    """
+
+    name: str
+    kind: str
+    arrays: tuple[Array, ...]
+    phase: str
+    layer: str
+    line: int | None
+    cycles: int
+    channel: int | None
+    operands: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its results in bytes, without padding."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+def arrays_of(text: str) -> list[Array]:
+    """Read the array types in a text.
+
+    Example:
+        >>> (array,) = arrays_of("f32[100,10]{1,0:T(8,128)}")
+        >>> str(array), array.nbytes, array.padded
+        ('f32[100,10]', 4000, 53248)
+    """
+    found = []
+    for dtype, dimensions, order, tiles in _ARRAY.findall(text):
+        digits = re.search(r"\d+", dtype)
+        bits = int(digits[0]) if digits else 8  # a predicate takes a byte
+        shape = tuple(int(n) for n in dimensions.split(",") if n)
+        minor = [int(n) for n in order.split(",") if n]  # the dimensions, the fastest first
+        tile = re.match(r"T\(([\d,]+)\)", tiles)
+        sizes = [int(n) for n in tile[1].split(",")] if tile else []
+        stored = list(shape) or [1]
+        for dimension, size in zip(minor or [0], reversed(sizes), strict=False):
+            stored[dimension] = math.ceil(stored[dimension] / size) * size
+        found.append(Array(dtype, shape, math.prod(shape) * bits // 8, math.prod(stored) * bits // 8))
+    return found
+
+
+def operations(text: str) -> Iterator[tuple[Operation, bool]]:
+    """Read the operations of a program.
+
+    Args:
+        text: The program.
+
+    Yields:
+        An operation, and True if it is one of the program's own, and not of a part that these call.
+    """
+    entry = False
+    for line in text.splitlines():
+        start = _LINE.match(line)
+        if start is None:
+            entry = line.startswith("ENTRY ") if line.endswith("{") else entry
+            continue
+        end = _end_of_type(line, start.end())
+        kind, _, rest = line[end + 1 :].partition("(")
+        scopes = scopes_of(rest)
+        phase, layer, index = scopes[-1] if scopes else ("", "", None)
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', rest)
+        channel = re.search(r"channel_id=(\d+)", rest)
+        yield (
+            Operation(
+                name=start[1],
+                kind=kind.strip(),
+                arrays=tuple(arrays_of(line[start.end() : end])),
+                phase=phase,
+                layer=layer,
+                line=None if index is None else int(index),
+                cycles=int(cycles[1]) if cycles else 0,
+                channel=int(channel[1]) if channel else None,
+                operands=tuple(_OPERAND.findall(rest.partition(")")[0])),
+            ),
+            entry,
+        )
+
+
+def scopes_of(text: str) -> list[tuple[str, str, str]]:
+    """The scopes in a text, as `Scopes` writes them, the innermost last: phase, layer, and the index of a line."""
+    found: list[tuple[str, str, str]] = _SCOPE.findall(text)
+    return found
+
+
+def arguments_of(text: str) -> list[Array]:
+    """Read the types of a program's arguments, with their layouts."""
+    head = text.partition("\n")[0].partition("entry_computation_layout={(")[2]
+    depth = 1
+    for end, letter in enumerate(head):
+        depth += (letter == "(") - (letter == ")")
+        if not depth:
+            return arrays_of(head[:end])
+    return []
+
+
+def _end_of_type(line: str, start: int) -> int:
+    """The index of the blank after a type, which may be a tuple of types."""
+    depth = 0
+    for i in range(start, len(line)):
+        depth += (line[i] in "({[") - (line[i] in ")}]")
+        if line[i] == " " and not depth:
+            return i
+    return len(line)

@@ -1,0 +1,115 @@
+"""`Scopes`: names the operations of a traced step by the user's layer and line that they come from.
+
+torch_xla writes the scope under which an operation is traced into the program, and XLA keeps it to the end. A scope of
+ours is `~phase|layer|line~`; the innermost one counts. (After an `@` XLA drops the rest.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import PreflightError
+from ..runtime import cure_of, runs_on_the_host, scope
+from ..utils.users_code import NOBODYS, calling_lines
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+_NAMED = "layer"  # in a node's metadata: to keep the node itself would keep the step's tensors
+
+
+class Scopes(TorchFunctionMode):
+    """Names the operations of a traced step by the user's layer and line, and refuses those that the host would run.
+
+    Args:
+        module: The user's module.
+
+    Attributes:
+        lines: The user's lines, each with its index, which scopes have.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.lines: dict[str, int] = {}
+        self._names = {id(part): name or type(part).__name__ for name, part in module.named_modules()}
+        self._layers: list[str] = []  # those whose forward is running
+        self._open: list[ExitStack] = []
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """A context in which the Python of steps is traced."""
+        with ExitStack() as stack:
+            for handle in (
+                register_module_forward_pre_hook(self._enter_layer),
+                register_module_forward_hook(self._leave_layer),
+                register_optimizer_step_pre_hook(lambda *_: self._layers.append("")),
+                register_optimizer_step_post_hook(self._leave_optimizer),
+            ):
+                stack.callback(handle.remove)
+            with self:
+                yield
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.startswith("__get"):  # an attribute, such as a shape
+            return func(*args, **(kwargs or {}))
+        line = calling_lines().removesuffix(NOBODYS)
+        if runs_on_the_host(name) and any(leaf.device.type != "cpu" for leaf in _tensors((args, kwargs))):
+            raise PreflightError(
+                f"the step calls {name}, which the host would run, at {line}. {cure_of(f'aten::{name}')}"
+            )
+        with scope(self._name(FORWARD, line)):
+            result = func(*args, **(kwargs or {}))
+        self._name_backward((args, kwargs), result, line)
+        return result
+
+    def _name(self, phase: str, line: str) -> str:
+        layer = self._layers[-1] if self._layers else "loss and metrics"
+        return f"~{phase if layer else OPTIMIZER}|{layer}|{self.lines.setdefault(line, len(self.lines))}~"
+
+    def _leave_optimizer(self, *_: Any) -> None:
+        self._layers.pop()
+
+    def _enter_layer(self, layer: nn.Module, inputs: Any) -> None:
+        if id(layer) in self._names:
+            self._layers.append(self._names[id(layer)])
+
+    def _leave_layer(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        if id(layer) in self._names:
+            self._name_backward(inputs, outputs, "")  # of what no function has named
+            self._layers.pop()
+
+    def _name_backward(self, inputs: Any, outputs: Any, line: str) -> None:
+        """Name the nodes that were added to the backward pass between some inputs and outputs."""
+        nodes = [leaf.grad_fn for leaf in _tensors(outputs)]
+        if not any(nodes):
+            return
+        name, stop = self._name(BACKWARD, line), {leaf.grad_fn for leaf in _tensors(inputs)}
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in stop:
+                continue
+            known: Any = node.metadata  # a dict, which PyTorch's types call a method
+            if _NAMED in known:
+                continue
+            known[_NAMED] = name
+            node.register_prehook(lambda *_: self._enter(name))
+            node.register_hook(lambda *_: self._open.pop().close())
+            nodes += [following for following, _ in node.next_functions]
+
+    def _enter(self, name: str) -> None:
+        stack = ExitStack()
+        stack.enter_context(scope(name))
+        self._open.append(stack)
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]

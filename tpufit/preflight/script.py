@@ -1,0 +1,120 @@
+"""`run_script`: a user's training script as it is, of which each `fit` is compiled for a TPU instead of run."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..callbacks import History
+from ..errors import PreflightError, TpufitError
+from ..utils.terminal import say
+
+
+class _NotTrained(dict[str, Any]):
+    """The logs of epochs that were not run: each that is asked for is not a number."""
+
+    def __init__(self, epochs: int) -> None:
+        super().__init__()
+        self._epochs = epochs
+
+    def __missing__(self, name: str) -> list[float]:
+        return [math.nan] * self._epochs
+
+
+def run_script(
+    path: Path, words: Sequence[str], model: type, options: dict[str, Any], told: Callable[[Any], None]
+) -> list[Any]:
+    """Run a script, and compile each of its fits for a TPU instead of running it.
+
+    `fit` returns a history, and `evaluate` logs, of which every value is NaN. All else runs as it is, on untrained
+    weights. An error of the script after its first `fit` is told, and ends it: it may miss what a training would have
+    left.
+
+    Args:
+        path: The script.
+        words: The script's own arguments.
+        model: The class whose methods are replaced.
+        options: Further arguments of `Model.preflight`, such as `tpu`.
+        told: The function that shows each report.
+
+    Returns:
+        The reports, one a `fit`.
+
+    Raises:
+        PreflightError: The script has called no `fit`.
+        TpufitError: A `fit` can't be compiled.
+    """
+    reports: list[Any] = []
+    fit_of = inspect.signature(model.fit)  # type: ignore[attr-defined]
+
+    def fit(self: Any, *args: Any, **kwargs: Any) -> History:
+        bound = fit_of.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        reports.append(self.preflight(**given | options))
+        told(reports[-1])
+        history = History()
+        epochs = max(1, bound.arguments["epochs"] - bound.arguments["initial_epoch"])
+        for epoch in range(epochs):
+            history.on_epoch_end(epoch, dict.fromkeys(["loss"], math.nan))
+        logs = _NotTrained(epochs)
+        logs.update(history.history)  # `|` would make a plain dict
+        history.history = logs
+        self.history = history
+        return history
+
+    def evaluate(self: Any, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
+        names = self.metrics_names
+        if return_dict:
+            return dict.fromkeys(names, math.nan)
+        return math.nan if len(names) == 1 else [math.nan] * len(names)
+
+    os.environ["PJRT_DEVICE"] = "CPU"  # whatever the script runs itself must not take a TPU
+    with _as_main(path, words), ExitStack() as stack:
+        for name, method in (("fit", fit), ("evaluate", evaluate)):
+            stack.callback(setattr, model, name, getattr(model, name))
+            setattr(model, name, method)
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            if end.code and not reports:
+                raise PreflightError(f"{path} ended before its first fit, with {end.code!r}") from None
+        except TpufitError as error:
+            if not reports or isinstance(error, PreflightError):
+                raise
+            _tell(path, error)
+        except Exception as error:
+            if not reports:
+                raise
+            _tell(path, error)
+    if not reports:
+        raise PreflightError(f"{path} has called no fit, so that there was nothing to compile")
+    return reports
+
+
+@contextmanager
+def _as_main(path: Path, words: Sequence[str]) -> Any:
+    """A context in which the process looks as if it had been started with a script."""
+    before, folders = sys.argv, sys.path.copy()
+    sys.argv, sys.path[0] = [str(path), *words], str(path.resolve().parent)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before, folders
+
+
+def _tell(path: Path, error: Exception) -> None:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == path.name]
+    line = f":{frames[-1].lineno}" if frames else ""
+    say(
+        f"{path.name}{line} ended the script with {type(error).__name__}: {error}. Nothing was trained, so that it may "
+        "miss what a training leaves"
+    )

@@ -1,0 +1,136 @@
+"""`slice_of`: a TPU slice by the cloud's name for it, with what its devices can do and how its chips are laid out."""
+
+import math
+from dataclasses import dataclass
+
+from ..errors import UnknownNameError
+
+
+@dataclass(frozen=True)
+class TPU:
+    """What one device of a TPU generation can do: a core of a v2 or v3, a chip of the others.
+
+    Attributes:
+        name: The generation, e.g. `"v5e"`.
+        memory: Its memory, in bytes, as the vendor says.
+        bandwidth: What it reads of that memory, in bytes a second.
+        peak: Its matrix products in bfloat16, in operations a second.
+        clock: Its cycles a second.
+        links: What it sends to others over its links between chips, in bytes a second, all links together.
+        price: Its list price, in US dollars an hour.
+        flags: The flags that torch_xla starts this generation with, besides those of all.
+        config: The name that libtpu has for the way in which torch_xla starts it: a v4's two cores as one device.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    peak: float
+    clock: float
+    links: float
+    price: float
+    flags: str = ""
+    config: str = "default"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Chips of one generation that are rented together.
+
+    Attributes:
+        name: The cloud's name for it, e.g. `"v5e-8"`.
+        chip: What each of its devices can do.
+        devices: The number of devices that the runtime shows, on all hosts.
+        hosts: The number of machines, each of which runs a process.
+        topology: How its chips are laid out, as libtpu names it, e.g. `"v5e:2x4"`.
+        chips_per_host_bounds: How those of one host are laid out, e.g. `(2, 4, 1)`.
+    """
+
+    name: str
+    chip: TPU
+    devices: int
+    hosts: int
+    topology: str
+    chips_per_host_bounds: tuple[int, int, int]
+
+
+_GIB = 2**30
+
+# Memory, bandwidth and peak, of a chip (a v3 shows half of one): cloud.google.com/tpu/docs/v3, v4, v5e, v5p and v6e.
+# v2: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (2020). Clocks: the same for
+# v2 and v3; Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023); "How to Scale Your Model"
+# (jax-ml.github.io/scaling-book) for v5e. All agree with the peak over the operations of a cycle: two for each of the
+# 128 x 128 places in each matrix unit, of which a device has 1, 2, 8 and 4. For v5p and v6e no clock is published:
+# theirs is the peak over 262,144 and 524,288 operations a cycle, which libtpu's estimates of a large product come near.
+# Links: the same pages and papers, 2 x 2 links of 496 Gbit/s on a v2 chip, of 656 on a v3, six of 400 on a v4; 1,600,
+# 4,800 and 3,584 Gbit/s a chip of v5e, v5p and v6e. Prices: cloud.google.com/tpu/pricing, on demand, US regions, 2025.
+_V5_FLAGS = "--xla_enable_async_all_gather=true --xla_enable_async_collective_permute=true"
+_V2 = TPU("v2", memory=8 * _GIB, bandwidth=350e9, peak=23e12, clock=0.7e9, links=124e9, price=0.5625)
+_V3 = TPU("v3", memory=16 * _GIB, bandwidth=450e9, peak=61.5e12, clock=0.94e9, links=164e9, price=1.0)
+_V4 = TPU("v4", 32 * _GIB, 1200e9, 275e12, clock=1.05e9, links=300e9, price=3.22, config="megacore_dense")
+_V5E = TPU("v5e", 16 * _GIB, 819e9, 197e12, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
+_V5P = TPU("v5p", 95 * _GIB, 2765e9, 459e12, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS)
+_V6E = TPU("v6e", memory=32 * _GIB, bandwidth=1638e9, peak=918e12, clock=1.75e9, links=448e9, price=2.7)
+
+_FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
+_DEEP = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x4x12 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"
+# The chips of each slice that is to be had. Sources: cloud.google.com/tpu/docs/v2 and v3 (sizes), torch_xla 2.9's
+# _internal/tpu.py (their hosts), the pages of v5e, v5p and v6e; v4: MaxText's accelerator_to_spec_map.py.
+_SHAPES = {
+    _V2: "2x2 4x4 8x8 8x16 16x16",
+    _V3: "2x2 4x4 4x8 8x8 8x16 16x16 16x32 32x32",
+    _V4: _DEEP,
+    _V5E: _FLAT,
+    _V5P: f"{_DEEP} 16x16x16 16x16x24",
+    _V6E: _FLAT,
+}
+_NAMED_BY_CHIPS = (_V5E, _V6E)  # the others by their TensorCores, of which a chip has two
+_TWO_DEVICES_A_CHIP = (_V2, _V3)
+# The chips of a host; (2, 2, 1) for all other shapes.
+_SINGLE_HOSTS = {"1x1": (1, 1, 1), "2x4": (2, 4, 1)}
+
+
+def _laid_out(chip: TPU, shape: str) -> Slice:
+    chips = math.prod(map(int, shape.split("x")))
+    bounds = _SINGLE_HOSTS.get(shape, (2, 2, 1))
+    return Slice(
+        name=f"{chip.name}-{chips if chip in _NAMED_BY_CHIPS else 2 * chips}",
+        chip=chip,
+        devices=2 * chips if chip in _TWO_DEVICES_A_CHIP else chips,
+        hosts=chips // math.prod(bounds),
+        topology=f"{chip.name}:{shape}",
+        chips_per_host_bounds=bounds,
+    )
+
+
+SLICES = {
+    found.name: found for chip, shapes in _SHAPES.items() for found in (_laid_out(chip, s) for s in shapes.split())
+}
+
+
+def slice_of(name: str) -> Slice:
+    """Find a TPU slice by the cloud's name for it.
+
+    Args:
+        name: E.g. `"v3-8"`, `"v5e-8"` or `"v5litepod-8"`, which is the same. The number is that of the chips for v5e
+            and v6e, and that of the TensorCores, two a chip, for the others.
+
+    Returns:
+        The slice.
+
+    Raises:
+        UnknownNameError: There is no such slice.
+
+    Example:
+        >>> found = slice_of("v4-8")
+        >>> found.topology, found.devices, found.hosts
+        ('v4:2x2x1', 4, 1)
+    """
+    asked = str(name).strip().lower().replace("v5litepod-", "v5e-")
+    if asked in SLICES:
+        return SLICES[asked]
+    generation = asked.partition("-")[0]
+    known = [other for other, found in SLICES.items() if found.chip.name == generation]
+    counted = "its chips" if generation in ("v5e", "v6e") else "its TensorCores, two a chip"
+    hint = f"The number of a {generation} is that of {counted}." if known else "Write a generation and a number."
+    raise UnknownNameError("TPU slice", name, known or SLICES, hint)

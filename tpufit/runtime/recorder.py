@@ -1,0 +1,146 @@
+"""`Recorder`: takes a device's place where there is none. It keeps the programs that steps would run, and runs nothing.
+
+Large tensors of the absent device are placeholders: they have a shape and a dtype, take no memory, and have no value.
+To read one ends the process, in C++, so this is for a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bindings import xla
+
+_SMALL = 4096  # bytes
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An input of a program.
+
+    Attributes:
+        source: The list that it is in, `"state"`, `"sum"`, `"input"`, `"seed"` or `"constant"`.
+        index: Its index there.
+        shape: Its shape.
+        dtype: Its dtype.
+        donated: True if the program may write over it.
+        axis: The dimension that is split over the cores; None if it is whole on every core.
+        nbytes: Its size in bytes, over all cores.
+    """
+
+    source: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    donated: bool
+    axis: int | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A program that a device would run.
+
+    Attributes:
+        role: `"train"`, `"eval"` or `"predict"`.
+        cause: The reason why it is needed.
+        hlo: The program, as XLA's own serialised proto.
+        arguments: Its inputs, in its order.
+    """
+
+    role: str
+    cause: str
+    hlo: bytes
+    arguments: list[Argument]
+
+
+@dataclass
+class Recorder:
+    """Keeps the programs that steps would run, and runs nothing.
+
+    Attributes:
+        programs: The programs so far, in order.
+        outputs: The outputs of each graph by its hash, as meta tensors.
+    """
+
+    programs: list[Recorded] = field(default_factory=list)
+    outputs: dict[Any, list[Tensor]] = field(default_factory=dict)
+    _axes: dict[int, int | None] = field(default_factory=dict)  # by the identity of a tensor's memory
+
+    def note(self, tensors: Sequence[Tensor], axes: Sequence[int | None]) -> None:
+        """Note how tensors that were just sent lie over the cores.
+
+        Args:
+            tensors: The tensors.
+            axes: The dimension of each that is split, or None.
+        """
+        self._axes |= zip(xla()._get_tensors_handle(list(tensors)), axes, strict=True)
+
+    def keep(self, roots: Sequence[Tensor], values: Sequence[Tensor], graph: Any, role: str, cause: str) -> None:
+        """Keep the program of a trace, unless it is known: a device would have it compiled already.
+
+        Args:
+            roots: The outputs of its graph.
+            values: The inputs of its graph.
+            graph: The graph.
+            role: See `Recorded`.
+            cause: See `Recorded`.
+        """
+        if graph.hash in self.outputs:
+            return
+        changed = set(graph.changed) if graph.donates else set()
+        # Of inputs only: the others are whole, and seeds and constants may have the freed memory of a batch.
+        axes = [self._axes.get(handle) for handle in xla()._get_tensors_handle(list(values))]
+        arguments = [
+            Argument(
+                name,
+                i,
+                tuple(value.shape),
+                value.dtype,
+                donated=name == "state" and i in changed,
+                axis=axis if name == "input" else None,
+                nbytes=value.nbytes,
+            )
+            for value, (name, i), axis in zip(values, graph.sources, axes, strict=True)
+        ]
+        self.outputs[graph.hash] = [torch.empty(root.shape, dtype=root.dtype, device="meta") for root in roots]
+        self.programs.append(Recorded(role, cause, xla()._get_xla_tensors_hlo_proto(list(roots)), arguments))
+
+
+@contextmanager
+def like_a_tpu() -> Iterator[None]:
+    """A context in which operations are traced as for a TPU: torch_xla lowers a few otherwise than for a CPU.
+
+    In SPMD mode, which the environment may ask for on one core too, it asks the environment for the kind of device at
+    each of them. See `CheckTpuDevice` in torch_xla's csrc/device.cpp.
+    """
+    before = os.environ["PJRT_DEVICE"]
+    os.environ["PJRT_DEVICE"] = "TPU"
+    try:
+        yield
+    finally:
+        os.environ["PJRT_DEVICE"] = before
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """A tensor to be sent to an absent device, in place of one without values.
+
+    Args:
+        tensor: A meta tensor.
+
+    Returns:
+        Zeros on the host if it is small: sums and counts then stay what they are on a device that is there. Else a
+        placeholder.
+    """
+    from torch_xla.core.xla_builder import create_placeholder_tensor
+
+    if tensor.nbytes <= _SMALL:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    absent: Tensor = create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+    return absent
