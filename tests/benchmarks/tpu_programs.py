@@ -105,7 +105,8 @@ def in_a_process(name: str, anew: bool, out: Path) -> list[dict[str, Any]]:
         if process.returncode == 0 and line.startswith("["):
             found: list[dict[str, Any]] = json.loads(line)
             return found
-    words = (process.stderr.strip() or "nothing").splitlines()[-1]
+    lines = (process.stderr.strip() or "nothing").splitlines()
+    words = next((line for line in reversed(lines) if "Error" in line and line[0] != " "), lines[-1])
     return [{"network": name, "name": name, "slice": on, "failed": words} for on in slices_of(name)]
 
 
