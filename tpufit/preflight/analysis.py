@@ -268,7 +268,13 @@ def _collectives(own: Sequence[Operation], lines: Sequence[str]) -> list[Collect
 
 
 def _adds_rows(operation: Operation, made: Mapping[str, Operation]) -> bool:
-    """True if what is added up between cores was first put among zeros, at a place of each core's own."""
+    """True if what is added up between cores was first put among zeros, at a place of each core's own.
+
+    The partitioner makes such sums by itself, so that they come from no line of the user's. Those whose rows are put in
+    place inside of a fusion are not known from others.
+    """
+    if operation.phase:
+        return False
     for name in operation.operands:
         while name in made and made[name].kind == "bitcast":
             name = made[name].operands[0]
