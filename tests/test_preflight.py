@@ -121,6 +121,7 @@ TRACED = {
     "role": "train",
     "cause": "it is the first step",
     "rows": 64,
+    "steps": 1,
     "lines": ["train.py:3", "train.py:7"],
     "precision": "bf16",
     "arguments": [argument(name="0.weight"), argument(), argument("input"), argument("sum")],
@@ -410,8 +411,10 @@ def report(tpu="v5e-8", fits=True, **memory):
     layers = {("forward", "0"): 100_000, ("backward", "0"): 200_000, ("optimizer", ""): 50_000}
     sizes = Memory(**{"weights": 1 << 20, "batch": 1 << 21, "temporaries": 1 << 22} | memory)
     cost, warnings = (Cost(4e9, 1e8, 350_000), {}) if fits else (Cost(), {"memory": "it needs 24 GiB"})
-    step = Program("train", "it is the first step", 512, 2.0, fits, sizes, cost, layers, collectives, warnings, "HLO")
-    last = Program("train", "x had another shape", 5, 1.0, True, Memory(weights=7))
+    step = Program(
+        "train", "it is the first step", 512, 1, 2.0, fits, sizes, cost, layers, collectives, warnings, "HLO"
+    )
+    last = Program("train", "x had another shape", 5, 1, 1.0, True, Memory(weights=7))
     return PreflightReport(slice_of(tpu), [step, last], 64, "bf16")
 
 

@@ -108,6 +108,7 @@ class Program:
         role: `"train"` or `"eval"`.
         cause: The reason why it is needed.
         rows: The rows of its batches, on all cores.
+        steps: The number of steps that it joins.
         seconds: The seconds that it took to compile, here.
         fits: True if it fits into the memory of a core.
         memory: The memory of a core that it needs.
@@ -122,6 +123,7 @@ class Program:
     role: str
     cause: str
     rows: int
+    steps: int
     seconds: float
     fits: bool
     memory: Memory
@@ -145,7 +147,7 @@ def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str,
     Raises:
         ValueError: The compiler has refused it for another reason than memory; its words are the error's.
     """
-    plain = {name: traced[name] for name in ("role", "cause", "rows")} | {"seconds": compiled["seconds"]}
+    plain = {name: traced[name] for name in ("role", "cause", "rows", "steps")} | {"seconds": compiled["seconds"]}
     if "error" in compiled:
         words = compiled["error"]
         used = _used(words)

@@ -48,8 +48,13 @@ class PreflightReport:
 
     @property
     def step(self) -> Program:
-        """The program of a whole training step, which takes most of the time."""
-        return self.programs[0]
+        """The program of a whole training step, which takes most of the time.
+
+        Of several for the same batches it is the last: the first may only make the optimizer's state, or accumulate.
+        """
+        first = self.programs[0]
+        alike = [one for one in self.programs if (one.role, one.rows) == (first.role, first.rows)]
+        return next((one for one in alike if not one.fits), alike[-1])
 
     @property
     def fits(self) -> bool:
@@ -64,12 +69,14 @@ class PreflightReport:
     @property
     def seconds(self) -> float:
         """The estimated seconds of a step: the compiler's cycles at the chip's clock, and the time on the links."""
-        return self.step.cost.cycles / self.tpu.chip.clock + self.bounds["links"]
+        step = self.step
+        return step.cost.cycles / step.steps / self.tpu.chip.clock + self.bounds["links"]
 
     @property
     def rows_per_second(self) -> float:
         """The estimated rows a second, on all cores; 0 if the step doesn't fit."""
-        return self.step.rows / self.seconds if self.seconds else 0.0
+        step = self.step
+        return step.rows / step.steps / self.seconds if self.seconds else 0.0
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -78,9 +85,9 @@ class PreflightReport:
         # A sum over n cores sends each byte (n - 1) / n times to be added, and as often to be spread.
         sent = sum(one.nbytes * (1 if one.gathers else 2) for one in step.collectives) * (count - 1) / count
         return {
-            "arithmetic": step.cost.flops / chip.peak,
-            "memory": step.cost.nbytes / chip.bandwidth,
-            "links": sent / chip.links,
+            "arithmetic": step.cost.flops / step.steps / chip.peak,
+            "memory": step.cost.nbytes / step.steps / chip.bandwidth,
+            "links": sent / step.steps / chip.links,
         }
 
     @property
@@ -91,7 +98,8 @@ class PreflightReport:
     @property
     def share_of_peak(self) -> float:
         """The share of the chip's published peak in bfloat16 that a step is estimated to reach, from 0 to 1."""
-        return self.step.cost.flops / self.seconds / self.tpu.chip.peak if self.seconds else 0.0
+        step = self.step
+        return step.cost.flops / step.steps / self.seconds / self.tpu.chip.peak if self.seconds else 0.0
 
     @property
     def warnings(self) -> list[str]:
@@ -170,9 +178,8 @@ class PreflightReport:
     def _headline(self) -> Text:
         step, chip = self.step, self.tpu.chip
         hosts = f" on {self.tpu.hosts} hosts" if self.tpu.hosts > 1 else ""
-        head = (
-            f"{self.tpu.name}: {counted(self.tpu.devices, 'core')}{hosts}, {step.rows} rows a step, {self.precision}\n"
-        )
+        cores, rows = f"{counted(self.tpu.devices, 'core')}{hosts}", step.rows // step.steps
+        head = f"{self.tpu.name}: {cores}, {rows} rows a step, {self.precision}\n"
         share = step.memory.total / chip.memory
         verdict = "fits" if self.fits else "does NOT fit"
         memory = f": {size(step.memory.total)} of {size(chip.memory)} a core ({share:.0%})\n"

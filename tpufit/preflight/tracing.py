@@ -48,7 +48,7 @@ class Tracer:
         placement = self._engine.place_on(start(plan.cores, "preflight"), self.recorder)
         self._engine.options = FitOptions(_Refusing("preflight"), plan.class_weight, fitting=True)
         self._engine.move_to(placement)
-        self._rows: list[int] = []  # of each program
+        self._groups: list[list[Batch]] = []  # of each program
 
     def trace(self) -> None:
         """Trace all steps until their programs are proven to be the ones that would be replayed."""
@@ -61,7 +61,7 @@ class Tracer:
                     with like_a_tpu():
                         for last in self._until_known(one, group):
                             run(batches, last=last)
-                    self._rows += [group[0].rows] * (len(self.recorder.programs) - len(self._rows))
+                    self._groups += [group] * (len(self.recorder.programs) - len(self._groups))
 
     def _until_known(self, one: Pass, group: list[Batch]) -> Iterator[bool]:
         """Call a step until all its programs are known; True for a call that ends its pass, which may need another."""
@@ -91,12 +91,13 @@ class Tracer:
             str(number): {
                 "role": one.role,
                 "cause": one.cause,
-                "rows": rows,
+                "rows": sum(batch.rows for batch in group),
+                "steps": len(group),
                 "arguments": _described(one, state),
                 "lines": lines,
                 "precision": precision,
             }
-            for number, (one, rows) in enumerate(zip(self.recorder.programs, self._rows, strict=True))
+            for number, (one, group) in enumerate(zip(self.recorder.programs, self._groups, strict=True))
         }
 
 
