@@ -83,7 +83,9 @@ def main() -> None:
         report = {"machine": machine() | {"device": "none"}, "versions": versions() | compiler()}
         report["programs"] = sorted(others + found, key=lambda one: names().index(one["network"]))
         path.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report["programs"]))
+    figures = table(report["programs"])
+    (args.out / "tpu_programs.md").write_text(f"# What the TPU's compiler makes of training steps\n\n{figures}\n")
+    print(figures)
 
 
 def names() -> list[str]:
