@@ -36,9 +36,13 @@ class PreflightReport:
         precision: The argument of `compile`.
 
     Example:
-        >>> report = model.preflight(x, y, tpu="v5e-8")  # doctest: +SKIP
-        >>> report.fits, report.status  # doctest: +SKIP
-        (True, 0)
+        >>> from tpufit.preflight.analysis import Cost, Memory
+        >>> from tpufit.preflight.slices import slice_of
+        >>> cost = Cost(flops=4e9, nbytes=1e8, cycles=3_000_000)
+        >>> step = Program("train", "it is the first step", 512, 1, 2.0, True, Memory(weights=1 << 30), cost)
+        >>> report = PreflightReport(slice_of("v5e-8"), [step], 64, "bf16")
+        >>> report.fits, report.status, f"{1000 * report.seconds:.2f} ms a step"
+        (True, 0, '2.00 ms a step')
     """
 
     tpu: Slice
