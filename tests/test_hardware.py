@@ -74,6 +74,13 @@ def test_elsewhere_they_stay(tmp_path, chips, folders):
     assert environ == LEFT
 
 
+@pytest.mark.parametrize(("chips", "left"), [(0, {"TPU_SKIP_MDS_QUERY": "1"}), (4, {})])
+def test_without_a_tpu_the_cloud_is_not_asked_for_one(tmp_path, chips, left):
+    environ = {}
+    hardware.leave_the_cloud_alone(environ, lay_out(tmp_path, device="0x0027", chips=chips, folders=[]))
+    assert environ == left
+
+
 def test_who_holds_the_tpu(tmp_path):
     for pid, opened in ((17, "/dev/vfio/0"), (18, "/dev/null"), (9, "/dev/accel0")):
         (tmp_path / f"proc/{pid}/fd").mkdir(parents=True)

@@ -127,11 +127,17 @@ FIT = "import numpy as np, torch, tpufit\nm = tpufit.Model(torch.nn.Linear(2, 1)
 FIT += "m.fit(np.ones((8, 2), 'f4'), np.ones((8, 1), 'f4'), verbose=0)"
 
 
+# The driver is there where the TPU's compiler is, of which it is a part.
+NO_TPU = "this host has no TPU chip on its PCI bus"
+if hardware.version("libtpu") is None:
+    NO_TPU = "libtpu, its driver, is not installed. On a TPU run: pip install 'torch_xla[tpu]"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "sentence"),
     [
-        ({"PJRT_DEVICE": "TPU"}, "libtpu, its driver, is not installed. On a TPU run: pip install 'torch_xla[tpu]"),
+        ({"PJRT_DEVICE": "TPU"}, NO_TPU),
         ({"PJRT_DEVICE": "XRT"}, "torch_xla knows only TPU and CPU here. Unset PJRT_DEVICE"),
     ],
 )

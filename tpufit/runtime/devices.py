@@ -181,6 +181,7 @@ def _import_runtime() -> Any:
     hardware.check_versions(hardware.version("torch"), hardware.version("torch_xla"))
     if "torch_xla" not in sys.modules:
         hardware.drop_stale_variables()
+        hardware.leave_the_cloud_alone()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
         logging.disable(logging.WARNING)
         try:

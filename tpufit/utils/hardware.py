@@ -153,6 +153,15 @@ def drop_stale_variables(environ: MutableMapping[str, str] = os.environ, root: P
         )
 
 
+def leave_the_cloud_alone(environ: MutableMapping[str, str] = os.environ, root: Path = _ROOT) -> None:
+    """On a host without a TPU, keep libtpu from asking the cloud's metadata server for one, which takes minutes.
+
+    It must come before libtpu is loaded, which then says at once that there is none.
+    """
+    if not chips(root):
+        environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+
 def memory(root: Path = _ROOT) -> dict[str, int]:
     """The bytes of memory that this process may use, by the limit that says so; `"RAM"` is always among them."""
     found = {"RAM": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
