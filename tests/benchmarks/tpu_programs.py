@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ NETWORKS: dict[str, tuple[Any, tuple[int, ...], int, Any]] = {
     "ResNet-50": (resnet50, (3, 224, 224), 16, "cross_entropy"),
     "GPT-2 small": (GPT2, (1024,), 4, of_words),
     "BERT base": (BERT, (128,), 32, "cross_entropy"),
+    "GPT-2 XL": (partial(GPT2, width=1600, depth=48), (1024,), 1, of_words),
     "ViT-S/16": (ViT, (3, 224, 224), 64, "cross_entropy"),
 }
 
@@ -162,7 +164,8 @@ def flights(network: str) -> list[tuple[str, Flight]]:
         return [(network, flight_of(model._engine, arguments | quiet))]
     if network in NETWORKS:
         make, shape, size, loss = NETWORKS[network]
-        net = make()
+        with torch.device("meta"):  # no program depends on the weights
+            net = make()
         model = tpufit.Model(net)
         model.compile(torch.optim.AdamW(net.parameters()), loss, metrics=["accuracy"], precision="bf16")
         rows = size * CORES
