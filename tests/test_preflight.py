@@ -551,7 +551,7 @@ def test_the_programs_are_those_of_a_fit(cores, name):
     model.fit(X, Y, 4, 4, verbose=0, cores=cores, **fitting)
     compiled = [one for one in (tpufit.runtime.counts() - before).compiled if one.role in ("train", "eval")]
     assert sorted((one.role, one.cause) for one in programs) == sorted((one.role, one.cause) for one in compiled)
-    assert described[0]["rows"] in (32, 32 * 3)
+    assert described[0]["rows"] in (32, 32 * 2, 32 * 3)
     weights = {argument["name"] for argument in described[0]["arguments"]} - {""}
     assert weights == set(model.module.state_dict())
     for one in programs:
@@ -688,6 +688,6 @@ def test_the_largest_batch_that_fits():
 
 @pytest.mark.soak
 def test_several_tpus_are_compared():
-    found = made().preflight(X, Y, 4, tpu=["v5e-1", "v3-8"], verbose=0)
+    found = made().preflight(X[:256], Y[:256], 4, tpu=["v5e-1", "v3-8"], verbose=0)
     assert isinstance(found, Comparison) and found.fits
     assert [(one.tpu.name, one.step.rows) for one in found.reports] == [("v5e-1", 4), ("v3-8", 32)]
