@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import counted, few
 from ..utils.text import size
-from .hlo import COLLECTIVES, Operation, arguments_of, operations, scopes_of
+from .hlo import COLLECTIVES, Array, Operation, arguments_of, operations, scopes_of
 from .slices import Slice
 
 _PRODUCTS = ("dot", "convolution")
@@ -159,10 +159,10 @@ def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str,
         memory = Memory(**held, temporaries=temporaries, needed=used[0])
         said = too_large(words, on, sum(held.values()))
         return Program(**plain, fits=False, memory=memory, warnings={"memory": said}, text=words)
-    own = list(operations(after))
+    own, layouts = list(operations(after)), arguments_of(after)
     stats = compiled["memory"]
     memory = Memory(
-        **_arguments(traced, [array.padded for array in arguments_of(after)]),
+        **_arguments(traced, [array.padded for array in layouts]),
         outputs=stats["output"] - stats["alias"],
         temporaries=stats["temp"],
         code=stats["generated_code"],
@@ -181,14 +181,20 @@ def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str,
         collectives=collectives,
         warnings=_gathered(collectives)
         | _of_trace([operation for operation, _ in operations(before)], traced)
-        | _padded(traced, own, after),
+        | _padded(traced, own, layouts),
         text=after,
     )
 
 
-def where(layer: str, line: str) -> str:
-    """The place of an operation for people."""
-    return " at ".join(part for part in (layer, line) if part) or "the step"
+def where(layer: str, line: int | None = None, lines: Sequence[str] = ()) -> str:
+    """The place of an operation for people.
+
+    Args:
+        layer: The user's layer.
+        line: The index of the user's line (default: none).
+        lines: The user's lines.
+    """
+    return " at ".join(part for part in (layer, "" if line is None else lines[line]) if part) or "the step"
 
 
 def too_large(words: str, on: Slice, held: int) -> str:
@@ -261,9 +267,8 @@ def _collectives(own: Sequence[Operation], lines: Sequence[str]) -> list[Collect
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for (kind, _), operation in found.items():
-        line = "" if operation.line is None else lines[operation.line]
         layer = f"{operation.layer} ({operation.phase})" if operation.phase == "backward" else operation.layer
-        place = kind, where(layer, line)
+        place = kind, where(layer, operation.line, lines)
         counts[place] += 1
         sizes[place] += operation.nbytes
     return [Collective(kind, place, counts[kind, place], nbytes) for (kind, place), nbytes in sizes.most_common()]
@@ -301,13 +306,13 @@ def _of_trace(traced_operations: Sequence[Operation], traced: Mapping[str, Any])
     lines = traced["lines"]
     products = [o for o in traced_operations if o.kind in _PRODUCTS and o.arrays[0].dtype == "f32"]
     if traced["precision"] != "fp32" and products:
-        places = Counter(where(o.layer, "" if o.line is None else lines[o.line]) for o in products)
+        places = Counter(where(o.layer, o.line, lines) for o in products)
         most = ", ".join(place for place, _ in places.most_common(3))
         found["float32"] = (
             f"{counted(len(products), 'matrix product')} in float32, with precision={traced['precision']!r}: {most}"
         )
     wide = {
-        o.name: (array, where(o.layer, "" if o.line is None else lines[o.line]))
+        o.name: (array, where(o.layer, o.line, lines))
         for o in traced_operations
         for array in o.arrays
         if array.dtype in _WIDE and math.prod(array.shape) > 1 and o.kind not in _WITHOUT_WORK
@@ -319,14 +324,16 @@ def _of_trace(traced_operations: Sequence[Operation], traced: Mapping[str, Any])
     return found
 
 
-def _padded(traced: Mapping[str, Any], own: Sequence[tuple[Operation, bool]], after: str) -> dict[str, str]:
+def _padded(
+    traced: Mapping[str, Any], own: Sequence[tuple[Operation, bool]], layouts: Sequence[Array]
+) -> dict[str, str]:
     """Arrays that are much larger in the TPU's memory than their values, because their dimensions fill no tile."""
     named = [
         (array.padded - array.nbytes, f"{argument['name'] or argument['source']} {array}")
-        for argument, array in zip(traced["arguments"], arguments_of(after), strict=True)
+        for argument, array in zip(traced["arguments"], layouts, strict=True)
     ]
     made = [
-        (array.padded - array.nbytes, f"{array} of {where(operation.layer, '')}")
+        (array.padded - array.nbytes, f"{array} of {where(operation.layer)}")
         for operation, entry in own
         if entry and operation.kind in ("fusion", *_PRODUCTS)
         for array in operation.arrays

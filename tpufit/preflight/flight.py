@@ -14,7 +14,7 @@ from ..data.stream import DEFAULT_BATCH_SIZE, brings_batches
 from ..errors import ArgumentError, PreflightError, counted
 from ..step import Engine
 from ..trainer.arguments import TrainingData, ValidationData
-from ..utils.hardware import COMPILER, version
+from ..utils.hardware import COMPILER, misfits, version
 from .analysis import Program, analyse
 from .children import run
 from .plan import ENVIRON, FAULT, PLAN, TRACED, Plan, plan_of
@@ -218,7 +218,7 @@ def check_installed() -> None:
         PreflightError: It is not, or in another version.
     """
     found = {name: version(name) for name in COMPILER}
-    missing = [name for name, wanted in COMPILER.items() if found[name] is None or wanted not in (None, found[name])]
+    missing = misfits(found)
     if missing:
         here = ", ".join(
             f"{name} missing" if found[name] is None else f"{name} {found[name]}, not {COMPILER[name]}"

@@ -1,4 +1,4 @@
-"""`Operations`: reads the text of an XLA program.
+"""`operations`: reads the text of an XLA program.
 
 A line of it is `%name = type operation(operands), attributes, metadata={op_name="..."}, backend_config={...}`. A type
 such as `f32[128,10]{1,0:T(8,128)}` has a layout, whose tiles the dimensions are filled up to.

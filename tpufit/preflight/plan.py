@@ -13,11 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .. import optimizers
 from ..data import Stream, stream, unpack
 from ..data.batches import as_tensors, count_rows
-from ..data.stream import brings_batches
 from ..errors import ArgumentError, LabelError
 from ..losses import ClassWeight, targets_of
 from ..step import CompileConfig, Engine, fault_of
-from ..trainer.arguments import TrainingData, ValidationData, require_compiled
+from ..trainer.arguments import TrainingData, ValidationData, parts_of, require_compiled
 from ..utils.random import RNGState
 
 # The files of the folder by which processes tell each other of a plan: it, its programs, or an error.
@@ -103,11 +102,9 @@ def plan_of(
     data = _Data((train.x, train.y, train.sample_weight), "x", how, cores, limit)
     passes = [_pass(engine, "train", data, joined)]
     if validation.data is not None:
-        held = validation.data
-        parts = held if isinstance(held, tuple) and 2 <= len(held) <= 3 else (held,)
-        size = train.batch_size if validation.batch_size is None and not brings_batches(held) else validation.batch_size
-        how = {"batch_size": size, "steps": validation.steps, "restart": True}
-        passes.append(_pass(engine, "eval", _Data(parts, "validation_data", how, cores, limit), joined))
+        how = {"batch_size": validation.rows_per_core(train.batch_size), "steps": validation.steps, "restart": True}
+        held_out = _Data(parts_of(validation.data), "validation_data", how, cores, limit)
+        passes.append(_pass(engine, "eval", held_out, joined))
     return Plan(engine.model, engine.config, weigher, passes, cores)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..callbacks import History
-from ..errors import PreflightError, TpufitError
+from ..errors import PreflightError
 from ..utils.terminal import say
 
 
@@ -64,7 +64,7 @@ def run_script(
         history = History()
         epochs = max(1, bound.arguments["epochs"] - bound.arguments["initial_epoch"])
         for epoch in range(epochs):
-            history.on_epoch_end(epoch, dict.fromkeys(["loss"], math.nan))
+            history.on_epoch_end(epoch, {"loss": math.nan})
         logs = _NotTrained(epochs)
         logs.update(history.history)  # `|` would make a plain dict
         history.history = logs
@@ -87,12 +87,8 @@ def run_script(
         except SystemExit as end:
             if end.code and not reports:
                 raise PreflightError(f"{path} ended before its first fit, with {end.code!r}") from None
-        except TpufitError as error:
-            if not reports or isinstance(error, PreflightError):
-                raise
-            _tell(path, error)
         except Exception as error:
-            if not reports:
+            if not reports or isinstance(error, PreflightError):
                 raise
             _tell(path, error)
     if not reports:

@@ -1,4 +1,4 @@
-"""`pickled` and `unpickled`: a training on its way to another process, without the values of its weights.
+"""`pickled`: a training on its way to another process, without the values of its weights.
 
 Another process has to trace it, because a process settles its cores once, and the user's goes on to train on others.
 """

@@ -7,6 +7,7 @@ reason beside it.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -83,6 +84,11 @@ class Target:
     sums: Sums
     donates: bool
     inside: Callable[[], AbstractContextManager[object]]
+
+    @cached_property
+    def start(self) -> Callable[[Any, list[Tensor]], list[Tensor]] | None:
+        """The function that starts graphs, see `starter`: found once, as each replay asks for it."""
+        return starter(self.placement)
 
     def trace(self, body: Body, inputs: list[Tensor], seeds: list[int], watch: AbstractContextManager[object]) -> Any:
         """Run the body over lazy tensors.
@@ -268,7 +274,7 @@ class Capture:
         state = self._target.state
         taken = state.hold()
         self._taken = [taken[i] for i in graph.changed]
-        start = starter(self._target.placement)
+        start = self._target.start
         self._results = graph.run(state, self._target.sums, self._values, first and start is None, start)
 
     def settle(self, graph: Graph) -> Any:

@@ -25,7 +25,6 @@ from .lazy import launch, wait
 from .placement import Placement
 from .strict import LENIENT, Strict
 from .trace_watch import Watch, cure_of
-from .transfer import starter
 
 # The number of traces in a row that may differ from the one before, until a step counts as one that can't be replayed.
 # One differs without fault where a module builds a cache in its first forward pass.
@@ -166,7 +165,7 @@ class Program:
                 xla()._xla_set_rng_seed(seeds[i], device)
                 drawn[i] = xla()._get_base_seed_as_tensor(device)
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
-        outputs = graph.run(state, sums, list(graph.pick(pool)), start=starter(target.placement))
+        outputs = graph.run(state, sums, list(graph.pick(pool)), start=target.start)
         return graph.returned(outputs, inputs)
 
     def _trace(self, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:

@@ -81,6 +81,14 @@ class ValidationData:
         x, y, weight, held = train_validation_split(train.x, train.y, train.sample_weight, self.split)
         return replace(train, x=x, y=y, sample_weight=weight), replace(self, data=held)
 
+    def rows_per_core(self, batch_size: int | None) -> int | None:
+        """Return the rows per core; None for data that bring their own batches.
+
+        Args:
+            batch_size: The training's batch size, which validation takes if it has none of its own.
+        """
+        return batch_size if self.batch_size is None and not brings_batches(self.data) else self.batch_size
+
     def build(
         self, placement: Placement, cores: Cores, batch_size: int | None, train_steps: int | None
     ) -> Validation | None:
@@ -96,10 +104,7 @@ class ValidationData:
             if self.step_freq is not None:
                 raise ArgumentError("validation_step_freq needs validation_data or validation_split to validate on")
             return None
-        size = self.batch_size
-        if size is None and not brings_batches(self.data):
-            size = batch_size
-        held_out = evaluation_stream(self.data, size, placement, cores, self.steps)
+        held_out = evaluation_stream(self.data, self.rows_per_core(batch_size), placement, cores, self.steps)
         every = None if self.step_freq is None else steps_between(self.step_freq, train_steps)
         return Validation(held_out, self.freq, every)
 
@@ -167,8 +172,12 @@ def evaluation_stream(
         steps: The number of batches (default: all).
         name: The name of the data in errors.
     """
-    parts = data if isinstance(data, tuple) and 2 <= len(data) <= 3 else (data,)
-    return _stream(parts, batch_size, placement, cores, steps=steps, restart=True, name=name)
+    return _stream(parts_of(data), batch_size, placement, cores, steps=steps, restart=True, name=name)
+
+
+def parts_of(data: Any) -> tuple[Any, ...]:
+    """Return the inputs of data to evaluate on, and their targets and weights if these are apart."""
+    return data if isinstance(data, tuple) and 2 <= len(data) <= 3 else (data,)
 
 
 def _stream(data: Any, batch_size: int | None, placement: Placement, cores: Cores, **how: Any) -> Stream:

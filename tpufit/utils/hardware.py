@@ -92,6 +92,19 @@ def version(package: str) -> str | None:
         return None
 
 
+def misfits(found: Mapping[str, str | None]) -> list[str]:
+    """The packages of the TPU's compiler that are missing, or of another version than is needed.
+
+    Args:
+        found: The installed versions; one that is None or not there is missing.
+
+    Example:
+        >>> misfits({"libtpu": "0.0.7", "jax": "0.7.1", "jaxlib": "0.7.1", "cloudpickle": "3.1"})
+        ['libtpu']
+    """
+    return [name for name, wanted in COMPILER.items() if found.get(name) is None or wanted not in (None, found[name])]
+
+
 def chips(root: Path = _ROOT) -> list[Chip]:
     """The TPU chips that are attached to this host.
 

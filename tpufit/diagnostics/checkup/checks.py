@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...errors import VersionError, counted
-from ...utils.hardware import COMPILER, LACKS_MEMORY, check_versions, describe, retired_variables
+from ...utils.hardware import COMPILER, LACKS_MEMORY, check_versions, describe, misfits, retired_variables
 from ...utils.text import size
 from .facts import Facts
 from .trial import ALL, Trial
@@ -82,10 +82,9 @@ def compiler(facts: Facts) -> Iterator[Row]:
     if found["jax"] is None and found["jaxlib"] is None:
         yield _row("the TPU's compiler", "not installed; only preflight needs it")
         return
-    fits = all(found[name] is not None and wanted in (None, found[name]) for name, wanted in COMPILER.items())
     needed = ", ".join(f"{name} {wanted}" for name, wanted in COMPILER.items() if wanted)
     cure = f"preflight needs {needed} and cloudpickle: pip install 'tpufit[preflight]'"
-    yield _row("the TPU's compiler", here, warning="" if fits else cure)
+    yield _row("the TPU's compiler", here, warning=cure if misfits(found) else "")
 
 
 def tensorflow(facts: Facts) -> Iterator[Row]:
