@@ -113,8 +113,8 @@ def test_the_arguments_of_a_program():
     assert arguments_of("HloModule empty") == []
 
 
-def argument(source="state", name="", nbytes=400):
-    return {"source": source, "name": name, "nbytes": nbytes, "shape": [10, 10], "donated": False, "axis": None}
+def argument(source="state", name="", nbytes=400, shape=(10, 10), axis=None):
+    return {"source": source, "name": name, "nbytes": nbytes, "shape": [*shape], "donated": False, "axis": axis}
 
 
 TRACED = {
@@ -171,6 +171,27 @@ def test_what_does_not_fit_is_said_and_another_refusal_is_an_error():
     assert "11.53 GiB too much. The largest: f32[20000,262144] alone" in found.warnings["memory"]
     with pytest.raises(ValueError, match="Mosaic"):
         analyse(TRACED, {"error": "INTERNAL: Mosaic failed", "seconds": 2.0}, "", "", slice_of("v5e-8"))
+
+
+GIB = 1 << 30
+FULL = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 24.50G of 15.75G hbm. Exceeded hbm capacity by"
+
+
+@pytest.mark.parametrize(
+    ("weights", "batch", "shape", "axis", "own", "advice"),
+    [
+        (GIB, 20 * GIB, (20, 1 << 28), 0, 3 * GIB, "smaller batch_size"),  # 20 rows on 8 cores: 3 at most
+        (GIB, 20 * GIB, (20, 1 << 28), None, 20 * GIB, "smaller batch_size"),  # whole on every core
+        (GIB, 4, (), 0, 4, "smaller batch_size"),  # without dimensions, which is always whole
+        (GIB, 0, (0, 6), 0, 0, "smaller batch_size"),
+        (16 * GIB, 20 * GIB, (20, 1 << 28), 0, 3 * GIB, "state alone are too large, whatever the batch"),
+    ],
+)
+def test_of_what_does_not_fit_the_batch_is_that_of_a_core(weights, batch, shape, axis, own, advice):
+    arguments = [argument(name="0.weight", nbytes=weights), argument("input", "", batch, shape, axis)]
+    found = analyse(TRACED | {"arguments": arguments}, {"error": FULL, "seconds": 2.0}, "", "", slice_of("v5e-8"))
+    assert (found.memory.weights, found.memory.batch) == (weights, own)
+    assert advice in found.warnings["memory"]
 
 
 # The plan of a fit

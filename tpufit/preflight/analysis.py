@@ -153,11 +153,11 @@ def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str,
         used = _used(words)
         if used is None:
             raise ValueError(words)
-        held = _arguments(traced, [])
+        held = _arguments(traced, [_of_a_core(argument, on.devices) for argument in traced["arguments"]])
         temporary = _HLO_TEMP.search(words)
         temporaries = _bytes(*temporary.groups()) if temporary else 0
         memory = Memory(**held, temporaries=temporaries, needed=used[0])
-        said = too_large(words, on, sum(held.values()))
+        said = too_large(words, on, held["weights"] + held["optimizer"])
         return Program(**plain, fits=False, memory=memory, warnings={"memory": said}, text=words)
     own, layouts = list(operations(after)), arguments_of(after)
     stats = compiled["memory"]
@@ -203,7 +203,7 @@ def too_large(words: str, on: Slice, held: int) -> str:
     Args:
         words: The compiler's error.
         on: The slice.
-        held: The bytes of weights, optimizer state and batch on a core.
+        held: The bytes of weights and optimizer state on a core, whatever the batch.
     """
     used = _used(words)
     assert used is not None
@@ -240,15 +240,24 @@ def _used(words: str) -> tuple[int, int] | None:
     return None if one is None else (int(one[1]), int(one[2]))
 
 
-def _arguments(traced: Mapping[str, Any], padded: Sequence[int]) -> dict[str, int]:
-    """The sizes of a program's arguments by their kind; without the compiler's layouts they are not padded."""
+def _arguments(traced: Mapping[str, Any], nbytes: Sequence[int]) -> dict[str, int]:
+    """The sizes of a program's arguments on a core, by their kind."""
     sizes = dict.fromkeys(("weights", "optimizer", "batch", "other"), 0)
-    for i, argument in enumerate(traced["arguments"]):
+    for argument, own in zip(traced["arguments"], nbytes, strict=True):
         kind = {"state": "weights" if argument["name"] else "optimizer", "input": "batch"}.get(
             argument["source"], "other"
         )
-        sizes[kind] += padded[i] if padded else argument["nbytes"]
+        sizes[kind] += own
     return sizes
+
+
+def _of_a_core(argument: Mapping[str, Any], cores: int) -> int:
+    """The bytes of an argument that one core holds, as far as they are known without the compiler's layout."""
+    axis, shape, nbytes = argument["axis"], argument["shape"], int(argument["nbytes"])
+    if axis is None or axis >= len(shape):  # whole on every core
+        return nbytes
+    rows = int(shape[axis])
+    return nbytes // max(1, rows) * math.ceil(rows / cores)
 
 
 def _bytes(number: str, unit: str) -> int:
