@@ -56,21 +56,26 @@ class Slice:
 
 _GIB = 2**30
 
-# Memory, bandwidth and peak, of a chip (a v3 shows half of one): cloud.google.com/tpu/docs/v3, v4, v5e, v5p and v6e.
-# v2: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (2020). Clocks: the same for
-# v2 and v3; Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023); "How to Scale Your Model"
-# (jax-ml.github.io/scaling-book) for v5e. All agree with the peak over the operations of a cycle: two for each of the
-# 128 x 128 places in each matrix unit, of which a device has 1, 2, 8 and 4. For v5p and v6e no clock is published:
-# theirs is the peak over 262,144 and 524,288 operations a cycle, which libtpu's estimates of a large product come near.
-# Links: the same pages and papers, 2 x 2 links of 496 Gbit/s on a v2 chip, of 656 on a v3, six of 400 on a v4; 1,600,
-# 4,800 and 3,584 Gbit/s a chip of v5e, v5p and v6e. Prices: cloud.google.com/tpu/pricing, on demand, US regions, 2025.
+# Memory, bandwidth and peak, of a chip (a v3 shows half of one): docs.cloud.google.com/tpu/docs/v3, v4, v5e,
+# v5p-training and v6e. v2: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (2020).
+# Clocks: the same paper for v2 and v3; Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023); "How
+# to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) for v5e. All agree with the peak over the operations of a
+# cycle: two for each of the 128 x 128 places in each matrix unit, of which a device has 1, 2, 8 and 4. For v5p and v6e
+# no clock is published: theirs is the peak over 262,144 and 524,288 operations a cycle, which libtpu's estimates of a
+# large product come near.
+# Links: the same pages. Half of what a chip of v5e, v5p and v6e does in both directions, 400, 1,200 and 800 GB/s; for
+# v3 and v4 what a pod adds up, 340 TB/s and 1.1 PB/s, by its 1,024 and 4,096 chips (for v5e and v6e the two are the
+# same). v2: four links of 496 Gbit/s a chip, by the same paper; no page of the vendor has it.
+# Prices: what the cloud asks on demand in us-central1 (v4: us-central2), of cloud.google.com/tpu/pricing as
+# github.com/skypilot-org/skypilot-catalog has it, catalogs/v8/gcp/vms.csv at 006059e. Other regions ask up to 43 %
+# more, and a v2 on more than one host is a third dearer.
 _V5_FLAGS = "--xla_enable_async_all_gather=true --xla_enable_async_collective_permute=true"
 _V2 = TPU("v2", memory=8 * _GIB, bandwidth=350e9, peak=23e12, clock=0.7e9, links=124e9, price=0.5625)
-_V3 = TPU("v3", memory=16 * _GIB, bandwidth=450e9, peak=61.5e12, clock=0.94e9, links=164e9, price=1.0)
-_V4 = TPU("v4", 32 * _GIB, 1200e9, 275e12, clock=1.05e9, links=300e9, price=3.22, config="megacore_dense")
+_V3 = TPU("v3", memory=16 * _GIB, bandwidth=450e9, peak=61.5e12, clock=0.94e9, links=166e9, price=1.0)
+_V4 = TPU("v4", 32 * _GIB, 1200e9, 275e12, clock=1.05e9, links=269e9, price=3.22, config="megacore_dense")
 _V5E = TPU("v5e", 16 * _GIB, 819e9, 197e12, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
 _V5P = TPU("v5p", 95 * _GIB, 2765e9, 459e12, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS)
-_V6E = TPU("v6e", memory=32 * _GIB, bandwidth=1638e9, peak=918e12, clock=1.75e9, links=448e9, price=2.7)
+_V6E = TPU("v6e", memory=32 * _GIB, bandwidth=1600e9, peak=918e12, clock=1.75e9, links=400e9, price=2.7)
 
 _FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _DEEP = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x4x12 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"
