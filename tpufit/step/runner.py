@@ -79,8 +79,8 @@ class StepRunner:
         self.group: Sequence[DeviceBatch] = ()
         self.inside = False
         self.before_step: Callable[[int], None] | None = None
-        self._in_flight = InFlight()
         state, loss = engine.state, engine.config.loss
+        self._in_flight = InFlight() if state.placement.recorder is None else None  # if cores are absent nothing runs
         strict = engine.options.strict if role != "predict" else LENIENT
         label_range = loss.label_range if loss is not None and role != "predict" else None
         now = strict if warm else LENIENT
@@ -185,8 +185,9 @@ class StepRunner:
         if isinstance(wanted, int):
             return wanted
         chosen = engine.state.numbers.chosen_steps
-        if self._in_flight.pace is not None and not self._program.traced_because:
-            chosen.setdefault(self.role, steps_worth_joining(self._in_flight.pace))
+        pace = None if self._in_flight is None else self._in_flight.pace
+        if pace is not None and not self._program.traced_because:
+            chosen.setdefault(self.role, steps_worth_joining(pace))
         return chosen.get(self.role, 1)
 
     # Logs
@@ -345,8 +346,8 @@ class StepRunner:
     def _hold_back(self, group: Sequence[DeviceBatch]) -> None:
         """Limit the steps under way, and note if the logs were finite up to the step that was waited for."""
         metrics = self._metrics
-        if self._engine.state.placement.recorder is not None:
-            return  # nothing runs
+        if self._in_flight is None:
+            return
         finite = metrics.finite
         if metrics.tensors and not self._engine.state.placement.on_host:
             small = metrics.tensors[0] if finite is None else finite
