@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import re
+import signal
 
 import pytest
 import torch
@@ -158,6 +159,60 @@ def test_processes_that_end_before_their_time(run_python):
         )
         assert len(words.splitlines()) == 2, words
     assert not said
+
+
+LEFT = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch
+from torch import nn
+import tpufit
+
+class Slow(tpufit.Model):
+    "Takes a minute to trace or to compile."
+
+    def train_step(self, batch):
+        if sys.argv[1] == "preflight.tracing":
+            time.sleep(60)
+        return super().train_step(batch)
+
+def kill():
+    "End this process once its child is at work, and tell the child."
+    while True:
+        for task in Path("/proc/self/task").iterdir():
+            for child in (task / "children").read_text().split():
+                if sys.argv[1] in Path("/proc", child, "cmdline").read_text():
+                    time.sleep(6)  # it imports, and begins
+                    print(child, flush=True)
+                    os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+
+threading.Thread(target=kill, daemon=True).start()
+layers = [nn.Sequential(nn.Conv2d(24, 24, 3, padding=1), nn.BatchNorm2d(24), nn.GELU()) for _ in range(40)]
+model = Slow(nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(3)))
+model.module(torch.zeros(2, 24, 24, 24))
+model.compile("adamw", "cross_entropy")
+model.preflight(torch.zeros(64, 24, 24, 24), torch.arange(64) % 3, 8, tpu="v5e-8", verbose=0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("child", ["preflight.tracing", "compiling.py"])
+def test_no_process_outlives_one_that_is_killed(run_python, tmp_path, child):
+    (tmp_path / "left.py").write_text(LEFT)
+    ended = run_python(
+        f"""
+        import subprocess, sys, time
+        from pathlib import Path
+        killed = subprocess.run([sys.executable, "left.py", {child!r}], stdout=subprocess.PIPE, text=True)
+        time.sleep(2)
+        status = Path("/proc", killed.stdout.strip(), "status")
+        print(killed.returncode, status.exists() and "State:\\tZ" not in status.read_text())
+        """,
+        timeout=300,
+        env={"TMPDIR": str(tmp_path)},  # where a process that is killed leaves its folder
+    )
+    assert ended.stdout.split() == [str(-signal.SIGKILL), "False"], ended.stderr
 
 
 # Steps that can't be compiled

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from ..errors import PreflightError
 from ..utils.hardware import LACKS_MEMORY
+from ..utils.own_python import own_python
 from ..utils.terminal import can_draw, standard_output
 
 _TICK = 0.2  # seconds
@@ -23,7 +22,7 @@ _TICK = 0.2  # seconds
 def run(
     command: Sequence[str], what: str, seconds: float, clock: bool = True, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Run a Python program in a process of its own, and wait for its end. Ctrl-C ends it too.
+    """Run a Python program in a process of its own, and wait for its end. Ctrl-C and kill -9 end it too.
 
     Args:
         command: The words after `python`.
@@ -35,14 +34,12 @@ def run(
     Raises:
         PreflightError: It has failed, was ended by a signal, or took too long.
     """
-    here = str(Path(__file__).resolve().parents[2])  # this very tpufit, from wherever it was imported
-    path = os.pathsep.join([here, *sys.path, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    variables = {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", **(environ or {})}
+    python = own_python(command, {"PYTHONFAULTHANDLER": "1", **(environ or {})})
     console, began = standard_output(), perf_counter()
     status: Any = console.status(what) if clock and can_draw(console) else nullcontext()
     # A file and not a pipe, which nobody would empty while this waits.
     with tempfile.TemporaryFile("w+") as said, status as shown:
-        process = subprocess.Popen([sys.executable, *command], env=variables, stdout=said, stderr=said)
+        process = subprocess.Popen(**python, stdout=said, stderr=said)
         try:
             while True:
                 try:

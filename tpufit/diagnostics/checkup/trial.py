@@ -1,11 +1,10 @@
 """A training of a few steps in a process of its own, which has one number of cores for life, and may be aborted."""
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
+
+from ...utils.own_python import own_python
 
 ALL = 0  # cores: every core of a TPU; on a CPU 8 virtual ones
 
@@ -42,11 +41,9 @@ def run(cores: int, timeout: float) -> Trial:
         cores: The number of cores; 0 for all of them.
         timeout: The seconds after which it is ended.
     """
-    command = [sys.executable, "-m", f"{__package__}.training", str(cores)]
-    here = str(Path(__file__).resolve().parents[2])  # this very tpufit, from wherever it was imported
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+    python = own_python(["-m", f"{__package__}.training", str(cores)])
     try:
-        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
+        ended = subprocess.run(**python, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return Trial(cores, failure=f"no answer within {timeout:g} s", status=None)
     if ended.returncode == 0:
