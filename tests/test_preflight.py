@@ -1,11 +1,13 @@
 """A training compiled for a TPU that isn't there: its plan, its way to another process, its programs and its report."""
 
 import json
+import os
 import pickle
 import random
 import re
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -454,6 +456,28 @@ def test_a_report_says_what_matters():
     assert re.search(r"^ train +512 +2\.0 s +7 MiB +350,000 +2 all-reduce +it is the first step$", text, re.MULTILINE)
 
 
+def test_of_a_program_that_joins_steps_all_figures_are_those_of_one():
+    one, found = report(), report()
+    step, last = found.programs
+    cost = Cost(3 * step.cost.flops, 3 * step.cost.nbytes, 3 * step.cost.cycles)
+    collectives = [replace(own, count=3 * own.count, nbytes=3 * own.nbytes) for own in step.collectives]
+    layers = {place: 3 * cycles for place, cycles in step.layers.items()}
+    three = replace(step, rows=3 * step.rows, steps=3, cost=cost, collectives=collectives, layers=layers)
+    joined = replace(found, programs=[three, last], steps_per_execution=3)
+    assert joined.seconds == pytest.approx(one.seconds) and joined.bounds == pytest.approx(one.bounds)
+    assert joined.rows_per_second == pytest.approx(one.rows_per_second)
+    assert joined.share_of_peak == pytest.approx(one.share_of_peak)
+    texts = [str(each).partition("program")[0] for each in (one, joined)]
+    assert texts[0] == texts[1] and "optimizer" in texts[0]
+    assert "is compiled as 1" not in str(joined)
+
+
+def test_steps_that_fit_will_join_by_their_pace_are_told_to_be_compiled_one_by_one():
+    found = replace(report(), steps_per_execution="auto")
+    assert "steps_per_execution='auto' is compiled as 1: fit joins steps by the time that they take" in str(found)
+    assert found.as_dict()["steps_per_execution"] == "auto"
+
+
 def test_a_report_of_what_does_not_fit():
     found = report(fits=False, needed=24 << 30)
     assert not found.fits and found.status == 1 and found.rows_per_second == found.share_of_peak == 0
@@ -694,21 +718,45 @@ def test_a_wrong_command_line(words, says, capsys):
     assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
-@pytest.mark.soak
-def test_the_largest_batch_that_fits():
-    """Within 5 %: the batch that is so much larger does not fit."""
+def wide():
     model = tpufit.Model(nn.Sequential(nn.Linear(8, 1 << 18), nn.Tanh(), nn.Linear(1 << 18, 3)))
     model.compile("sgd", "mse")
-    x, y = torch.zeros(100_000, 8), torch.zeros(100_000, 3)
-    found = model.preflight(x, y, "auto", tpu="v2-8", verbose=0)
-    assert found.fits and found.step.rows == 8 * found.batch_size
-    assert not model.preflight(x, y, int(found.batch_size * 1.06), tpu="v2-8", verbose=0).fits
-    few = model.preflight(x[:100], y[:100], "auto", tpu="v2-8", verbose=0)
-    assert few.fits and few.step.rows == 100 and few.batch_size == 13  # a core: all rows are in one batch
+    return model, torch.zeros(200_000, 8), torch.zeros(200_000, 3)
 
 
 @pytest.mark.soak
-def test_several_tpus_are_compared():
-    found = made().preflight(X[:256], Y[:256], 4, tpu=["v5e-1", "v3-8"], verbose=0)
+@pytest.mark.parametrize("tpu", ["v2-8", "v5e-8"])
+def test_the_largest_batch_that_fits(tpu):
+    """Within 5 %: the batch that is so much larger does not fit."""
+    model, x, y = wide()
+    found = model.preflight(x, y, "auto", tpu=tpu, verbose=0)
+    assert found.fits and found.step.rows == 8 * found.batch_size
+    assert not model.preflight(x, y, int(found.batch_size * 1.05) + 1, tpu=tpu, verbose=0).fits
+
+
+@pytest.mark.soak
+def test_the_largest_batch_if_all_rows_are_in_one():
+    model, x, y = wide()
+    few = model.preflight(x[:100], y[:100], "auto", tpu="v2-8", verbose=0)
+    assert few.fits and few.step.rows == 100 and few.batch_size == 13  # a core
+
+
+class Noted(nn.Linear):
+    """Notes the process that it runs in."""
+
+    def forward(self, x):
+        Path(os.environ["NOTED"], str(os.getpid())).touch()
+        return super().forward(x)
+
+
+@pytest.mark.slow
+def test_several_tpus_are_compared_and_steps_are_traced_once_for_as_many_cores(monkeypatch, tmp_path):
+    monkeypatch.setenv("NOTED", str(tmp_path))
+    model = made(module=nn.Sequential(Noted(6, 3)))
+    found = model.preflight(X[:256], Y[:256], 4, tpu=["v3-8", "v5e-1", "v6e-8"], verbose=0)
     assert isinstance(found, Comparison) and found.fits
-    assert [(one.tpu.name, one.step.rows) for one in found.reports] == [("v5e-1", 4), ("v3-8", 32)]
+    assert [(one.tpu.name, one.step.rows) for one in found.reports] == [("v3-8", 32), ("v5e-1", 4), ("v6e-8", 32)]
+    first, _, last = (one.step for one in found.reports)
+    assert first.cost.cycles != last.cost.cycles and first.text != last.text  # each compiled for its own
+    assert {path.name for path in tmp_path.iterdir()} > {str(os.getpid())}  # this one tries shapes only
+    assert len(list(tmp_path.iterdir())) == 1 + 2  # for 8 cores, and for one

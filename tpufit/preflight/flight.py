@@ -47,18 +47,24 @@ class Flight:
     timeout: float
     verbose: bool
 
-    def report(self, on: Slice) -> PreflightReport:
-        """Compile everything that `fit` would compile on a slice.
+    def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
+        """Compile everything that `fit` would compile on slices. The same steps on as many cores are traced once.
 
         Args:
-            on: The slice.
+            slices: The slices.
+
+        Returns:
+            A report for each.
         """
-        flight, size = self, self.train.batch_size
-        if isinstance(size, str):
-            if size != "auto":
-                raise ArgumentError(f"batch_size must be a whole number or 'auto', got {size!r}")
-            flight = replace(self, train=replace(self.train, batch_size=self._largest(on)))
-        return flight.compiled(on, flight.plan(on))
+        sized = [replace(self, train=replace(self.train, batch_size=self._batch_size(on))) for on in slices]
+        alike: dict[Any, list[int]] = {}
+        for i, on in enumerate(slices):
+            alike.setdefault((on.devices, sized[i].train.batch_size), []).append(i)
+        found: dict[int, PreflightReport] = {}
+        for group in alike.values():
+            flight, those = sized[group[0]], [slices[i] for i in group]
+            found |= zip(group, flight.compiled(flight.plan(those[0]), those), strict=True)
+        return [found[i] for i in range(len(slices))]
 
     def plan(self, on: Slice) -> Plan:
         """Plan the steps for a slice.
@@ -68,19 +74,27 @@ class Flight:
         """
         return plan_of(self.engine, self.train, self.validation, on.devices, self.limit)
 
-    def compiled(self, on: Slice, plan: Plan) -> PreflightReport:
-        """Trace and compile the steps of a plan.
+    def compiled(self, plan: Plan, slices: Sequence[Slice]) -> list[PreflightReport]:
+        """Trace the steps of a plan, and compile them.
 
         Args:
-            on: The slice.
             plan: The plan.
+            slices: The slices, each of as many cores as the plan is for.
+
+        Returns:
+            A report for each.
         """
+        rows = plan.passes[0].groups[0][0].rows
+        size, config = self.train.batch_size or -(-rows // plan.cores), plan.config
         with tempfile.TemporaryDirectory(prefix="tpufit-preflight-") as name:
             folder = Path(name)
-            programs = self.compile(self.trace(plan, folder), folder, on)
-        rows = plan.passes[0].groups[0][0].rows
-        size = self.train.batch_size or -(-rows // on.devices)
-        return PreflightReport(on, programs, size, plan.config.precision)
+            traced = self.trace(plan, folder)
+            return [
+                PreflightReport(
+                    on, self.compile(traced, folder, on), size, config.precision, config.steps_per_execution
+                )
+                for on in slices
+            ]
 
     def trace(self, plan: Plan, folder: Path) -> dict[str, Any]:
         """Trace the steps of a plan, for any slice of as many cores.
@@ -135,6 +149,15 @@ class Flight:
                 raise PreflightError(f"the compiler for {on.name} refuses the {facts['role']} step: {error}") from None
         return found
 
+    def _batch_size(self, on: Slice) -> int | None:
+        """The rows per core on a slice, by the argument of `fit`."""
+        size: int | str | None = self.train.batch_size
+        if not isinstance(size, str):
+            return size
+        if size != "auto":
+            raise ArgumentError(f"batch_size must be a whole number or 'auto', got {size!r}")
+        return self._largest(on)
+
     def _largest(self, on: Slice) -> int:
         """Find the largest batch size per core whose training step fits, by compiling it at several sizes."""
         if brings_batches(self.train.x):
@@ -152,7 +175,7 @@ class Flight:
             if size in totals:  # all rows are in one batch, and it fits
                 return size
             one = replace(plan, passes=[replace(plan.passes[0], groups=plan.passes[0].groups[:1])])
-            step = sized.compiled(on, one).step
+            step = sized.compiled(one, [on])[0].step
             totals[size] = step.memory.total
             if step.fits:
                 largest = size
@@ -186,7 +209,7 @@ def fly(engine: Engine, tpu: str | Sequence[str], arguments: Mapping[str, Any]) 
         raise ArgumentError("tpu must be the name of a slice, such as 'v5e-8', or several, got none")
     check_installed()
     flight = flight_of(engine, arguments)
-    reports = [flight.report(one) for one in slices]
+    reports = flight.reports(slices)
     return reports[0] if isinstance(tpu, str) else Comparison(reports)
 
 

@@ -22,7 +22,22 @@ from .slices import Slice
 
 _WIDTH = 120  # columns
 _SHOWN = 12  # layers that the table has a row for
+_PHASES = ("forward", "backward", "optimizer", "")
+_JOINED_LATER = (
+    "steps_per_execution='auto' is compiled as 1: fit joins steps by the time that they take, in one more program"
+)
 FITS, TOO_LARGE, FAILED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The work of a core in one step: operations, bytes of memory, cycles, and bytes sent; and the step's rows."""
+
+    flops: float
+    nbytes: float
+    cycles: float
+    sent: float
+    rows: float
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,7 @@ class PreflightReport:
         programs: The programs that `fit` would compile, in its order.
         batch_size: The rows per core.
         precision: The argument of `compile`.
+        steps_per_execution: The argument of `compile` (default 1).
 
     Example:
         >>> from tpufit.preflight.analysis import Cost, Memory
@@ -49,6 +65,7 @@ class PreflightReport:
     programs: Sequence[Program]
     batch_size: int
     precision: str
+    steps_per_execution: int | str = 1
 
     @property
     def step(self) -> Program:
@@ -73,25 +90,21 @@ class PreflightReport:
     @property
     def seconds(self) -> float:
         """The estimated seconds of a step: the compiler's cycles at the chip's clock, and the time on the links."""
-        step = self.step
-        return step.cost.cycles / step.steps / self.tpu.chip.clock + self.bounds["links"]
+        return self._work.cycles / self.tpu.chip.clock + self.bounds["links"]
 
     @property
     def rows_per_second(self) -> float:
         """The estimated rows a second, on all cores; 0 if the step doesn't fit."""
-        step = self.step
-        return step.rows / step.steps / self.seconds if self.seconds else 0.0
+        return self._work.rows / self.seconds if self.seconds else 0.0
 
     @property
     def bounds(self) -> dict[str, float]:
         """The seconds of a step if only arithmetic, memory or the links took time, at their published peak."""
-        step, chip, count = self.step, self.tpu.chip, self.tpu.devices
-        # A sum over n cores sends each byte (n - 1) / n times to be added, and as often to be spread.
-        sent = sum(one.nbytes * (1 if one.gathers else 2) for one in step.collectives) * (count - 1) / count
+        work, chip = self._work, self.tpu.chip
         return {
-            "arithmetic": step.cost.flops / step.steps / chip.peak,
-            "memory": step.cost.nbytes / step.steps / chip.bandwidth,
-            "links": sent / step.steps / chip.links,
+            "arithmetic": work.flops / chip.peak,
+            "memory": work.nbytes / chip.bandwidth,
+            "links": work.sent / chip.links,
         }
 
     @property
@@ -102,8 +115,7 @@ class PreflightReport:
     @property
     def share_of_peak(self) -> float:
         """The share of the chip's published peak in bfloat16 that a step is estimated to reach, from 0 to 1."""
-        step = self.step
-        return step.cost.flops / step.steps / self.seconds / self.tpu.chip.peak if self.seconds else 0.0
+        return self.bounds["arithmetic"] / self.seconds if self.seconds else 0.0
 
     @property
     def warnings(self) -> list[str]:
@@ -131,6 +143,7 @@ class PreflightReport:
             "share_of_peak": self.share_of_peak,
         }
         own = {"tpu": asdict(self.tpu), "batch_size": self.batch_size, "precision": self.precision, "fits": self.fits}
+        own["steps_per_execution"] = self.steps_per_execution
         return own | {"estimates": estimates, "programs": programs}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -163,8 +176,8 @@ class PreflightReport:
         memory.legend()
         shown = self._by_layer()[:_SHOWN]
         names, left = [layer for layer, _ in shown], [0.0] * len(shown)
-        for phase in ("forward", "backward", "optimizer", ""):
-            widths = [1000 * cycles[phase] / self.tpu.chip.clock for _, cycles in shown]
+        for phase in _PHASES:
+            widths = [1000 * seconds[phase] for _, seconds in shown]
             layers.barh(names, widths, left=left, label=phase or "elsewhere")
             left = [a + b for a, b in zip(left, widths, strict=True)]
         layers.invert_yaxis()
@@ -172,18 +185,28 @@ class PreflightReport:
         layers.legend()
         return figure
 
-    def _by_layer(self) -> list[tuple[str, Counter[str]]]:
-        """The estimated cycles of each layer by phase, the most first."""
-        found: dict[str, Counter[str]] = {}
+    @property
+    def _work(self) -> _Work:
+        """The work of one step, of which a program may join several."""
+        step, count = self.step, self.tpu.devices
+        # A sum over n cores sends each byte (n - 1) / n times to be added, and as often to be spread.
+        sent = sum(one.nbytes * (1 if one.gathers else 2) for one in step.collectives) * (count - 1) / count
+        amounts = (step.cost.flops, step.cost.nbytes, step.cost.cycles, sent, step.rows)
+        return _Work(*(amount / step.steps for amount in amounts))
+
+    def _by_layer(self) -> list[tuple[str, dict[str, float]]]:
+        """The estimated seconds of each layer in one step by phase, the most first."""
+        found: dict[str, dict[str, float]] = {}
         for (phase, layer), cycles in self.step.layers.items():
-            found.setdefault(layer or phase or "elsewhere", Counter())[phase] += cycles
-        return sorted(found.items(), key=lambda pair: -pair[1].total())
+            own = found.setdefault(layer or phase or "elsewhere", dict.fromkeys(_PHASES, 0.0))
+            own[phase] += cycles / self.step.steps / self.tpu.chip.clock
+        return sorted(found.items(), key=lambda pair: -sum(pair[1].values()))
 
     def _headline(self) -> Text:
         step, chip = self.step, self.tpu.chip
         hosts = f" on {self.tpu.hosts} hosts" if self.tpu.hosts > 1 else ""
-        cores, rows = f"{counted(self.tpu.devices, 'core')}{hosts}", step.rows // step.steps
-        head = f"{self.tpu.name}: {cores}, {rows} rows a step, {self.precision}\n"
+        cores = f"{counted(self.tpu.devices, 'core')}{hosts}"
+        head = f"{self.tpu.name}: {cores}, {self._work.rows:.0f} rows a step, {self.precision}\n"
         share = step.memory.total / chip.memory
         verdict = "fits" if self.fits else "does NOT fit"
         memory = f": {size(step.memory.total)} of {size(chip.memory)} a core ({share:.0%})\n"
@@ -208,15 +231,15 @@ class PreflightReport:
         table = Table(*columns, box=None, header_style="bold", title_justify="left")
         for column in table.columns[1:]:
             column.justify = "right"
-        rows, clock = self._by_layer(), self.tpu.chip.clock
+        rows = self._by_layer()
+        whole = sum(sum(seconds.values()) for _, seconds in rows)
         if len(rows) > _SHOWN:
-            rest = sum((cycles for _, cycles in rows[_SHOWN:]), Counter())
+            rest = {phase: sum(seconds[phase] for _, seconds in rows[_SHOWN:]) for phase in _PHASES}
             rows = [*rows[:_SHOWN], (f"{len(rows) - _SHOWN} others", rest)]
-        for layer, cycles in rows:
-            other = cycles.total() - cycles["forward"] - cycles["backward"]
-            times = [cycles["forward"], cycles["backward"], other]
-            shown = [f"{1e6 * n / clock:,.0f} us" if n else "" for n in times]
-            table.add_row(layer, *shown, f"{cycles.total() / max(self.step.cost.cycles, 1):.0%}")
+        for layer, seconds in rows:
+            times = [seconds["forward"], seconds["backward"], seconds["optimizer"] + seconds[""]]
+            shown = [f"{1e6 * each:,.0f} us" if each else "" for each in times]
+            table.add_row(layer, *shown, f"{sum(times) / whole:.0%}")
         return table
 
     def _programs(self) -> Table:
@@ -238,6 +261,8 @@ class PreflightReport:
         if self.step.cost.cycles:
             parts += [Text(), self._layers()]
         parts += [Text(), self._programs()]
+        if self.steps_per_execution == "auto":
+            parts.append(Text(_JOINED_LATER))
         parts += [Text(f"warning: {said}", style="yellow") for said in self.warnings]
         yield Group(*parts)
 
