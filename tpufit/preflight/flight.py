@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -277,11 +278,9 @@ def _next_size(largest: int, too_large: int, totals: dict[int, int], on: Slice) 
     )
     slope = (totals[b] - totals.get(a, 0)) / (b - a)
     reaches = int(b + (on.chip.memory * 0.98 - totals[b]) / slope) if slope > 0 else 2 * b
-    low = largest + 1
-    high = too_large - 1 if too_large else max(16 * largest, 2)
-    middle = (largest + too_large) // 2 if too_large else 4 * largest
-    # On both sides of the line in turn, so that the bounds close on it.
-    guess = reaches if low <= reaches <= high else middle
-    if too_large and guess in (low, high) and high - low > 2:
-        guess = middle
-    return max(low, min(high, guess))
+    if not largest:
+        return max(1, min(too_large // 2, reaches))
+    # At least 5 % from a bound: then a guess that is wrong ends the search, and one that is right moves a bound so far.
+    low = max(largest + 1, int(largest * _CLOSE))
+    high = min(too_large - 1, math.ceil(too_large / _CLOSE)) if too_large else 16 * largest
+    return max(low, min(high, reaches))
