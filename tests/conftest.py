@@ -23,7 +23,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # They compile with the TPU's compiler, and the JAX that belongs to it is made for Python 3.11 and later.
-collect_ignore = ["test_preflight.py", "test_preflight_programs.py", "faults/test_preflight_faults.py"]
+collect_ignore = ["test_preflight.py", "test_preflight_programs.py", "test_tpu_peers.py"]
+collect_ignore += ["faults/test_preflight_faults.py"]
 collect_ignore = collect_ignore if sys.version_info < (3, 11) else []
 # Here a graph takes far longer to compile than to run. Together these take seven eighths of it away.
 QUICK_TO_COMPILE = " ".join(

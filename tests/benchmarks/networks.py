@@ -1,6 +1,10 @@
-"""Well-known networks at their real sizes, in plain PyTorch: ResNet-50, GPT-2 small, BERT base and ViT-S/16."""
+"""The networks of `tpu_programs.py`, in plain PyTorch, and how each is trained."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -67,13 +71,15 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """Small: 124 million weights, 1,024 words."""
 
-    def __init__(self, vocabulary: int = 50257, length: int = 1024, width: int = 768, depth: int = 12) -> None:
+    def __init__(
+        self, vocabulary: int = 50257, length: int = 1024, width: int = 768, depth: int = 12, dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, width // 64, 0.1, causal=True) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[Block(width, width // 64, dropout, causal=True) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.words.weight
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         positions = torch.arange(x.shape[1], device=x.device)
@@ -115,6 +121,68 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(x))[:, 0])
 
 
+def mlp() -> nn.Module:
+    """5.8 million weights."""
+    return nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
+
+
+class LSTM(nn.Module):
+    """Two layers of 256 over 64 moments of 128 numbers, whose last state is classified."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(128, width, num_layers=2, batch_first=True), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
 def of_words(logits: Tensor, words: Tensor) -> Tensor:
     """Cross entropy of (batch, length, words) and (batch, length)."""
     return F.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, with AdamW and accuracy.
+
+    Attributes:
+        make: Makes the network.
+        shape: The shape of a row of its input.
+        rows: The rows on each core.
+        loss: By tpufit's name for it, or a function.
+        words: True if a row is words of a vocabulary, and not numbers.
+        slices: The TPUs that it is compiled for.
+        precision: As in `Model.compile`.
+        peer: The name of the same network in `keras_networks.py`; empty if it isn't compared with peers.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    rows: int
+    loss: str | Callable[[Tensor, Tensor], Tensor] = "cross_entropy"
+    words: bool = False
+    slices: tuple[str, ...] = ("v5e-8",)
+    precision: str = "bf16"
+    peer: str = ""
+
+    def batch(self, cores: int) -> tuple[Tensor, Tensor]:
+        """A batch for so many cores: no program depends on its values."""
+        x = torch.zeros(self.rows * cores, *self.shape, dtype=torch.long if self.words else torch.float32)
+        return x, torch.zeros(x.shape if self.loss is of_words else len(x), dtype=torch.long)
+
+
+_ALL = ("v5e-8", "v3-8", "v6e-8")  # of 8 cores each: one trace does for all
+_gpt = partial(GPT2, vocabulary=8192, length=512, width=512, depth=4, dropout=0.0)
+_text = partial(Training, loss=of_words, words=True)
+TRAININGS = {
+    "MLP": Training(mlp, (784,), 128, peer="MLP"),
+    "LSTM": Training(LSTM, (64, 128), 64, peer="LSTM"),
+    "GPT": _text(_gpt, (512,), 8, slices=_ALL, peer="GPT"),
+    "GPT in float32": _text(_gpt, (512,), 8, precision="fp32", peer="GPT"),
+    "ResNet-50": Training(resnet50, (3, 224, 224), 16, slices=_ALL, peer="ResNet-50"),
+    "GPT-2 small": _text(GPT2, (1024,), 4),
+    "BERT base": Training(BERT, (128,), 32, words=True),
+    "GPT-2 XL": _text(partial(GPT2, width=1600, depth=48), (1024,), 1),
+    "ViT-S/16": Training(ViT, (3, 224, 224), 64, peer="ViT-S/16"),
+}

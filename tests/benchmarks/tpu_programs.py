@@ -1,10 +1,11 @@
 """What the TPU's own compiler makes of the train steps of many networks, on a machine that needs no TPU.
 
-    python tests/benchmarks/tpu_programs.py [--only NAME] [--small] [--anew] [--out DIR]
+    python tests/benchmarks/tpu_programs.py [--only NAME] [--contender WHOSE] [--small] [--anew]
 
 The small networks are those of `tests/architectures.py` and of the examples, for a v3-8, a v5e-8 and a v6e-8; the large
-ones are those of `networks.py`, for a v5e-8. The figures are the compiler's and have no noise, so only a step that has
-changed since they were kept in `results/tpu_programs.json` is compiled again. They are kept after each network.
+ones are those of `networks.py`, of which some are also compiled as a step of Keras on JAX (`--contender Keras`) and as
+one that is written by hand with torch_xla (`--contender "by hand"`). The figures are the compiler's and have no noise,
+so only a step that has changed since they were kept in `results/` is compiled again. They are kept after each network.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine import HERE, ROOT, machine, versions
-from networks import BERT, GPT2, ViT, of_words, resnet50
+from networks import TRAININGS
+from tpu_peers import PEERS
+from tpu_tables import FILES, comparison, table
 
 import tpufit
 from tpufit.errors import TpufitError
@@ -36,7 +38,7 @@ from tpufit.preflight.hlo import operations
 from tpufit.preflight.script import run_script
 from tpufit.preflight.slices import Slice, slice_of
 
-SMALL, LARGE = ("v3-8", "v5e-8", "v6e-8"), ("v5e-8",)  # of 8 cores each: one trace does for all
+SMALL = ("v3-8", "v5e-8", "v6e-8")  # of 8 cores each: one trace does for all
 CORES = 8
 EXAMPLES = {
     "bert.py": [],
@@ -48,61 +50,62 @@ EXAMPLES = {
 }
 WIDE = ("f64", "s64", "u64", "c128")
 
-# By name: the network, its inputs, the rows per core, and the loss.
-NETWORKS: dict[str, tuple[Any, tuple[int, ...], int, Any]] = {
-    "ResNet-50": (resnet50, (3, 224, 224), 16, "cross_entropy"),
-    "GPT-2 small": (GPT2, (1024,), 4, of_words),
-    "BERT base": (BERT, (128,), 32, "cross_entropy"),
-    "GPT-2 XL": (partial(GPT2, width=1600, depth=48), (1024,), 1, of_words),
-    "ViT-S/16": (ViT, (3, 224, 224), 64, "cross_entropy"),
-}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", metavar="NAME", help="a part of a network's name")
+    parser.add_argument("--only", metavar="NAME", help="a network's name, or a part of several")
+    parser.add_argument("--contender", choices=FILES, default="tpufit", help="whose step (default: tpufit)")
     parser.add_argument("--small", action="store_true", help="without the large networks, which take minutes each")
     parser.add_argument("--anew", action="store_true", help="compile also what is known")
+    parser.add_argument("--texts", type=Path, metavar="DIR", help="keep the programs that are compiled, as text")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where results are kept (default: results/)")
     parser.add_argument("--network", help=argparse.SUPPRESS)  # in a process for it
     args = parser.parse_args()
-    path = args.out / "tpu_programs.json"
+    path = args.out / FILES[args.contender]
     report = json.loads(path.read_text()) if path.exists() else {"programs": []}
     if args.network:
         kept = {} if args.anew else {(one["name"], one["slice"]): one for one in report["programs"]}
-        print(json.dumps(compiled(args.network, kept)))
+        print(json.dumps(compiled(args.network, args.contender, kept, args.texts)))
         return
     sys.path.append(str(ROOT / "tests"))
-    chosen = [name for name in names() if (args.only or "") in name and not (args.small and name in NETWORKS)]
+    known = names(args.contender)
+    chosen = [name for name in known if (args.only or "") in name and not (args.small and name in TRAININGS)]
+    chosen = [args.only] if args.only in known else chosen
     if not chosen:
-        parser.error(f"no network is called {args.only!r}; there are {', '.join(names())}")
-    args.out.mkdir(parents=True, exist_ok=True)
+        parser.error(f"no network is called {args.only!r}; there are {', '.join(known)}")
+    for folder in filter(None, (args.out, args.texts)):
+        folder.mkdir(parents=True, exist_ok=True)
     for name in chosen:
-        found = in_a_process(name, args.anew, args.out)
+        found = in_a_process(name, args)
         for one in found:
             print(f"{one['name']} on {one['slice']}: {one.get('failed') or one['cycles']}", flush=True)
         others = [one for one in report["programs"] if one["network"] != name]
         report = {"machine": machine() | {"device": "none"}, "versions": versions() | compiler()}
-        report["programs"] = sorted(others + found, key=lambda one: names().index(one["network"]))
+        report["programs"] = sorted(others + found, key=lambda one: known.index(one["network"]))
         path.write_text(json.dumps(report, indent=1) + "\n")
-    figures = table(report["programs"])
-    (args.out / "tpu_programs.md").write_text(f"# What the TPU's compiler makes of training steps\n\n{figures}\n")
-    print(figures)
+    if args.contender == "tpufit":
+        figures = f"# What the TPU's compiler makes of training steps\n\n{table(report['programs'])}\n"
+        (args.out / "tpu_programs.md").write_text(figures)
+        print(figures)
+    comparison(args.out)
 
 
-def names() -> list[str]:
+def names(contender: str) -> list[str]:
     from architectures import ARCHITECTURES
 
-    return [*ARCHITECTURES, *(f"examples/{script}" for script in EXAMPLES), *NETWORKS]
+    if contender in PEERS:
+        return [name for name, training in TRAININGS.items() if training.peer]
+    return [*ARCHITECTURES, *(f"examples/{script}" for script in EXAMPLES), *TRAININGS]
 
 
 def compiler() -> dict[str, str]:
     return {"libtpu": metadata.version("libtpu")}
 
 
-def in_a_process(name: str, anew: bool, out: Path) -> list[dict[str, Any]]:
+def in_a_process(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The figures of a network, whose script or trace may end the process."""
-    command = [sys.executable, __file__, "--network", name, "--out", str(out.resolve()), *["--anew"] * anew]
+    command = [sys.executable, __file__, "--network", name, "--contender", args.contender, *["--anew"] * args.anew]
+    command += ["--out", str(args.out.resolve())] + (["--texts", str(args.texts.resolve())] if args.texts else [])
     with tempfile.TemporaryDirectory() as folder:  # examples leave files where they run
         process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     for line in reversed(process.stdout.splitlines()):
@@ -115,13 +118,15 @@ def in_a_process(name: str, anew: bool, out: Path) -> list[dict[str, Any]]:
 
 
 def slices_of(name: str) -> tuple[str, ...]:
-    return LARGE if name in NETWORKS else SMALL
+    return TRAININGS[name].slices if name in TRAININGS else SMALL
 
 
-def compiled(network: str, kept: Mapping[tuple[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+def compiled(
+    network: str, contender: str, kept: Mapping[tuple[str, str], dict[str, Any]], texts: Path | None
+) -> list[dict[str, Any]]:
     """The figures of a network's train step on each slice; those that are kept, if the program is the same."""
     found = []
-    for name, flight in flights(network):
+    for name, flight in flights(network, contender):
         slices = [slice_of(on) for on in slices_of(network)]
         with tempfile.TemporaryDirectory() as path:
             folder = Path(path)
@@ -143,13 +148,16 @@ def compiled(network: str, kept: Mapping[tuple[str, str], dict[str, Any]]) -> li
                     try:
                         (program,) = flight.compile({number: traced[number]}, folder, on)
                         known |= figures(program, (folder / f"{number}.before.txt").read_text())
+                        if texts:
+                            kind = "-".join([contender, name, on.name]).replace("/", "-").replace(" ", "-")
+                            (texts / f"{kind}.txt").write_text(program.text)
                     except TpufitError as error:
                         known["failed"] = str(error)
                 found.append(known)
     return found
 
 
-def flights(network: str) -> list[tuple[str, Flight]]:
+def flights(network: str, contender: str) -> list[tuple[str, Flight]]:
     """Each `fit` of a network, by a name."""
     sys.path.append(str(ROOT / "tests"))
     from architectures import ARCHITECTURES, BATCH
@@ -162,16 +170,16 @@ def flights(network: str) -> list[tuple[str, Flight]]:
         model.compile(one.optimizer(net), one.loss, metrics=one.metrics)
         arguments = dict(zip(("x", "y"), one.data, strict=False)) | {"batch_size": BATCH // CORES}
         return [(network, flight_of(model._engine, arguments | quiet))]
-    if network in NETWORKS:
-        make, shape, size, loss = NETWORKS[network]
+    if network in TRAININGS:
+        training = TRAININGS[network]
         with torch.device("meta"):  # no program depends on the weights
-            net = make()
+            net = training.make()
         model = tpufit.Model(net)
-        model.compile(torch.optim.AdamW(net.parameters()), loss, metrics=["accuracy"], precision="bf16")
-        rows = size * CORES
-        x = torch.zeros(rows, *shape) if len(shape) == 3 else torch.ones(rows, *shape, dtype=torch.long)
-        y = torch.zeros(x.shape if loss is of_words else rows, dtype=torch.long)
-        return [(network, flight_of(model._engine, {"x": x, "y": y, "batch_size": size} | quiet))]
+        optimizer = torch.optim.AdamW(net.parameters())
+        model.compile(optimizer, training.loss, metrics=["accuracy"], precision=training.precision)
+        x, y = training.batch(CORES)
+        flight = flight_of(model._engine, {"x": x, "y": y, "batch_size": training.rows} | quiet)
+        return [(network, PEERS[contender](**vars(flight), name=network) if contender in PEERS else flight)]
     script = ROOT / network
     found: list[Flight] = []
 
@@ -219,26 +227,6 @@ def figures(program: Program, before: str) -> dict[str, Any]:
         "warnings": dict(program.warnings),
         "seconds": round(program.seconds, 1),
     }
-
-
-def table(programs: list[dict[str, Any]]) -> str:
-    """The figures as a Markdown table."""
-    lines = [
-        "| network | TPU | fits | cycles | MB read and written | GFLOP | temporaries, MB | between cores | gathers "
-        "| 64-bit operations | compiled in, s |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
-    ]
-    for one in programs:
-        if "failed" in one:
-            lines.append(f"| {one['name']} | {one['slice']} | FAILED: {one['failed']} |" + " |" * 8)
-            continue
-        between = ", ".join(f"{n['count']} {kind} ({n['bytes']:,} B)" for kind, n in one["between_cores"].items())
-        gathers = sum(count for _, _, count, _ in one["gathers"])
-        cells = [one["name"], one["slice"], "yes" if one["fits"] else "NO", f"{one['cycles']:,}"]
-        cells += [f"{one['bytes'] / 1e6:,.1f}", f"{one['flops'] / 1e9:,.3g}", f"{one['temporaries'] / 1e6:,.1f}"]
-        cells += [between, str(gathers or ""), str(one["wide"] or ""), f"{one['seconds']:.1f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 # Without these libtpu looks for the TPU of this host: it asks the cloud's metadata server, and waits for its answer.
-_NO_HOST = {
+NO_HOST = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so that others may use it meanwhile
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -128,5 +128,5 @@ def main(folder: Path, job: dict[str, Any]) -> None:
 if __name__ == "__main__":
     work = json.loads(Path(sys.argv[2]).read_text())
     theirs = os.environ.get("LIBTPU_INIT_ARGS", "")
-    os.environ |= _NO_HOST | {"LIBTPU_INIT_ARGS": f"{_FLAGS} {work['flags']} {theirs}".strip()}
+    os.environ |= NO_HOST | {"LIBTPU_INIT_ARGS": f"{_FLAGS} {work['flags']} {theirs}".strip()}
     main(Path(sys.argv[1]), work)

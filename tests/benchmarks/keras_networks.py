@@ -1,0 +1,116 @@
+"""Networks of `networks.py` in Keras, as its users write them: images have their channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import layers
+
+WIDTH = 224
+
+
+class Positions(layers.Layer):
+    """Adds weights of its own to each row of a sequence; with a token, that comes first."""
+
+    def __init__(self, token: bool = False) -> None:
+        super().__init__()
+        self.token = token
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        _, length, width = shape
+        if self.token:
+            self.first = self.add_weight(shape=(1, 1, width), initializer="zeros")
+        self.table = self.add_weight(shape=(length + self.token, width), initializer="random_normal")
+
+    def call(self, x: Any) -> Any:
+        if self.token:
+            first = keras.ops.broadcast_to(self.first, (x.shape[0], 1, x.shape[2]))
+            x = keras.ops.concatenate([first, x], axis=1)
+        return x + self.table
+
+
+def mlp(rows: int) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((784,), rows),
+            layers.Dense(2048, activation="relu"),
+            layers.Dense(2048, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def lstm(rows: int) -> keras.Model:
+    """Unrolled, as PyTorch's is: the compiler counts the work of a loop's body once."""
+    return keras.Sequential(
+        [
+            keras.Input((64, 128), rows),
+            layers.LSTM(256, return_sequences=True, unroll=True),
+            layers.LSTM(256, unroll=True),
+            layers.Dense(10),
+        ]
+    )
+
+
+def block(x: Any, heads: int, causal: bool = False) -> Any:
+    """Attention and a feed-forward net, with the norms before them."""
+    width = x.shape[-1]
+    y = layers.LayerNormalization(epsilon=1e-5)(x)
+    x = x + layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=causal)
+    y = layers.LayerNormalization(epsilon=1e-5)(x)
+    return x + layers.Dense(width)(layers.Dense(4 * width, activation="gelu")(y))
+
+
+def gpt(rows: int) -> keras.Model:
+    x = keras.Input((512,), rows, dtype="int32")
+    words = layers.ReversibleEmbedding(8192, 512)
+    y = Positions()(words(x))
+    for _ in range(4):
+        y = block(y, 8, causal=True)
+    y = layers.LayerNormalization(epsilon=1e-5)(y)
+    return keras.Model(x, words(y, reverse=True))
+
+
+def vit(rows: int) -> keras.Model:
+    x = keras.Input((WIDTH, WIDTH, 3), rows)
+    y = layers.Conv2D(384, 16, 16)(x)
+    y = Positions(token=True)(layers.Reshape((-1, 384))(y))
+    for _ in range(12):
+        y = block(y, 6)
+    y = layers.LayerNormalization(epsilon=1e-5)(y)
+    return keras.Model(x, layers.Dense(1000)(y[:, 0]))
+
+
+def convolution(x: Any, width: int, size: int, stride: int = 1) -> Any:
+    y = layers.Conv2D(width, size, stride, padding="same", use_bias=False)(x)
+    return layers.BatchNormalization(momentum=0.9, epsilon=1e-5)(y)
+
+
+def bottleneck(x: Any, width: int, stride: int) -> Any:
+    y = layers.ReLU()(convolution(x, width, 1))
+    y = layers.ReLU()(convolution(y, width, 3, stride))
+    y = convolution(y, 4 * width, 1)
+    changes = stride != 1 or x.shape[-1] != 4 * width
+    return layers.ReLU()(y + (convolution(x, 4 * width, 1, stride) if changes else x))
+
+
+def resnet50(rows: int) -> keras.Model:
+    """Version 1.5: blocks shrink the image in their 3 x 3 convolution."""
+    x = keras.Input((WIDTH, WIDTH, 3), rows)
+    y = layers.ReLU()(convolution(x, 64, 7, 2))
+    y = layers.MaxPooling2D(3, 2, padding="same")(y)
+    for stage, count in enumerate((3, 4, 6, 3)):
+        for number in range(count):
+            y = bottleneck(y, 64 << stage, 2 if stage and not number else 1)
+    return keras.Model(x, layers.Dense(1000)(layers.GlobalAveragePooling2D()(y)))
+
+
+NETWORKS: dict[str, Callable[[int], keras.Model]] = {
+    "MLP": mlp,
+    "LSTM": lstm,
+    "GPT": gpt,
+    "ResNet-50": resnet50,
+    "ViT-S/16": vit,
+}

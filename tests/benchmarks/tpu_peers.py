@@ -1,0 +1,65 @@
+"""The steps of peers, traced and compiled as a preflight does tpufit's: each by a script of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpufit.preflight.analysis import Program, analyse
+from tpufit.preflight.children import run
+from tpufit.preflight.compiling import NO_HOST, as_text
+from tpufit.preflight.flight import Flight
+from tpufit.preflight.hlo import arguments_of
+from tpufit.preflight.plan import ENVIRON, TRACED, Plan
+from tpufit.preflight.slices import Slice
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Peer(Flight):
+    """The same training, by other means.
+
+    Attributes:
+        name: One of `TRAININGS`.
+    """
+
+    name: str = ""
+
+
+class ByHand(Peer):
+    """A step that is written with torch_xla alone, compiled with the flags that torch_xla starts a TPU with."""
+
+    def trace(self, plan: Plan, folder: Path) -> dict[str, Any]:
+        environ = ENVIRON | {"CPU_NUM_DEVICES": str(plan.cores)}
+        run([str(HERE / "tpu_by_hand.py"), self.name, str(folder)], "tracing", self.timeout, self.verbose, environ)
+        traced: dict[str, Any] = json.loads((folder / TRACED).read_text())
+        return traced
+
+
+class Keras(Peer):
+    """A step of Keras 3 on JAX, compiled by JAX with its own flags."""
+
+    def trace(self, plan: Plan, folder: Path) -> dict[str, Any]:
+        self._run(folder, "v5e-8")  # the program is the same for all of 8 cores
+        traced: dict[str, Any] = json.loads((folder / TRACED).read_text())
+        return traced
+
+    def compile(self, traced: Mapping[str, Any], folder: Path, on: Slice) -> list[Program]:
+        self._run(folder, on.name, "compile")
+        compiled = json.loads((folder / f"0.{on.name}.json").read_text())
+        (folder / "0.before.txt").write_text(as_text((folder / "0.hlo").read_bytes()))
+        after = (folder / f"0.{on.name}.txt").read_text()
+        # Of no argument is known what it is for: none of the figures tells them apart.
+        arguments = [{"source": "state", "name": ""} for _ in arguments_of(after)]
+        return [analyse(traced["0"] | {"arguments": arguments}, compiled, "", after, on)]
+
+    def _run(self, folder: Path, *words: str) -> None:
+        command = [str(HERE / "tpu_keras.py"), self.name, str(folder), *words]
+        run(command, " ".join(words), self.timeout, self.verbose, NO_HOST | {"KERAS_BACKEND": "jax"})
+
+
+PEERS: dict[str, type[Peer]] = {"Keras": Keras, "by hand": ByHand}

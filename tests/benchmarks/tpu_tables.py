@@ -1,0 +1,80 @@
+"""The figures of `tpu_programs.py` as tables: `python tests/benchmarks/tpu_tables.py [DIR]` writes them anew."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# Where the figures of each contender are kept.
+FILES = {"tpufit": "tpu_programs.json", "Keras": "tpu_keras.json", "by hand": "tpu_by_hand.json"}
+_SAME = 0.02  # how far the operations of the same work may be apart
+
+
+def table(programs: list[dict[str, Any]]) -> str:
+    """The figures as a Markdown table."""
+    lines = [
+        "| network | TPU | fits | cycles | MB read and written | GFLOP | temporaries, MB | between cores | gathers "
+        "| 64-bit operations | compiled in, s |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for one in programs:
+        if "failed" in one:
+            lines.append(f"| {one['name']} | {one['slice']} | FAILED: {one['failed']} |" + " |" * 8)
+            continue
+        between = ", ".join(f"{n['count']} {kind} ({n['bytes']:,} B)" for kind, n in one["between_cores"].items())
+        gathers = sum(count for _, _, count, _ in one["gathers"])
+        cells = [one["name"], one["slice"], "yes" if one["fits"] else "NO", f"{one['cycles']:,}"]
+        cells += [f"{one['bytes'] / 1e6:,.1f}", f"{one['flops'] / 1e9:,.3g}", f"{one['temporaries'] / 1e6:,.1f}"]
+        cells += [between, str(gathers or ""), str(one["wide"] or ""), f"{one['seconds']:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def comparison(folder: Path) -> None:
+    """Write what is known of all contenders side by side, and end with an error if they don't do the same work."""
+    reports = {
+        name: json.loads((folder / file).read_text()) for name, file in FILES.items() if (folder / file).exists()
+    }
+    found = {
+        name: {(one["name"], one["slice"]): one for one in report["programs"] if "failed" not in one}
+        for name, report in reports.items()
+    }
+    peers = [name for name in found if name != "tpufit"]
+    rows = list(dict.fromkeys(row for name in peers for row in found[name]))
+    lines, differ = [], []
+    for row in rows:
+        those = {name: one[row] for name, one in found.items() if row in one}
+        lines += [_cells(row, name, one, those.get("Keras")) for name, one in those.items()]
+        flops = [one["flops"] for one in those.values()]
+        if max(flops) > (1 + _SAME) * min(flops):
+            differ.append(f"{row[0]} on {row[1]}: " + ", ".join(f"{n} {one['flops']:,.0f}" for n, one in those.items()))
+    if not rows:
+        return
+    text = f"# The same training steps by tpufit, by Keras on JAX, and by hand\n\n{_HEAD}\n" + "\n".join(lines) + "\n"
+    (folder / "tpu_peers.md").write_text(text)
+    print(text)
+    if differ:
+        raise SystemExit("these don't do the same work, by their operations: " + "; ".join(differ))
+
+
+_HEAD = """\
+| network | TPU | step | million cycles | to Keras's | MB read and written | to Keras's | temporaries, MB | to Keras's \
+| GFLOP | sums between cores | gathers |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |"""
+
+
+def _cells(row: tuple[str, str], name: str, one: dict[str, Any], keras: dict[str, Any] | None) -> str:
+    cells = [*row, name]
+    for figure, unit in (("cycles", 1e6), ("bytes", 1e6), ("temporaries", 1e6)):
+        cells += [f"{one[figure] / unit:,.4g}", f"{one[figure] / keras[figure]:.2f}" if keras and keras[figure] else ""]
+    between = one["between_cores"]
+    sums = between.get("all-reduce", {"count": 0, "bytes": 0})
+    gathers = [f"{n['count']} {kind} ({n['bytes']:,} B)" for kind, n in between.items() if kind != "all-reduce"]
+    cells += [f"{one['flops'] / 1e9:,.4g}", f"{sums['count']} ({sums['bytes']:,} B)", ", ".join(gathers)]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    comparison(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent / "results")
