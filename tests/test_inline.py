@@ -1,4 +1,4 @@
-"""Quick data are read without a thread, from the second pass on: the same batches, errors and results."""
+"""Rows in memory are read without a thread, and quick data from the second pass on, with the same results."""
 
 import threading
 import time
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tpufit
 from tpufit.data import inline, stream
 from tpufit.data.inline import InlineReader, ReadTimes
+from tpufit.data.sampling import order
 
 pytestmark = pytest.mark.cores(1)
 
@@ -42,9 +43,9 @@ def fit(data, epochs=3, **options):
 
 @pytest.fixture
 def generous(monkeypatch):
-    """A machine that is busy with other things may take a millisecond for what is quick."""
-    monkeypatch.setattr(inline, "_QUICK", 0.02)
-    monkeypatch.setattr(inline, "_WAITS", 0.02)
+    """On a machine that is busy with other things what is quick may take much of so short a pass."""
+    monkeypatch.setattr(inline, "_MOST_COMPUTED", 20)
+    monkeypatch.setattr(inline, "_MOST_WAITED", 20)
 
 
 def test_quick_data_are_read_by_the_loop_itself_from_the_second_pass_on(generous):
@@ -86,27 +87,43 @@ def test_an_error_in_quick_data_is_raised_where_it_happened(generous):
     ids=["workers", "iterator"],
 )
 def test_some_data_always_have_their_thread(data):
-    source = stream(data)
-    source.pace.note(ReadTimes(1000))
-    assert not source.pace.quick
-    goes_on = stream(X, Y, steps=3)
-    goes_on.pace.note(ReadTimes(1000))
-    assert not goes_on.pace.quick
+    pace = stream(data).pace
+    pace.note(ReadTimes(1000), 1.0)
+    assert not pace.inline and pace.passed
 
 
-def test_quick_is_measured_by_enough_batches():
-    paces = [
-        (1e-4, 1e-4, 20, True),
-        (1e-3, 1e-4, 20, True),  # it had to wait for the other thread
-        (1e-2, 1e-4, 20, False),  # for a disk
-        (1e-3, 1e-3, 20, False),
-        (1e-4, 1e-4, 3, False),
-        (0, 0, 0, False),
-    ]
-    for busy, computed, batches, quick in paces:
-        source = stream(X, Y)
-        source.pace.note(ReadTimes(batches, busy=busy * batches, computed=computed * batches))
-        assert source.pace.quick is quick
+def test_rows_in_memory_never_have_one(tmp_path):
+    X.tofile(tmp_path / "x")
+    mapped = np.memmap(tmp_path / "x", "float32", "r", shape=X.shape)
+    rows = {"x": stream(X, Y), "set": stream(TensorDataset(torch.from_numpy(X))), "on": stream(X, Y, steps=3)}
+    for source in rows.values():
+        source.pace.note(ReadTimes(1000, busy=9.0), 1.0)
+    assert all(source.pace.inline for source in rows.values())
+    assert not stream(mapped, Y).pace.inline
+
+
+@pytest.mark.parametrize(
+    ("times", "inline"),
+    [
+        (ReadTimes(20, busy=1.4, computed=1.4), True),
+        (ReadTimes(20, busy=1.9, computed=1.0), True),  # it had to wait for the other thread
+        (ReadTimes(20, busy=2.1, computed=1.0), False),  # for a disk
+        (ReadTimes(20, busy=1.6, computed=1.6), False),
+        (ReadTimes(3, busy=1.0, computed=1.0), False),
+        (ReadTimes(), False),
+    ],
+)
+def test_quick_is_what_takes_little_beside_a_second_of_the_loop_itself(times, inline):
+    pace = stream([(X, Y)]).pace
+    pace.note(times, 1.0)
+    assert pace.inline is inline
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_shuffled_rows_are_those_of_the_order(dtype):
+    rows = (torch.arange(60).reshape(20, 3) % 7).to(dtype).T.contiguous().T  # not contiguous
+    ((found,),) = stream(rows, batch_size=20, shuffle=True, seed=1).epoch(2)
+    assert torch.equal(found, rows[order(20, seed=1, epoch=2)])
 
 
 def test_it_closes_a_generator_and_counts():
@@ -123,7 +140,7 @@ def test_it_closes_a_generator_and_counts():
         with feed.paused():
             assert next(feed) == "2"
         times = feed.times
-        assert times.batches == 3 and 0 <= times.waited <= times.busy == times.computed
+        assert times.batches == 3 and 0 <= times.waited <= times.busy
     assert closed == [1]
     assert list(feed) == []
 

@@ -48,6 +48,8 @@ RATIOS = [
     ("tpufit", "replay", "ms_per_step"),
     ("tpufit", "keras", "ms_per_step"),
     ("tpufit-10", "keras-10", "ms_per_step"),
+    ("fits-tpufit", "fits-keras", "ms_per_step"),
+    ("fits-shuffled-tpufit", "fits-shuffled-keras", "ms_per_step"),
     ("tpufit-8", "hand-8", "ms_per_step"),
     ("convnet-tpufit", "convnet-hand", "host_ms_per_step"),
     ("transformer-tpufit", "transformer-hand", "host_ms_per_step"),
@@ -65,7 +67,8 @@ class Row:
         label: What the tables and the plot call it.
         contender: The function that runs it, in `contenders_torch.py` or `contender_keras.py`.
         workload: Its name in `workloads.py`.
-        options: More for that function: `cores`, `compile`, `fit` or `donate`.
+        options: More for that function: `cores`, `compile`, `fit`, `fits` (a call of `fit` for each epoch, all of which
+            is timed) or `donate`.
         kind: What is measured: `"epochs"`, `"first"` (the time to the first step) or `"memory"`.
     """
 
@@ -100,7 +103,10 @@ def rows() -> list[Row]:
         mlp("keras", "Keras 3 on JAX", "keras_jax"),
         mlp("tpufit-10", "tpufit, 10 steps per execution", "tpufit", compile={"steps_per_execution": 10}),
         mlp("keras-10", "Keras 3 on JAX, 10 steps per execution", "keras_jax", compile={"steps_per_execution": 10}),
-        mlp("tpufit-arrays", "tpufit, shuffled arrays", "tpufit", fit={}),
+        mlp("fits-tpufit", "tpufit, arrays, one fit an epoch", "tpufit", fit={"shuffle": False}, fits=True),
+        mlp("fits-keras", "Keras 3 on JAX, arrays, one fit an epoch", "keras_jax", fits=True),
+        mlp("fits-shuffled-tpufit", "tpufit, shuffled arrays, one fit an epoch", "tpufit", fit={}, fits=True),
+        mlp("fits-shuffled-keras", "Keras 3 on JAX, the same", "keras_jax", fit={"shuffle": True}, fits=True),
         mlp("tpufit-traced", "tpufit, jit_compile=False", "tpufit", compile=TRACE),
         mlp("replay-donating", "bare replay, state donated", "bare_replay", donate=True),
         mlp("hand-8", "torch_xla, by hand, 8 cores", "hand", cores=8),

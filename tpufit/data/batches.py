@@ -96,6 +96,25 @@ def host_array(leaf: Any) -> Any:
     return tensor.detach().cpu()
 
 
+# Integers of each size, in bytes. NumPy lacks some of PyTorch's dtypes, but a copy needs only the bits.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def rows_in(tensor: Tensor, rows: slice | np.ndarray[Any, Any]) -> Tensor:
+    """Rows of a host tensor: a slice shares its memory, numbers are looked up in their order.
+
+    Args:
+        tensor: The tensor.
+        rows: A slice, or numbers that are in range.
+    """
+    if isinstance(rows, slice):
+        return tensor[rows]
+    # NumPy copies in this very thread. PyTorch would share the work among threads and wait for the last of them, which
+    # takes a thousand times as long where another process keeps a core busy.
+    bits = tensor.view(_BITS.get(tensor.itemsize, tensor.dtype)).numpy()
+    return torch.from_numpy(bits.take(rows, 0, mode="clip")).view(tensor.dtype)
+
+
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     """A tensor over the array's memory. PyTorch warns of memory that can't be written to; nothing here writes."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))

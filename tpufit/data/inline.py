@@ -1,20 +1,21 @@
-"""`InlineReader`: batches read by the loop itself, for quick data; and `Pace`, which decides what data are quick."""
+"""`InlineReader`: batches read by the loop itself, without a thread; and `Pace`, which decides when."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Reader = TypeVar("Reader", bound="BatchReader[Any]")
 
-# Data that take less than this for a batch, in seconds, are read without a thread: a hand-over between threads takes
-# about 0.1 ms, and slows both down. A thread waits for the other one, so that of its time only what it computes counts,
-# if it doesn't also wait for something slow. A few batches say nothing; the first opens files.
-_QUICK = 3e-4
-_WAITS = 2e-3
+# Data are read without a thread if to read them takes little of the processor beside the loop itself: two threads of
+# Python work in turns, and slow each other down. What is quick on one machine is slow on another, so the loop's own
+# time is the measure. A thread waits for the loop too; what waits longer than the loop works waits for a disk.
+# A few batches say nothing; the first opens files.
+_MOST_COMPUTED = 1.5
+_MOST_WAITED = 1.0
 _ENOUGH = 8
 
 
@@ -28,6 +29,7 @@ class ReadTimes:
         busy: The time spent on reading and preparing.
         prepared: The part of `busy` that was spent on preparing.
         computed: The part of `busy` in which the processor worked.
+        paused: The time that the loop's processor spent on other things than steps, as on capturing a graph.
     """
 
     batches: int = 0
@@ -35,6 +37,7 @@ class ReadTimes:
     busy: float = 0.0
     prepared: float = 0.0
     computed: float = 0.0
+    paused: float = 0.0
 
 
 class BatchReader(Generic[T_co]):
@@ -50,9 +53,14 @@ class BatchReader(Generic[T_co]):
         """Give the next batch."""
         raise NotImplementedError
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Keep `prepare` from running, as a graph is being captured; nothing to do if it runs in `next` only."""
-        return nullcontext()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep `prepare` from running, as a graph is being captured; it does so by itself if it runs in `next` only."""
+        began = thread_time()
+        try:
+            yield
+        finally:
+            self.times.paused += thread_time() - began
 
     def end(self) -> None:
         """Let a `next` that waits for another thread raise `PrefetchEndedError`."""
@@ -111,26 +119,34 @@ class InlineReader(BatchReader[T_co]):
 
 
 class Pace:
-    """Decides, pass after pass, if some data are quick enough to be read without a thread.
+    """Decides, pass after pass, if some data are read without a thread.
 
     Args:
-        movable: False for data that are always read in a thread.
+        in_memory: True for rows that lie in memory, which never need one.
+        movable: False for other data that always do.
 
     Attributes:
-        quick: True if the last pass showed that the data need no thread.
+        inline: True if the next pass needs no thread.
         passed: True once there has been a pass.
     """
 
-    def __init__(self, movable: bool) -> None:
-        self.quick = self.passed = False
-        self._movable = movable
+    def __init__(self, in_memory: bool, movable: bool) -> None:
+        self.inline, self.passed = in_memory, False
+        self._decides = movable and not in_memory
 
-    def note(self, times: ReadTimes) -> None:
-        """Decide by the times of a pass. Data that were quick once and are no more get their thread back for good."""
-        enough, least = times.batches >= _ENOUGH, max(1, times.batches)
-        was_quick = self.quick
-        self.quick = self._movable and enough and times.computed / least < _QUICK and times.busy / least < _WAITS
-        self._movable = self._movable and (self.quick or not was_quick)
+    def note(self, times: ReadTimes, own: float) -> None:
+        """Decide by the times of a pass. Data that were quick once and are no more get their thread back for good.
+
+        Args:
+            times: The reader's work in the pass.
+            own: The time that the loop itself has computed, in seconds.
+        """
+        if self._decides:
+            before = self.inline
+            waits = times.busy - times.computed
+            quick = times.computed <= _MOST_COMPUTED * own and waits <= _MOST_WAITED * own
+            self.inline = quick and times.batches >= _ENOUGH
+            self._decides = self.inline or not before
         self.passed = True
 
 

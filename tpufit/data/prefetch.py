@@ -119,7 +119,7 @@ class Prefetcher(BatchReader[T_co]):
         Raises:
             RuntimeError: From `next`, inside: no batch is ready.
         """
-        with self._lane.turn:
+        with super().paused(), self._lane.turn:
             self._paused = True
             try:
                 yield

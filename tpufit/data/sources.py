@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ..errors import DataError
-from .batches import as_tensors, count_rows, join
+from .batches import as_tensors, count_rows, join, rows_in
 from .cache import CachedDataset
 from .sampling import order, rows_of
 from .workers import read
@@ -39,6 +39,7 @@ class Source(ABC):
         batch_size: Rows per core, or None if the data make their own batches.
         device_transform: The data's own function of a batch, to be run on the device; or None.
         any_thread: True if different threads may make passes over the data.
+        in_memory: True if the rows lie in memory, so that nothing is gained by a thread that reads ahead.
         draws: True if reading the data runs the user's code, which may draw random numbers.
         generators: The user's own random generators that are drawn from.
         stride: The offsets between two global batches.
@@ -47,6 +48,7 @@ class Source(ABC):
     batch_size: int | None = None
     device_transform: Transform | None = None
     any_thread: bool = True
+    in_memory: bool = False
     draws: bool = False
     generators: Sequence[torch.Generator] = ()
     stride: int
@@ -167,10 +169,17 @@ class _Rows(Source):
 
 
 class Arrays(_Rows):
-    """Arrays or tensors of equal length, in a nest."""
+    """Tensors of equal length, in a nest.
 
-    def __init__(self, nest: Any, plan: Plan) -> None:
+    Args:
+        nest: The tensors, and None where a part is left out.
+        plan: The way from rows to batches.
+        in_memory: False if their memory is mapped from files.
+    """
+
+    def __init__(self, nest: Any, plan: Plan, in_memory: bool = True) -> None:
         self.leaves, self.spec = tree_flatten(nest)
+        self.in_memory = in_memory
         shapes = [tuple(leaf.shape) for leaf in self.leaves if leaf is not None]
         lengths = [shape[0] for shape in shapes]
         if len(set(lengths)) > 1:
@@ -181,11 +190,7 @@ class Arrays(_Rows):
         super().__init__(lengths[0], plan)
 
     def take(self, rows: Rows, index: int) -> Any:
-        if isinstance(rows, slice):  # which copies nothing
-            leaves = [None if leaf is None else leaf[rows] for leaf in self.leaves]
-        else:
-            numbers = torch.from_numpy(rows)
-            leaves = [None if leaf is None else leaf.index_select(0, numbers) for leaf in self.leaves]
+        leaves = [None if leaf is None else rows_in(leaf, rows) for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
 
 

@@ -82,13 +82,14 @@ def stream(
     plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, local_shards)
     source: Source
     if isinstance(x, TensorDataset) and y is None:  # collating its rows one by one would give the same, slower
-        source = Arrays(tuple(x.tensors), plan)
+        source = Arrays(tree_map(host_array, x.tensors), plan)
     elif _is_arrays(x, y):
         if y is None and sample_weight is None:
             nest: tuple[Any, ...] = (x,)
         else:
             nest = (x, y) if sample_weight is None else (x, y, sample_weight)
-        source = Arrays(tree_map(host_array, nest), plan)
+        in_memory = not any(isinstance(leaf, np.memmap) for leaf in tree_leaves(nest))
+        source = Arrays(tree_map(host_array, nest), plan, in_memory)
     elif y is not None or sample_weight is not None:
         raise ArgumentError(
             f"y and sample_weight go with arrays; {name} is a {type(x).__name__}, which must yield them itself, "
@@ -158,7 +159,7 @@ class Stream:
         self.steps = steps if steps is not None else source.steps()
         self._source, self._limit, self._name, self._cores = source, steps, name, cores
         self._goes_on = steps is not None and not restart
-        self.pace = Pace(source.any_thread and not self._goes_on)
+        self.pace = Pace(source.in_memory, source.any_thread and not self._goes_on)
         self.keeps_draws = False
         self._log = PositionLog(source)
         self._rest: Iterator[Any] | None = None  # of the pass that an epoch of `steps` left unfinished

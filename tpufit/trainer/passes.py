@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 from ..callbacks.callback_list import CallbackList
@@ -72,7 +72,7 @@ class PassLoop:
         step = timing("steps", run.__call__) if callbacks.measures else run.__call__
         if self.name == "train" and callbacks.has("on_train_step_begin"):
             run.before_step = self._step_hook()
-        batches, inline = data.epoch(epoch), data.pace.quick
+        batches, inline, began = data.epoch(epoch), data.pace.inline, thread_time()
         feed: BatchReader[DeviceBatch] = (
             InlineReader(batches, run.send) if inline else Prefetcher(batches, run.send, max(4, 2 * run.group_size))
         )
@@ -93,7 +93,7 @@ class PassLoop:
                 if self.stop(feed.paused):
                     break
         times = feed.times
-        data.pace.note(times)
+        data.pace.note(times, thread_time() - began - times.paused - (times.busy if inline else 0.0))
         add_seconds("data", times.busy if inline else times.waited)
         add_seconds("read", times.busy - times.prepared, beside=True)
         add_seconds("prepare", times.prepared, beside=True)
