@@ -110,6 +110,11 @@ def test_the_operations_of_a_program():
     assert (result.kind, result.phase, result.line, result.cycles) == ("custom-call", "", None, 34)
 
 
+def test_an_operation_that_the_compiler_has_no_estimate_for_adds_no_cycles():
+    line = f'  %a = f32[8] fusion(%p), backend_config={{"estimated_cycles":"{2**63 - 1}"}}'
+    assert [operation.cycles for operation, _ in operations(line)] == [0]
+
+
 def test_the_arguments_of_a_program():
     assert [str(array) for array in arguments_of(PROGRAM)] == ["f32[100,10]", "s32[]", "bf16[3]", "f32[5000,2]"]
     assert arguments_of("HloModule empty") == []

@@ -176,10 +176,10 @@ _ALL = ("v5e-8", "v3-8", "v6e-8")  # of 8 cores each: one trace does for all
 _gpt = partial(GPT2, vocabulary=8192, length=512, width=512, depth=4, dropout=0.0)
 _text = partial(Training, loss=of_words, words=True)
 TRAININGS = {
-    "MLP": Training(mlp, (784,), 128, peer="MLP"),
-    "LSTM": Training(LSTM, (64, 128), 64, peer="LSTM"),
-    "GPT": _text(_gpt, (512,), 8, slices=_ALL, peer="GPT"),
-    "GPT in float32": _text(_gpt, (512,), 8, precision="fp32", peer="GPT"),
+    "MLP 2 x 2048": Training(mlp, (784,), 128, peer="MLP"),
+    "LSTM 2 x 256": Training(LSTM, (64, 128), 64, peer="LSTM"),
+    "GPT 4 x 512": _text(_gpt, (512,), 8, slices=_ALL, peer="GPT"),
+    "GPT 4 x 512 in float32": _text(_gpt, (512,), 8, precision="fp32", peer="GPT"),
     "ResNet-50": Training(resnet50, (3, 224, 224), 16, slices=_ALL, peer="ResNet-50"),
     "GPT-2 small": _text(GPT2, (1024,), 4),
     "BERT base": Training(BERT, (128,), 32, words=True),

@@ -217,6 +217,7 @@ def figures(program: Program, before: str) -> dict[str, Any]:
         "fits": program.fits,
         "rows": program.rows,
         "cycles": program.cost.cycles,
+        "without_estimate": program.text.count(f'"estimated_cycles":"{2**63 - 1}"'),
         "bytes": program.cost.nbytes,
         "flops": program.cost.flops,
         "memory": program.memory.total,

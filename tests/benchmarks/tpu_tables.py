@@ -67,8 +67,11 @@ _HEAD = """\
 
 def _cells(row: tuple[str, str], name: str, one: dict[str, Any], keras: dict[str, Any] | None) -> str:
     cells = [*row, name]
-    for figure, unit in (("cycles", 1e6), ("bytes", 1e6), ("temporaries", 1e6)):
-        cells += [f"{one[figure] / unit:,.4g}", f"{one[figure] / keras[figure]:.2f}" if keras and keras[figure] else ""]
+    for figure, digits in (("cycles", 2), ("bytes", 1), ("temporaries", 1)):
+        cells.append(f"{one[figure] / 1e6:,.{digits}f}")
+        cells.append(f"{one[figure] / keras[figure]:.2f}" if keras and keras[figure] else "")
+    if one.get("without_estimate"):
+        cells[3] += f" + {one['without_estimate']} unknown"
     between = one["between_cores"]
     sums = between.get("all-reduce", {"count": 0, "bytes": 0})
     gathers = [f"{n['count']} {kind} ({n['bytes']:,} B)" for kind, n in between.items() if kind != "all-reduce"]

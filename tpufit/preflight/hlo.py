@@ -15,6 +15,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 _LINE = re.compile(r"^\s+(?:ROOT )?%(\S+) = ")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::((?:[^{}])*))?\})?")
 _OPERAND = re.compile(r"%([\w.-]+)")
+_UNKNOWN = 2**63 - 1  # written as the cycles of an operation that the compiler has no estimate for
 _SCOPE = re.compile(r"~(\w+)\|([^|~]*)\|(\d+)~")
 
 
@@ -49,7 +50,7 @@ class Operation:
         phase: `"forward"`, `"backward"` or `"optimizer"`; empty if it comes from nowhere in particular.
         layer: The user's layer that it comes from.
         line: The index of the user's line.
-        cycles: The compiler's estimate of its cycles.
+        cycles: The compiler's estimate of its cycles; 0 if it has none.
         channel: The number of its communication between cores; None if it has none.
         operands: The names of the operations that it takes.
     """
@@ -112,7 +113,8 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
         kind, _, rest = line[end + 1 :].partition("(")
         scopes = scopes_of(rest)
         phase, layer, index = scopes[-1] if scopes else ("", "", None)
-        cycles = re.search(r'"estimated_cycles":"(\d+)"', rest)
+        estimate = re.search(r'"estimated_cycles":"(\d+)"', rest)
+        cycles = int(estimate[1]) if estimate else 0
         channel = re.search(r"channel_id=(\d+)", rest)
         yield (
             Operation(
@@ -122,7 +124,7 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
                 phase=phase,
                 layer=layer,
                 line=None if index is None else int(index),
-                cycles=int(cycles[1]) if cycles else 0,
+                cycles=cycles if cycles < _UNKNOWN else 0,
                 channel=int(channel[1]) if channel else None,
                 operands=tuple(_OPERAND.findall(rest.partition(")")[0])),
             ),
