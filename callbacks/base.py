@@ -98,6 +98,8 @@ class Callback:
         measures_time: True measures the host's time of steps and callbacks for `model.report()` (default False).
         checkpoints: The writer of the run directory that the callback keeps, given to `model.save_checkpoint`. `fit`
             then finds checkpoints there to resume from, and writes a last one before a signal ends it. Default: None.
+        only_writes: True for one that writes files or lines and does nothing to training: on a pod its hooks are called
+            on process 0 only (default False: on every host).
         restores: True lets every `fit` go on from the newest of `checkpoints`, as with `resume=True` (default False).
         save_on_exception: True has `fit` write a checkpoint also after an error between two steps (default False).
 
@@ -116,6 +118,7 @@ class Callback:
     reads_weights: bool = True
     measures_time: bool = False
     checkpoints: AsyncCheckpointWriter | None = None
+    only_writes: bool = False
     restores: bool = False
     save_on_exception: bool = False
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import ArgumentError, CallbackError
-from ..runtime import timing
+from ..runtime import is_first, timing
 from ..utils.users_code import warn
 from .base import Callback, TrainedModel
 from .history import History
@@ -128,9 +128,9 @@ class CallbackList(Callback):
 
     def _listen(self) -> None:
         """Ask each callback which hooks it overrides."""
+        heard = [one for one in self.callbacks if is_first() or not getattr(one, "only_writes", False)]
         self._listeners: dict[str, list[tuple[object, _Hook]]] = {
-            hook: [(one, method) for one in self.callbacks if (method := _overridden(one, hook)) is not None]
-            for hook in _HOOKS
+            hook: [(one, method) for one in heard if (method := _overridden(one, hook)) is not None] for hook in _HOOKS
         }
         self._readers = {
             hook

@@ -36,6 +36,7 @@ class CSVLogger(Callback):
     """
 
     reads_weights = False
+    only_writes = True
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         if not isinstance(separator, str) or len(separator) != 1:

@@ -25,6 +25,7 @@ class Diagnostics(Callback):
 
     reads_weights = False
     measures_time = True
+    only_writes = True
 
     def __init__(self, verbose: bool = False) -> None:
         self._verbose = verbose

@@ -73,6 +73,7 @@ class ProgbarLogger(Callback):
     """
 
     reads_weights = False
+    only_writes = True
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or standard_output()

@@ -39,6 +39,7 @@ class RemoteMonitor(Callback):
     """
 
     reads_weights = False
+    only_writes = True
 
     def __init__(
         self,

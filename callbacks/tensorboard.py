@@ -74,6 +74,7 @@ class TensorBoard(Callback):
     """
 
     reads_weights = False
+    only_writes = True
 
     def __init__(
         self,

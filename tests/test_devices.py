@@ -123,8 +123,8 @@ def test_one_device_work_before_many_cores(monkeypatch):
 
 def test_one_process_of_several(monkeypatch):
     fake_torch_xla.install(monkeypatch, devices=8, processes=4)
-    with pytest.raises(StartError, match="one of 4 processes"):
-        start("auto")
+    with pytest.raises(CoresError, match="one of 4 hosts, which compute together on all 8 cores: pass cores='auto'"):
+        start(1)
 
 
 def test_a_runtime_that_does_not_start(monkeypatch):

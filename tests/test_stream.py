@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from tpufit.data import stream, workers
+from tpufit.data import PerHost, stream, workers
+from tpufit.data.parts import Part
 from tpufit.data.sampling import order, rows_of
 from tpufit.errors import ArgumentError, DataError
 
@@ -29,6 +30,7 @@ class Numbers(Dataset):
 
 
 def rows(batches):
+    batches = [batch.batch if isinstance(batch, Part) else batch for batch in batches]
     return [int(row) for batch in batches for row in (batch[0] if isinstance(batch, (tuple, list)) else batch)]
 
 
@@ -221,13 +223,31 @@ def test_steps_that_are_exactly_a_pass():
     assert [rows(data.epoch(epoch)) for epoch in range(3)] == [[0, 1, 2, 3]] * 3
 
 
-def test_iterables_cannot_be_read_in_parts():
-    class Endless(IterableDataset):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_host_has_its_own_rows_of_a_stream_and_of_a_loader(workers):
+    class Few(IterableDataset):
         def __iter__(self):
-            yield from range(3)
+            yield from range(11)
 
-    with pytest.raises(ArgumentError, match="can't read its part"):
-        stream(Endless(), cores=2, local_shards=[0])
+    for data, reads in ((Few(), 11), (Numbers(11), 6)):
+        loader = DataLoader(data, 2, num_workers=workers)
+        parts = [list(stream(loader, cores=2, local_shards=[shard]).epoch(0)) for shard in (0, 1)]
+        assert [[part.batch.tolist() for part in host] for host in parts] == [
+            [[0, 1], [4, 5], [8, 9]],
+            [[2, 3], [6, 7], [10]],
+        ]
+        assert [part.rows for part in parts[0]] == [4, 4, 3]
+        assert reads == 11 or workers or sorted(data.read) == list(range(11))  # each row by one host
+
+
+def test_a_host_without_rows_of_the_last_batch():
+    parts = list(stream(np.arange(5), batch_size=2, cores=2, local_shards=[1]).epoch(0))
+    assert [(part.batch[0].tolist(), part.rows) for part in parts] == [([2, 3], 4), ([], 1)]
+
+
+def test_batches_of_each_hosts_own():
+    parts = list(stream(PerHost([torch.ones(2), torch.ones(2), torch.ones(2)]), cores=4, local_shards=[0, 1]).epoch(0))
+    assert [(len(part.batch), part.rows) for part in parts] == [(4, 8), (2, 4)]
 
 
 def test_the_sample_that_raised_is_named():

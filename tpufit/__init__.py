@@ -9,13 +9,20 @@ from .diagnostics.checkup import doctor
 
 if TYPE_CHECKING:
     from .model import Model, load
-    from .runtime import init
+    from .runtime import init, process_count, process_index
     from .utils.random import set_random_seed
 
 __version__ = "0.1.0"
-__all__ = ["Model", "__version__", "doctor", "init", "load", "set_random_seed"]
+__all__ = ["Model", "__version__", "doctor", "init", "load", "process_count", "process_index", "set_random_seed"]
 
-_WHERE = {"Model": "model", "init": "runtime", "load": "model", "set_random_seed": "utils.random"}
+_WHERE = {
+    "Model": "model",
+    "init": "runtime",
+    "load": "model",
+    "process_count": "runtime",
+    "process_index": "runtime",
+    "set_random_seed": "utils.random",
+}
 
 
 def __getattr__(name: str) -> Any:

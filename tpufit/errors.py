@@ -24,6 +24,7 @@ TpufitError
 |   |-- CoresError                      a number of cores that this host or process can't give
 |   |-- DeviceBusyError                 another process holds the TPU
 |   `-- VersionError                    torch and torch_xla versions that don't belong together
+|-- HostError (RuntimeError)            the hosts of a pod are not at one, or one of them is gone
 |-- DeviceError (RuntimeError)          a step failed on the device; torch_xla's own words are below
 |   |-- OutOfMemoryError                the device has no room for it
 |   |-- DeviceLostError                 the device is gone, or in a state of error
@@ -217,6 +218,10 @@ class VersionError(StartError):
 
 class DeviceBusyError(StartError):
     """Another process holds the TPU."""
+
+
+class HostError(TpufitError, RuntimeError):
+    """The hosts of a pod are not at one, or one of them is gone."""
 
 
 class DeviceError(TpufitError, RuntimeError):

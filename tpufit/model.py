@@ -43,7 +43,7 @@ from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
 from .metrics import MetricsArgument, metrics_in
 from .optimizers import OptimizerArgument
 from .preflight import fly
-from .runtime import HOST, CoresArgument, copies, copy_into, fetch, platform, settled, start, tracing
+from .runtime import HOST, CoresArgument, copies, copy_into, fetch, is_first, platform, settled, start, tracing
 from .step import (
     CompileConfig,
     CompileOption,
@@ -446,6 +446,7 @@ class Model(StepMethods):
         callbacks: Callbacks = None,
         *,
         out: Any = None,
+        local: bool = False,
         cores: CoresArgument = None,
     ) -> Any:
         """Compute the module's outputs for all rows of data, in order.
@@ -463,6 +464,8 @@ class Model(StepMethods):
             out: The path of a `.npy` file to write the rows to as they come, for more rows than memory holds (default:
                 none); for several outputs a path for each, in their form: `{"a": "a.npy", "b": "b.npy"}`. An existing
                 file is replaced once all rows are written.
+            local: On a pod, True to return on each host the rows that it has computed (default False: process 0 returns
+                all rows, the others None). Outputs too large for one core need it.
             cores: As in `fit`.
 
         Returns:
@@ -494,12 +497,13 @@ class Model(StepMethods):
             placement, count = engine.place_on(now), now.count
         shards = placement.local_shards
         data = stream(x, batch_size=batch_size, cores=count, steps=steps, restart=True, local_shards=shards)
-        predictions = Predictions(data.steps, out)
+        wanted = local or is_first()
+        predictions = Predictions(data.steps, out if wanted else None)
         engine.move_to(placement)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
         with predictions.committed():
             everyone = callback_list(engine, callbacks, params)
-            passes.predict(engine, data, everyone, predictions.add)
+            passes.predict(engine, data, everyone, predictions.add if wanted else lambda outputs: None, local)
         return predictions.result()
 
     def lr_find(

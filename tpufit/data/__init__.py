@@ -4,12 +4,14 @@ from .batches import unpack
 from .cache import CachedDataset
 from .collate import PadToBuckets
 from .images import ImageFolder, presize
+from .parts import PerHost
 from .stream import Stream, stream, train_validation_split
 
 __all__ = [
     "CachedDataset",
     "ImageFolder",
     "PadToBuckets",
+    "PerHost",
     "Stream",
     "presize",
     "stream",

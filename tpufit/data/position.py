@@ -10,6 +10,7 @@ from typing import Any
 
 from ..utils.random import RNGState
 from .batches import as_tensors
+from .parts import map_batch
 from .sources import Source
 
 # How far behind the batches read one may ask for a position: more than are ever read ahead.
@@ -113,4 +114,4 @@ class PositionLog:
         draws = None if self._begun is None else RNGState.now(self._source.generators)
         own = self._source.state_dict()
         self._positions.append(Position(self.last.batches + 1, number, offset, own, self._begun, draws))
-        return as_tensors(batch)
+        return map_batch(as_tensors, batch)

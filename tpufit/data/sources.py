@@ -5,6 +5,7 @@ batches.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,13 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ..errors import DataError
 from .batches import as_tensors, count_rows, join, rows_in
 from .cache import CachedDataset
-from .sampling import order, rows_of
+from .parts import Part, PerHost, Share, without_rows
+from .sampling import order
 from .workers import read
 
 Transform = Callable[[Any], Any]
@@ -43,6 +45,7 @@ class Source(ABC):
         draws: True if reading the data runs the user's code, which may draw random numbers.
         generators: The user's own random generators that are drawn from.
         stride: The offsets between two global batches.
+        per_host: True if each host has batches of its own.
     """
 
     batch_size: int | None = None
@@ -52,6 +55,7 @@ class Source(ABC):
     draws: bool = False
     generators: Sequence[torch.Generator] = ()
     stride: int
+    per_host: bool = False
 
     @abstractmethod
     def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
@@ -105,7 +109,7 @@ class Plan:
         shuffle: True for another order in each pass, `"batch"` for one within each block of `batch_size` rows.
         seed: Determines the order, with the pass's number.
         name: The data's name in errors.
-        local_shards: The shards of a batch that this process reads, one a core (default: all).
+        share: This host's share of a batch, which alone it reads (default: all).
     """
 
     batch_size: int
@@ -113,7 +117,7 @@ class Plan:
     shuffle: bool | str
     seed: int
     name: str
-    local_shards: Sequence[int] | None = None
+    share: Share | None = None
 
     @property
     def rows(self) -> int:
@@ -134,13 +138,17 @@ class _Rows(Source):
             raise DataError(f"{plan.name} is empty: it has no rows")
         self.length, self.plan, self.batch_size = length, plan, plan.batch_size
         self.stride = plan.rows
+        self._form: Any = None  # of a batch, for a short last one of which this host has no rows
 
     @abstractmethod
     def take(self, rows: Rows, index: int) -> Any:
         """The batch of these rows, in this order, in a pass."""
 
     def first(self) -> Any:
-        return self.take(slice(0, min(self.plan.batch_size, self.length)), 0)  # one core's: to read more may take long
+        rows = np.arange(min(self.plan.rows, self.length))
+        own = rows if self.plan.share is None else self.plan.share.rows(len(rows))
+        few = (own if len(own) else rows)[: self.plan.batch_size]  # one core's: to read more may take long
+        return self.take(slice(0, len(few)) if few[-1] == len(few) - 1 else few, 0)
 
     def steps(self) -> int:
         return self.batches_before(self.length)
@@ -158,14 +166,19 @@ class _Rows(Source):
         shuffled = order(self.length, plan.seed, index, within) if plan.shuffle else None
         for first in range(start, self.length, plan.rows):
             end = min(first + plan.rows, self.length)
-            rows: Rows = slice(first, end) if shuffled is None else shuffled[first:end]
-            if plan.local_shards is not None and len(plan.local_shards) < plan.cores:
-                mine = rows_of(plan.local_shards, plan.cores, end - first)
-                rows = mine + first if isinstance(rows, slice) else rows[mine]
-                if not len(rows):  # a short last batch has none for the last devices
-                    yield end, tree_map(lambda leaf: leaf[:0], self.take(slice(first, end), index))
-                    continue
-            yield end, self.take(rows, index)
+            if plan.share is None:
+                yield end, self.take(slice(first, end) if shuffled is None else shuffled[first:end], index)
+                continue
+            yield end, self._part(plan.share, first, end, shuffled, index)
+
+    def _part(self, share: Share, first: int, end: int, shuffled: NDArray[np.int64] | None, index: int) -> Part:
+        """A host's own rows of a batch."""
+        mine = share.rows(end - first) + first
+        if len(mine) or self._form is None:
+            read = mine if len(mine) else np.array([first])
+            batch = self.take(read if shuffled is None else shuffled[read], index)
+            self._form = without_rows(batch) if self._form is None else self._form
+        return Part(batch if len(mine) else self._form, end - first)
 
 
 class Arrays(_Rows):
@@ -241,20 +254,23 @@ class Loader(Source):
 
     draws = True
 
-    def __init__(self, loader: DataLoader[Any], cores: int) -> None:
-        self.loader, self.stride = loader, cores
+    def __init__(self, loader: DataLoader[Any], cores: int, share: Share | None = None) -> None:
+        self.loader, self.stride, self._share = loader, cores, share
         self.batch_size = loader.batch_size
         self.device_transform = _transform_of(loader.dataset)
         self.any_thread = _any_thread(loader)
         self.generators = _generators(loader)
         # A loader of ours over the user's data set and sampler lets the workers make whole batches. On one core theirs
         # will do, which may have workers already.
-        self._joined = loader if cores == 1 else _over(loader, _JoinedBatches(loader.batch_sampler, cores))
+        self._batches = _JoinedBatches(loader.batch_sampler, cores, share)
+        self._joined = loader if cores == 1 else _over(loader, self._batches)
 
     def steps(self) -> int | None:
         return _length(self._joined)
 
     def first(self) -> Any:
+        if self._share is not None:  # it may be another host's
+            return None
         # A worker that isn't forked takes seconds to start.
         if isinstance(self.loader.batch_sampler, Iterator) or self.loader.multiprocessing_context is not None:
             return None
@@ -273,11 +289,17 @@ class Loader(Source):
         return {"batches": _length(self.loader), "batch_size": self.batch_size}
 
     def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
-        loader = self._joined
+        loader, rows = self._joined, self._batches.rows
         if start:
-            loader = _over(self.loader, _JoinedBatches(self.loader.batch_sampler, self.stride, start, skipped))
+            rest = _JoinedBatches(self.loader.batch_sampler, self.stride, self._share, start, skipped)
+            loader, rows = _over(self.loader, rest), rest.rows
+        rows.clear()  # a pass that was left has read ahead
         for number, batch in enumerate(read(loader), 1):
-            yield start + number * self.stride, batch
+            yield start + number * self.stride, batch if self._share is None else self._part(batch, rows.popleft())
+
+    def _part(self, batch: Any, rows: int) -> Part:
+        assert self._share is not None
+        return Part(batch if len(self._share.rows(rows)) else without_rows(batch), rows)
 
 
 class Iteration(Source):
@@ -285,8 +307,13 @@ class Iteration(Source):
 
     draws = True
 
-    def __init__(self, batches: Iterable[Any], cores: int) -> None:
-        self.iterable, self.stride = batches, cores
+    def __init__(self, batches: Iterable[Any], cores: int, share: Share | None = None) -> None:
+        self._share, self.per_host = share, isinstance(batches, PerHost)
+        if isinstance(batches, PerHost):
+            batches = batches.data
+        # Batches of its own go to a host's own cores.
+        self.stride = len(share.shards) if share is not None and self.per_host else cores
+        self.iterable = batches
         self.batch_size = batches.batch_size if isinstance(batches, DataLoader) else None
         self.device_transform = _transform_of(getattr(batches, "dataset", batches))
         self.any_thread = _any_thread(batches)
@@ -319,7 +346,14 @@ class Iteration(Source):
         self._at_start, offset = False, start
         while group := list(islice(batches, self.stride)):
             offset += len(group)
-            yield offset, group[0] if len(group) == 1 else join([as_tensors(batch) for batch in group])
+            batch = group[0] if len(group) == 1 else join([as_tensors(batch) for batch in group])
+            yield offset, batch if self._share is None else self._part(batch, self._share)
+
+    def _part(self, batch: Any, share: Share) -> Part:
+        if not self.per_host:
+            return share.of(batch)
+        batch = as_tensors(batch)
+        return Part(batch, count_rows(tree_leaves(batch)) * share.hosts)
 
     def state_dict(self) -> dict[str, Any] | None:
         return None if self._stateful is None else self._stateful.state_dict()
@@ -332,10 +366,18 @@ class Iteration(Source):
 
 
 class _JoinedBatches:
-    """A batch sampler that joins `cores` of another's batches, so that its own rules (drop_last, ...) stay in force."""
+    """A batch sampler that joins `cores` of another's batches, so that its own rules (drop_last, ...) stay in force.
 
-    def __init__(self, batches: Any, cores: int, start: int = 0, skipped: Hook = _nothing) -> None:
+    Attributes:
+        rows: On a pod the rows of the batches that are being read, of which this host reads its own.
+    """
+
+    def __init__(
+        self, batches: Any, cores: int, share: Share | None = None, start: int = 0, skipped: Hook = _nothing
+    ) -> None:
         self.batch_sampler, self.cores, self.start, self.skipped = batches, cores, start, skipped
+        self._share = share
+        self.rows: deque[int] = deque()
 
     def __len__(self) -> int:
         return -(-(len(self.batch_sampler) - self.start) // self.cores)
@@ -345,10 +387,15 @@ class _JoinedBatches:
         _skip(batches, self.start)
         self.skipped()
         while group := list(islice(batches, self.cores)):
-            yield [row for batch in group for row in batch]
+            rows = [row for batch in group for row in batch]
+            if self._share is not None:
+                self.rows.append(len(rows))
+                # One that has none needs the form of a row.
+                rows = [rows[i] for i in self._share.rows(len(rows))] or rows[:1]
+            yield rows
 
 
-def of_loader(loader: DataLoader[Any], cores: int, name: str) -> Source:
+def of_loader(loader: DataLoader[Any], cores: int, name: str, share: Share | None = None) -> Source:
     """The source of a user's loader.
 
     Raises:
@@ -357,7 +404,7 @@ def of_loader(loader: DataLoader[Any], cores: int, name: str) -> Source:
     if _length(loader) == 0:
         raise DataError(f"{name} is empty: the loader has no batches")
     as_it_is = _is_stateful(loader) or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)
-    return Iteration(loader, cores) if as_it_is else Loader(loader, cores)
+    return Iteration(loader, cores, share) if as_it_is else Loader(loader, cores, share)
 
 
 # The arguments of a loader that one with other batches keeps.

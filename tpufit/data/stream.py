@@ -22,6 +22,7 @@ from ..utils.users_code import warn
 from .batches import as_tensors, count_rows, host_array
 from .cache import CachedDataset
 from .inline import Pace
+from .parts import PerHost, Share
 from .position import Position, PositionLog
 from .sources import Arrays, Cached, Iteration, Plan, Samples, Source, Transform, of_loader
 
@@ -57,8 +58,8 @@ def stream(
         steps: Global batches an epoch (default: as many as the data have). Must be given for endless data.
         restart: With `steps`, True to begin each epoch with the first batch (an evaluation), False to go on where the
             epoch before left off (training).
-        local_shards: The shards of a batch that this process reads, one a core (default: all). Loaders and iterables
-            can't be read in parts.
+        local_shards: The shards of a batch that this process reads, one a core (default: all). With fewer, batches are
+            `Part`s. Only iterables are read whole, unless they are `PerHost`.
         name: The data's name in errors.
 
     Returns:
@@ -79,7 +80,8 @@ def stream(
             require_whole(argument, value)
     if shuffle not in (True, False, "batch"):
         raise ArgumentError(f"shuffle must be True, False or 'batch', got {shuffle!r}")
-    plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, local_shards)
+    share = None if local_shards is None or len(local_shards) == cores else Share(tuple(local_shards), cores)
+    plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, share)
     source: Source
     if isinstance(x, TensorDataset) and y is None:  # collating its rows one by one would give the same, slower
         source = Arrays(tree_map(host_array, x.tensors), plan)
@@ -101,10 +103,8 @@ def stream(
         source = Cached(x.dataset, plan, x.indices)
     elif isinstance(x, Dataset) and not isinstance(x, IterableDataset):
         source = Samples(x, plan)
-    elif local_shards is not None and len(local_shards) < cores:
-        raise ArgumentError(f"{name} is a {type(x).__name__}, of which a process can't read its part: use a Dataset")
     else:
-        source = _of_batches(x, batch_size, cores, name)
+        source = _of_batches(x, batch_size, plan)
     return Stream(source, steps, restart, name, cores)
 
 
@@ -163,6 +163,11 @@ class Stream:
         self.keeps_draws = False
         self._log = PositionLog(source)
         self._rest: Iterator[Any] | None = None  # of the pass that an epoch of `steps` left unfinished
+
+    @property
+    def per_host(self) -> bool:
+        """True if each host has batches of its own, whose number may differ."""
+        return self._source.per_host
 
     @property
     def passed(self) -> bool:
@@ -321,7 +326,10 @@ class Stream:
             )
 
 
-def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Source:
+def _of_batches(data: Any, batch_size: int | None, plan: Plan) -> Source:
+    name, cores, share = plan.name, plan.cores, plan.share
+    if isinstance(data, PerHost):
+        return Iteration(data, cores, share)
     if isinstance(data, DataLoader) and batch_size is not None:
         raise ArgumentError(
             f"batch_size={batch_size} given, but {name} is a DataLoader, whose own batch_size "
@@ -330,13 +338,13 @@ def _of_batches(data: Any, batch_size: int | None, cores: int, name: str) -> Sou
     if isinstance(data, IterableDataset):  # by PyTorch's convention it yields rows, not batches
         data = DataLoader(data, batch_size=batch_size or DEFAULT_BATCH_SIZE)
     if isinstance(data, DataLoader):
-        return of_loader(data, cores, name)
+        return of_loader(data, cores, name, share)
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
         if batch_size is not None:
             warn(
                 f"batch_size={batch_size} has no effect: {name} is an iterable, which makes its own batches",
             )
-        return Iteration(data, cores)
+        return Iteration(data, cores, share)
     raise DataError(
         f"{name} must be arrays, tensors, a Dataset, a DataLoader or an iterable of batches, got {type(data).__name__}"
     )

@@ -152,8 +152,10 @@ class PassMetrics(SumTable):
 
     def _keep(self, slot: int, batch: Sequence[Tensor] | None) -> None:
         if batch is not None:
-            # Clones: a graph gives each output once, and two metrics may keep the same tensor, or two views of it.
-            self.kept.append((slot, [tensor.clone() for tensor in batch]))
+            # Clones: a graph gives each output once, and two metrics may keep the same tensor, or two views of it. On a
+            # pod each host reads all rows.
+            whole = self.placement.gather if self.placement.hosts > 1 else torch.clone
+            self.kept.append((slot, [whole(tensor) for tensor in batch]))
 
     def count(self, rows: int, kept: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
         """Note a group of steps that has been started.

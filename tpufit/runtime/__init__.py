@@ -6,8 +6,11 @@
 | --- | --- |
 | `bindings` | torch_xla's own bindings |
 | `devices` | find and start the cores |
+| `hosts` | the hosts of a pod: what they agree on |
+| `pulse` | their signs of life |
 | `placement` | the host, one core or a mesh, and how tensors lie over it |
 | `transfer` | host to device and back, where the waits are |
+| `rows` | a host's own rows of a batch |
 | `lazy` | tensors that wait to be computed, and their memory |
 | `device_state` | the tensors that training changes |
 | `graph` | a compiled step: its inputs and outputs |
@@ -29,17 +32,19 @@ from .device_state import DeviceState
 from .devices import (
     Cores,
     CoresArgument,
-    agree,
     available,
     device_memory,
     init,
     platform,
+    process_count,
+    process_index,
     set_matmul_precision,
     settled,
     start,
     versions,
 )
 from .faults import Load, translate
+from .hosts import agree, at, everyone, is_first, together
 from .lazy import launch
 from .ops.lowerings import has_lowering, runs_on_the_host
 from .ops.norms import sharded_norms
@@ -48,6 +53,7 @@ from .profiler import scope, start_profile, stop_profile
 from .program import Program
 from .python_state import facts
 from .recorder import Recorded, Recorder, like_a_tpu
+from .rows import fetch_rows, gather_rows, send_rows
 from .strict import LENIENT, Strict
 from .trace_watch import cure_of
 from .transfer import InFlight, copies, copy_into, fetch, move, swap_value, to_device, to_host

@@ -5,6 +5,7 @@ Nothing else of the package is used outside, and nothing outside names torch_xla
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -76,13 +77,42 @@ class Backend(Protocol):
     def set_matmul_precision(self, name: str) -> None:
         """Set the precision of float32 matrix products."""
 
-    def agree(self, value: Any) -> Any:
-        """The value that all hosts go by."""
-
     def versions(self) -> dict[str, str]:
         """The versions that the last digits of a training depend on."""
 
+    # Hosts
+
+    def process_index(self) -> int:
+        """The number of this host."""
+
+    def process_count(self) -> int:
+        """The number of hosts."""
+
+    def is_first(self) -> bool:
+        """True on the host that writes files."""
+
+    def agree(self, value: Any) -> Any:
+        """The largest value over all hosts."""
+
+    def everyone(self, value: Any) -> list[Any]:
+        """The values of all hosts."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """A context in which this host needs all others."""
+
+    def at(self, place: str) -> None:
+        """Note what this host is doing."""
+
     # Tensors
+
+    def send_rows(self, tensors: Sequence[Tensor], rows: int, placement: Placement) -> list[Tensor]:
+        """Send this host's rows of a global batch, without waiting."""
+
+    def gather_rows(self, nest: Any, placement: Placement) -> Any:
+        """The same values, such that each host can read them."""
+
+    def fetch_rows(self, nest: Any, mine: Sequence[int], reason: str) -> Any:
+        """Copy this host's rows of a step's outputs to the host, which waits."""
 
     def to_device(
         self, tensors: Sequence[Tensor], placement: Placement, sharding: Sharding | Sequence[Sharding] = ...

@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ArgumentError, CoresError, StartError
+from ..errors import ArgumentError, CoresError
 from ..utils import hardware
 from ..utils.users_code import users_line
+from . import hosts
 from .bindings import xla
 from .faults import translate_start
 from .ops.lowerings import lower_missing
@@ -33,12 +34,14 @@ class Cores:
         index: The core's number, from 0, if there is one; several are all that the host has.
         platform: Their kind, e.g. `"CPU"` or `"TPU"`.
         settled_by: The call that settled them, and its line, for messages.
+        hosts: The number of hosts that they belong to (default 1).
     """
 
     count: int
     index: int
     platform: str
     settled_by: str
+    hosts: int = 1
 
     @property
     def spmd(self) -> bool:
@@ -48,7 +51,8 @@ class Cores:
     def __str__(self) -> str:
         which = f" (number {self.index})" if self.index else ""
         virtual = ", virtual" if self.platform == "CPU" and self.spmd else ""
-        return f"{self.count} core{'s' * self.spmd}{which} (XLA:{self.platform}{virtual})"
+        on = f" on {self.hosts} hosts" if self.hosts > 1 else ""
+        return f"{self.count} core{'s' * self.spmd}{which}{on} (XLA:{self.platform}{virtual})"
 
 
 @dataclass(frozen=True)
@@ -112,10 +116,12 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
         processes = runtime.runtime.process_count()
     except (RuntimeError, OSError) as error:
         raise translate_start(error, platform, wish) from error
-    if processes > 1:
-        cure = "Start it on a single host, and without torch_xla's launch, spawn or xla_dist"
-        raise StartError(f"this is one of {processes} processes, and tpufit runs one on one host so far. {cure}")
     index, count = _choose(request, available, platform, started, runtime.runtime.is_spmd(), cores)
+    if processes > 1 and count < available:
+        raise CoresError(
+            f"cores={cores!r} asked for, but this is one of {processes} hosts, which compute together on all "
+            f"{available} cores: pass cores='auto'"
+        )
     if count > 1 and not runtime.runtime.is_spmd():
         if runtime._XLAC._xla_get_spmd_config_is_locked():  # going on would be a segmentation fault in torch_xla 2.9
             why = "this process has already computed on one XLA device without tpufit, and can't go to many"
@@ -123,8 +129,38 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
             raise CoresError(f"{asked_by} needs {count} cores, but {why}. {cure}")
         runtime.runtime.use_spmd()
     lower_missing()
-    _settled = Cores(count, index, platform, f"{asked_by} at {users_line()}")
+    if processes > 1:
+        hosts.connect(runtime.runtime.process_index(), processes)
+    _settled = Cores(count, index, platform, f"{asked_by} at {users_line()}", processes)
     return _settled
+
+
+def process_index() -> int:
+    """The number of this host among those of a pod, from 0; 0 where there is no pod.
+
+    A pod runs the same script on each host, and process 0 writes the files. On a TPU this settles the cores, as `init`
+    does.
+
+    Example:
+        >>> import tpufit
+        >>> tpufit.process_index(), tpufit.process_count()
+        (0, 1)
+    """
+    return _host("tpufit.process_index()")[0]
+
+
+def process_count() -> int:
+    """The number of hosts of a pod, each of which runs the same script; 1 where there is no pod.
+
+    On a TPU this settles the cores, as `init` does.
+    """
+    return _host("tpufit.process_count()")[1]
+
+
+def _host(asked_by: str) -> tuple[int, int]:
+    if _settled is None and hosts.known() is None and platform() != "CPU":
+        start("auto", asked_by)
+    return hosts.known() or (0, 1)
 
 
 def platform() -> str:
@@ -164,11 +200,6 @@ def set_matmul_precision(name: str) -> None:
     """
     if xla()._xla_get_mat_mul_precision() != name:
         xla()._xla_set_mat_mul_precision(name)
-
-
-def agree(value: Any) -> Any:
-    """The value that all hosts go by, where a value decides which program runs next. With one host it is its own."""
-    return value
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from .bindings import xla
 from .device_state import DeviceState, replaced
 from .lazy import handles, pending
-from .transfer import to_host
+from .transfer import reach
 
 
 class Sums(Protocol):
@@ -127,7 +127,7 @@ class Graph:
         outputs.extend(chain([None], map(start or xla()._run_cached_graph, [self.hash], [inputs])))
         if first and outputs[1] and not (self.donates and self.changed):
             try:
-                to_host([min(outputs[1], key=torch.numel)], "capture")
+                reach(min(outputs[1], key=torch.numel), "capture")
             except RuntimeError:
                 del outputs[1]  # before anybody collects them: the state stays as it is
                 raise

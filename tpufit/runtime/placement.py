@@ -74,6 +74,11 @@ class Placement:
         """The number of cores that share a batch, at least 1."""
         return 1 if self.cores is None else self.cores.count
 
+    @property
+    def hosts(self) -> int:
+        """The number of hosts that the cores belong to, at least 1."""
+        return 1 if self.cores is None else self.cores.hosts
+
     @cached_property
     def local_shards(self) -> tuple[int, ...] | None:
         """The positions of this process's devices along the mesh: the parts of a batch that it has to send.
@@ -114,6 +119,10 @@ class Placement:
             self._specs[key] = spmd.ShardingSpec(self._mesh, sharding.axes(tensor.dim()))
         return self._specs[key].xla_spec(tensor)
 
+    def layout(self, sharding: Sharding, ndim: int) -> Any:
+        """torch_xla's own form of a sharding over the mesh, for a tensor of `ndim` dimensions."""
+        return self._mesh.get_op_sharding(sharding.axes(ndim))
+
     def pin(self, tensor: Tensor, sharding: Sharding = Sharding.WHOLE) -> Tensor:
         """Fix the sharding of a tensor in the graph being traced; else the partitioner may choose another.
 
@@ -126,7 +135,7 @@ class Placement:
         """
         # One that has a value lies over the cores as it was put there.
         if self.has_mesh and xla()._check_tensor_need_materialization([tensor])[0]:
-            xla()._xla_mark_sharding(tensor, self._mesh.get_op_sharding(sharding.axes(tensor.dim())))
+            xla()._xla_mark_sharding(tensor, self.layout(sharding, tensor.dim()))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -138,8 +147,7 @@ class Placement:
         if not self.has_mesh:
             return tensor
         gathered = tensor.clone()  # `tensor` stays split
-        whole = self._mesh.get_op_sharding(Sharding.WHOLE.axes(tensor.dim()))
-        xla()._xla_annotate_custom_sharding(gathered, whole)
+        xla()._xla_annotate_custom_sharding(gathered, self.layout(Sharding.WHOLE, tensor.dim()))
         return gathered
 
 

@@ -5,6 +5,7 @@ as a constant, frozen at its first value, where a transferred one is an input of
 """
 
 import copyreg
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -100,6 +101,18 @@ def to_host(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
         for i in split:
             here[i] = _join_shards(here[i])
     return here
+
+
+def reach(tensor: Tensor, reason: str) -> None:
+    """Wait until the device has computed a tensor, of whose rows another host may have some.
+
+    Args:
+        tensor: A tensor on the device that has been computed or is under way.
+        reason: See `to_host`.
+    """
+    with counters.waiting(reason), counters.role("transfer"):
+        xla()._xla_sync_multi([tensor], devices=[], wait=True, sync_xla_data=False)
+        xla()._get_local_shards([tensor]) if _is_split(tensor) else xla()._xla_get_cpu_tensors([tensor])
 
 
 def fetch(nest: Any, reason: str) -> Any:
@@ -238,6 +251,11 @@ def _is_split(tensor: Tensor) -> bool:
 def _join_shards(tensor: Tensor) -> Tensor:
     shards = xla()._get_local_shards([tensor])[0]
     places = xla()._get_local_shard_replica_and_indices([tensor])[0]
+    if sum(math.prod(i.stop - i.start for i in index) for _, index in places) < tensor.numel():
+        raise PlacementError(
+            f"rows of shape {tuple(tensor.shape)} lie on the cores of several hosts, and can't be read by one of them "
+            "alone. Return means from steps, or use predict, which gathers them"
+        )
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for (shard, _), (_, index) in zip(shards, places, strict=True):
         whole[tuple(index)] = shard[tuple(slice(0, i.stop - i.start) for i in index)]  # the rest of a shard is padding

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..data.batches import count_rows, fields, is_plain, is_row_of_parts, listed, unpack
+from ..data.parts import Part
 from ..errors import BatchError
 from ..losses import targets_of
-from ..runtime import Placement, Sharding, Strict, to_device
+from ..runtime import Placement, Sharding, Strict, send_rows, to_device
 from .graph_key import GraphKeys
 
 
@@ -69,30 +70,34 @@ class BatchSender:
         """Start the transfer of a batch.
 
         Args:
-            batch: A nest of host tensors, with the rows of all cores.
+            batch: A nest of host tensors, with the rows of all cores; on a pod a `Part` with those of this host.
             labels: The range of its class labels, if it is known (default: it is looked for).
 
         Raises:
             BatchError: The batch has no rows.
             StrictError: The batch's shape is new, and the pass is strict.
         """
+        part = batch if isinstance(batch, Part) else None
+        batch = batch if part is None else part.batch
         leaves, spec = _flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        signature = self._keys.signature((spec, [(t.shape, t.dtype) for t in tensors]))
+        signature = self._keys.signature((spec, part and part.rows, [(t.shape, t.dtype) for t in tensors]))
         # Before the transfer, so that a refused batch never reaches the device.
         self._keys.note_shape(self._role, signature, batch, self._strict)
-        rows = count_rows(tensors)
+        rows = count_rows(tensors) if part is None else part.rows
         if not rows:
             raise BatchError(
                 f"a batch must have rows, but the data gave {listed(fields(batch))}: an empty batch has no mean. "
                 "Leave empty batches out"
             )
         return DeviceBatch(
-            to_device(tensors, self._placement, Sharding.ROWS),
+            to_device(tensors, self._placement, Sharding.ROWS)
+            if part is None
+            else send_rows(tensors, rows, self._placement),
             [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             spec,
             rows,
-            sum(t.nbytes for t in tensors),
+            sum(t.nbytes for t in tensors) * self._placement.hosts,
             labels or self._labels(batch),
             signature,
         )

@@ -184,6 +184,8 @@ class StepRunner:
             return 1
         if isinstance(wanted, int):
             return wanted
+        if engine.state.placement.hosts > 1:  # each has a pace of its own, and all need the same graphs
+            return 1
         chosen = engine.state.numbers.chosen_steps
         pace = None if self._in_flight is None else self._in_flight.pace
         if pace is not None and not self._program.traced_because:

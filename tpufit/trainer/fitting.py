@@ -9,7 +9,7 @@ from ..callbacks import CallbackList, History
 from ..callbacks.progbar_logger import resolve_verbose
 from ..checkpoint import find_checkpoint, saved_state
 from ..errors import counted
-from ..runtime import Cores, CoresArgument, start
+from ..runtime import Cores, CoresArgument, is_first, start
 from ..step import Engine, FitOptions
 from . import loop
 from .arguments import (
@@ -65,7 +65,7 @@ def run_fit(
         engine.reset_to(saved_state(resumed))
     engine.move_to(placement)
     before = scale_rates(engine, settled)
-    if verbosity:
+    if verbosity and is_first():
         print(_headline(engine, settled, data.batch_size, before), flush=True)
         if resumed is not None:
             print(f"going on from step {resumed.step}", flush=True)

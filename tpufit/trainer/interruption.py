@@ -10,6 +10,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from ..runtime import agree, process_count
+
 _NOTES = {
     signal.SIGINT: b"\ninterrupted: finishing the step; once more leaves at once\n",
     signal.SIGTERM: b"\nSIGTERM: finishing the step\n",
@@ -37,13 +39,25 @@ class Interruption:
 
     def __init__(self) -> None:
         self.wakes: Callable[[], object] = _nothing
-        self._signal: int | None = None
+        self._signal = 0
+        self._settled = 0  # the signal that all hosts know of
+        self._alone = process_count() == 1
         self._before: dict[int, Any] = {}
 
     @property
     def wanted(self) -> bool:
-        """True if a signal has come."""
-        return self._signal is not None
+        """True if a signal has come; on a pod, if all hosts know of one."""
+        return bool(self._signal if self._alone else self._settled)
+
+    def settle(self, *flags: bool) -> list[bool]:
+        """Agree with all hosts on flags, and on a signal that has come to one of them.
+
+        Args:
+            flags: Flags, each of which counts if any host has set it.
+        """
+        *agreed, signal_of_any = agree([*flags, self._signal])
+        self._settled = int(signal_of_any)
+        return [bool(flag) for flag in agreed]
 
     def leave(self) -> NoReturn:
         """Do what the signal asks for.
@@ -52,7 +66,7 @@ class Interruption:
             KeyboardInterrupt: After SIGINT.
             SystemExit: After SIGTERM, with exit status 143, as a shell shows it.
         """
-        if self._signal == signal.SIGINT:
+        if (self._signal if self._alone else self._settled) == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signal.SIGTERM)
 

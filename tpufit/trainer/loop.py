@@ -37,7 +37,7 @@ from ..checkpoint import Checkpoint, CheckpointManager, Progress, progress_of
 from ..data import Stream
 from ..diagnostics import messages
 from ..diagnostics.report import Pass
-from ..runtime import agree
+from ..runtime import everyone
 from ..step import Engine, StepRunner
 from ..utils.users_code import warn
 from .interruption import Interruption
@@ -136,9 +136,9 @@ class _Training:
 
     def ends(self) -> bool:
         """True if training ends after this batch or epoch. All hosts decide together."""
-        model = self._engine.model
-        model.out_of_time = self._deadline is not None and perf_counter() > self._deadline
-        return bool(agree(model.stop_training or model.out_of_time or self._interruption.wanted))
+        model, late = self._engine.model, self._deadline is not None and perf_counter() > self._deadline
+        model.stop_training, model.out_of_time = self._interruption.settle(model.stop_training, late)
+        return model.stop_training or model.out_of_time or self._interruption.wanted
 
     def _go_on(self, epoch: int, run: StepRunner) -> dict[str, Any] | None:
         """Load the checkpoint if it is from this epoch. Return the epoch's logs if only its validation is left."""
@@ -200,6 +200,8 @@ class _Training:
         self.manager.at(Progress(epoch, batches, trained, validated, stopped, self._epochs), run)
 
     def _leave_if_interrupted(self) -> None:
-        if agree(self._interruption.wanted):
+        self._interruption.settle()
+        if self._interruption.wanted:
             self.manager.save_now()
+            everyone(None)  # no host leaves before process 0 has saved
             self._interruption.leave()

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from ..data.batches import as_tensors
+from ..data.parts import Share
 from ..losses import ClassWeight
-from ..runtime import HOST, Cores, CoresArgument, start
+from ..runtime import HOST, Cores, CoresArgument, gather_rows, start, together
 from ..step import Engine, StepRunner, modes_kept
 from .fitting import scale_rates
 
@@ -41,8 +42,11 @@ def run_on_batch(
     with modes_kept(engine.model.module):
         engine.model.module.train(role == "train")
         try:
-            with engine.noticing_loss():
-                return run, run([run.send(batch)])
+            with engine.noticing_loss(), together():
+                placement = engine.state.placement
+                if placement.hosts > 1:
+                    batch = Share(placement.local_shards or (), placement.count).of(batch)
+                return run, gather_rows(run([run.send(batch)]), placement)
         finally:
             engine.expose()
 

@@ -20,9 +20,11 @@ from ..callbacks.callback_list import CallbackList
 from ..data import Stream
 from ..data.inline import BatchReader, InlineReader
 from ..data.prefetch import PrefetchEndedError, Prefetcher
+from ..data.sampling import rows_of
 from ..diagnostics.report import Pass
-from ..runtime import add_seconds, agree, fetch, timing
+from ..runtime import add_seconds, agree, fetch, fetch_rows, gather_rows, process_count, timing, together
 from ..step import DeviceBatch, Engine, StepRunner, modes_kept
+from .hosts import in_step
 from .interruption import Interruption
 
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
@@ -77,7 +79,10 @@ class PassLoop:
             InlineReader(batches, run.send) if inline else Prefetcher(batches, run.send, max(4, 2 * run.group_size))
         )
         with feed, _ending(feed, self.interruption):
-            for group, last in _knowing_the_last(_groups(feed, lambda: run.group_size), look_ahead):
+            groups = _groups(feed, lambda: run.group_size)
+            if process_count() > 1:
+                groups = in_step(groups, f"{self.name} of epoch {epoch + 1}", data.per_host)
+            for group, last in _knowing_the_last(groups, look_ahead):
                 if tells_begin:
                     callbacks.call(begin, run.tally.batches)
                     run.note_hooks()
@@ -143,7 +148,10 @@ def evaluate(
         began = perf_counter()
 
         def stop(pause: Pause) -> bool:
-            return bool(agree(model.stop_evaluating or (interruption is not None and interruption.wanted)))
+            if interruption is None:
+                return bool(agree(model.stop_evaluating))
+            (stop,) = interruption.settle(model.stop_evaluating)
+            return stop or interruption.wanted
 
         waited = PassLoop("test", run, data, callbacks, stop, interruption)()
         broken_off = interruption is not None and interruption.wanted
@@ -157,7 +165,9 @@ def evaluate(
     return logs
 
 
-def predict(engine: Engine, data: Stream, callbacks: CallbackList, take: Callable[[Any], None]) -> None:
+def predict(
+    engine: Engine, data: Stream, callbacks: CallbackList, take: Callable[[Any], None], local: bool = False
+) -> None:
     """Predict once over the data.
 
     Args:
@@ -165,6 +175,7 @@ def predict(engine: Engine, data: Stream, callbacks: CallbackList, take: Callabl
         data: The data.
         callbacks: The callbacks to tell.
         take: The function called with each batch's outputs, on the host, in order. Few others wait meanwhile.
+        local: On a pod, True to take this host's own rows only (default: all rows of all hosts).
     """
     model = engine.model
     model.stop_predicting = False
@@ -176,17 +187,28 @@ def predict(engine: Engine, data: Stream, callbacks: CallbackList, take: Callabl
         model.module.eval()
         began = perf_counter()
 
+        placement = engine.state.placement
+
         def collect(outputs: list[Any]) -> None:
-            flying.extend(outputs)
+            rows = [batch.rows for batch in run.group]
+            flying.extend(zip(outputs if local else gather_rows(outputs, placement), rows, strict=True))
             while len(flying) > _OUTPUTS_IN_FLIGHT:
-                take(fetch(flying.popleft(), "outputs"))
+                land()
+
+        def land() -> None:
+            outputs, rows = flying.popleft()
+            if local and placement.hosts > 1:
+                mine = rows_of(placement.local_shards or (), placement.count, rows)
+                take(fetch_rows(outputs, mine.tolist(), "outputs"))
+            else:
+                take(fetch(outputs, "outputs"))
 
         def stop(pause: Pause) -> bool:
             return bool(agree(model.stop_predicting))
 
         waited = PassLoop("predict", run, data, callbacks, stop, collect=collect)()
         while flying:
-            take(fetch(flying.popleft(), "outputs"))
+            land()
         engine.log.passes.append(Pass("predict", run.tally.steps, run.tally.rows, perf_counter() - began, waited))
         callbacks.call("on_predict_end")
 
@@ -194,7 +216,7 @@ def predict(engine: Engine, data: Stream, callbacks: CallbackList, take: Callabl
 @contextmanager
 def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
     """Whatever happens, end the callbacks, expose the weights, and restore the mode of each layer."""
-    with modes_kept(engine.model.module):
+    with modes_kept(engine.model.module), together():
         try:
             # Innermost, so that callbacks get the error that the user gets.
             with engine.noticing_loss():
@@ -209,7 +231,7 @@ def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
 @contextmanager
 def _ending(feed: BatchReader[DeviceBatch], interruption: Interruption | None) -> Iterator[None]:
     """Let a signal end a wait for data, which may be long. Batches already read are not run."""
-    if interruption is None:
+    if interruption is None or process_count() > 1:  # which all hosts wait for, and so end together
         yield
         return
     before, interruption.wakes = interruption.wakes, feed.end

@@ -1,0 +1,152 @@
+"""What the hosts of a pod train, evaluate and predict: `python host.py "import pod.scenarios"`, in the pod's folder.
+
+Each scenario returns what must be equal to the bit on any pod of as many cores, and on one host. The results of host n
+are saved in `results<n>.pt`.
+"""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import tpufit
+from tpufit.data import CachedDataset, PerHost
+
+SCENARIOS = []
+
+
+def scenario(function):
+    SCENARIOS.append(function)
+    return function
+
+
+torch.manual_seed(1)
+X, Y, W = torch.randn(75, 6), torch.randint(0, 3, (75,)), torch.rand(75)
+
+
+def compiled(steps_per_execution=1):
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+    model = tpufit.Model(net)
+    model.compile("adamw", "cross_entropy", metrics=["accuracy"], steps_per_execution=steps_per_execution)
+    return model
+
+
+def result(model, history):
+    return history.history, model.state_dict()
+
+
+class Rows(Dataset):
+    """It notes which rows were read."""
+
+    def __init__(self, rows=75):
+        self.rows, self.read = rows, []
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        return X[i], Y[i]
+
+
+@scenario
+def arrays():
+    model = compiled()
+    history = model.fit(X, Y, sample_weight=W, batch_size=4, epochs=2, validation_data=(X[:13], Y[:13]), verbose=0)
+    return result(model, history)
+
+
+@scenario
+def a_batch_that_some_hosts_have_no_rows_of():
+    model = compiled()
+    size = 2
+    rows = 2 * size * tpufit.runtime.settled().count + 2  # two whole batches, and two rows
+    return result(model, model.fit(X[:rows], Y[:rows], batch_size=size, epochs=2, verbose=0))
+
+
+@scenario
+def steps_in_one_graph():
+    model = compiled(steps_per_execution=3)
+    return result(model, model.fit(X, Y, batch_size=2, epochs=2, verbose=0))
+
+
+@scenario
+def a_dataset_of_which_each_host_reads_its_own_rows():
+    data, model = Rows(), compiled()
+    history = model.fit(data, batch_size=4, epochs=1, verbose=0)
+    reads.append(sorted(set(data.read)))
+    return result(model, history)
+
+
+@scenario
+def a_loader_with_workers():
+    torch.manual_seed(3)
+    model = compiled()
+    return result(model, model.fit(DataLoader(Rows(), 2, shuffle=True, num_workers=1), epochs=2, verbose=0))
+
+
+@scenario
+def a_list_of_batches():
+    model = compiled()
+    return result(model, model.fit([(X[i : i + 3], Y[i : i + 3]) for i in range(0, 75, 3)], epochs=1, verbose=0))
+
+
+@scenario
+def a_stream():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return zip(X, Y, strict=True)
+
+    model = compiled()
+    return result(model, model.fit(Stream(), batch_size=3, epochs=1, verbose=0))
+
+
+@scenario
+def a_cached_dataset():
+    data = CachedDataset(Rows(), f"cache{tpufit.process_index()}", workers=0)
+    model = compiled()
+    return result(model, model.fit(data, batch_size=4, epochs=2, verbose=0))
+
+
+@scenario
+def batches_of_each_hosts_own():
+    # Whole batches in the order of the cores: each host gives those of its own.
+    model, cores = compiled(), tpufit.runtime.settled().count
+    shards = tpufit.runtime.Placement(tpufit.runtime.settled()).local_shards
+    batches = [(X[i : i + 2], Y[i : i + 2]) for i in range(0, 4 * cores, 2)]
+    own = [batch for i, batch in enumerate(batches) if i % cores in shards]
+    return result(model, model.fit(PerHost(own), epochs=2, verbose=0))
+
+
+@scenario
+def evaluation():
+    model = compiled()
+    model.compile("sgd", "cross_entropy", metrics=["accuracy", "auroc"])  # which keeps all rows
+    return model.evaluate(X[:29], Y[:29], sample_weight=W[:29], batch_size=4, verbose=0, return_dict=True)
+
+
+@scenario
+def predictions():
+    model = compiled()
+    rows = model.predict(X[:29], batch_size=4, verbose=0)
+    whole.append(rows is None)
+    own.append(model.predict(X[:29], batch_size=4, verbose=0, local=True))
+    return torch.zeros(0) if rows is None else rows
+
+
+@scenario
+def single_batches():
+    model = compiled()
+    logs = [dict(model.train_on_batch(X[:n], Y[:n], return_dict=True)) for n in (8, 8, 5)]
+    logs.append(dict(model.test_on_batch(X[:9], Y[:9], return_dict=True)))
+    return logs, model.predict_on_batch(X[:9]), model.state_dict()
+
+
+reads, whole, own = [], [], []
+tpufit.init()
+results = {function.__name__: function() for function in SCENARIOS}
+shards = tpufit.runtime.Placement(tpufit.runtime.settled()).local_shards
+torch.save(
+    {"results": results, "reads": reads, "whole": whole, "own": own, "shards": shards},
+    f"results{tpufit.process_index()}.pt",
+)

@@ -1,0 +1,77 @@
+"""Pods: the same script on each host comes to what one host comes to, to the bit."""
+
+import re
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+import torch
+from pods import HERE, Pod
+from torch.utils._pytree import tree_flatten
+
+from tpufit.data.sampling import rows_of
+
+# Hosts, cores of each, and True if these aren't neighbours.
+SMALL = (2, 2, False)
+SHAPES = [
+    pytest.param(SMALL, marks=pytest.mark.slow, id="2x2"),
+    *(
+        pytest.param(shape, marks=pytest.mark.soak, id=f"{shape[0]}x{shape[1]}{'-interleaved' * shape[2]}")
+        for shape in ((2, 4, False), (4, 2, False), (2, 4, True), (4, 2, True))
+    ),
+]
+SCENARIOS = re.findall(r"@scenario\ndef (\w+)", (HERE / "pod" / "scenarios.py").read_text())
+
+
+@cache
+def results(hosts, cores, interleaved=False):
+    """What each host of a pod came to."""
+    folder = Path(mkdtemp(prefix="pod-"))
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import pod.scenarios"
+    ended = Pod(hosts, cores, folder, interleaved).run(code, timeout=540)
+    assert [host.code for host in ended] == [0] * hosts, "\n".join(host.err for host in ended)
+    return [torch.load(folder / f"results{host}.pt", weights_only=False) for host in range(hosts)]
+
+
+def assert_equal(ours, theirs):
+    (ours, form), (theirs, other_form) = tree_flatten(ours), tree_flatten(theirs)
+    assert form == other_form
+    for one, other in zip(ours, theirs, strict=True):
+        if isinstance(one, torch.Tensor | np.ndarray):
+            torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other), rtol=0, atol=0)
+        else:
+            assert one == other
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_pod_is_equal_to_one_host(shape, name):
+    hosts, cores, interleaved = shape
+    (one,) = results(1, hosts * cores)
+    for number, host in enumerate(results(hosts, cores, interleaved)):
+        if name == "predictions" and number:  # all rows are process 0's
+            assert host["whole"] == [True]
+        else:
+            assert_equal(host["results"][name], one["results"][name])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_host_predicts_its_own_rows(shape):
+    hosts, cores, interleaved = shape
+    (one,) = results(1, hosts * cores)
+    rows = one["results"]["predictions"]
+    size = 4 * hosts * cores
+    for host in results(hosts, cores, interleaved):
+        mine = [
+            first + rows_of(host["shards"], hosts * cores, min(size, len(rows) - first))
+            for first in range(0, len(rows), size)
+        ]
+        assert_equal(host["own"][0], rows[np.concatenate(mine)])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_host_reads_its_own_rows_only(shape):
+    read = [host["reads"][0] for host in results(*shape)]
+    assert sorted(i for rows in read for i in rows) == list(range(75))

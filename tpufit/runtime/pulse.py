@@ -1,0 +1,157 @@
+"""`Pulse`: a sign of life of each host, so that one that died or hangs ends the others too, and none waits for ever.
+
+Process 0 keeps a socket to each of the others. Every second each says what it is doing, and process 0 passes on who is
+gone. A host whose main thread can't come back by itself, because it waits for a program that the lost host will never
+run, is ended by its own pulse, with a sentence.
+"""
+
+import json
+import os
+import select
+import socket
+import sys
+import threading
+from time import monotonic
+from typing import Any
+
+from torch.distributed import Store
+
+_PERIOD = 1.0  # seconds between two signs of life
+_SILENCE = 60.0  # seconds without one after which a host counts as gone: a process may be stopped that long, or swap
+_GRACE = 5.0  # seconds for the main thread to come to an error by itself, once a host is gone
+
+
+def patience() -> float:
+    """The seconds of silence after which a host counts as gone: 60, or those of `TPUFIT_HOST_TIMEOUT`."""
+    return float(os.environ.get("TPUFIT_HOST_TIMEOUT", _SILENCE))
+
+
+class Pulse:
+    """Tells the other hosts that this one lives, and notices those that don't.
+
+    Args:
+        index: This host's number.
+        count: The number of hosts.
+        store: A store that all hosts share, through which they find each other.
+        address: The name or address of process 0.
+
+    Attributes:
+        place: What this host is doing, for the sentences of others.
+        busy: True while this host needs all others.
+        gone: The hosts that are gone, by number, each with the reason.
+        places: What each host was doing when it was last heard of.
+    """
+
+    def __init__(self, index: int, count: int, store: Store, address: str) -> None:
+        self.place, self.busy = "starting", False
+        self.gone: dict[int, str] = {}
+        self.places: dict[int, str] = {}
+        self._index = index
+        self._farewell: str | None = None
+        self._lines: dict[socket.socket, _Line] = {}
+        if index == 0:
+            listener = socket.create_server(("", 0), backlog=count)
+            store.set("tpufit/pulse", str(listener.getsockname()[1]))
+            for _ in range(count - 1):
+                self._add(listener.accept()[0])
+            listener.close()
+        else:
+            port = int(store.get("tpufit/pulse"))
+            self._add(socket.create_connection((address, port)))
+        # A daemon: it ends with the process, whatever the main thread does.
+        threading.Thread(target=self._beat, name="tpufit-pulse", daemon=True).start()
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this host takes no further part.
+
+        Args:
+            why: The reason, as a half-sentence after the host's name: `"has ended"`.
+        """
+        self._farewell = why
+        self._send()
+
+    def describe(self) -> str:
+        """Say which hosts are gone and why, or where all are."""
+        if self.gone:
+            return "; ".join(f"process {index} {why}" for index, why in sorted(self.gone.items()))
+        return ", ".join(f"process {index}: {place}" for index, place in sorted(self._everywhere().items()))
+
+    def _everywhere(self) -> dict[int, str]:
+        return {**self.places, self._index: self.place}
+
+    def _add(self, line: socket.socket) -> None:
+        line.setblocking(False)
+        self._lines[line] = _Line()
+
+    def _beat(self) -> None:
+        lost: float | None = None
+        sent = 0.0
+        while True:
+            if monotonic() - sent >= _PERIOD:
+                self._send()
+                sent = monotonic()
+            ready, _, _ = select.select(list(self._lines), [], [], _PERIOD / 4)
+            for line in ready:
+                self._receive(line)
+            for line, heard in list(self._lines.items()):
+                if monotonic() - heard.at > patience():
+                    self._lose(line, f"has given no sign of life for {patience():g} s")
+            if not self.gone:
+                continue
+            lost = monotonic() if lost is None else lost
+            if self.busy and monotonic() - lost > _GRACE:
+                self._end()
+
+    def _end(self) -> None:
+        where = f"process {self._index} ends here: {self.place}"
+        text = f"tpufit: {self.describe()}; {where}. Start all hosts again; fit(resume=True) goes on\n"
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        os._exit(75)  # EX_TEMPFAIL of sysexits.h: the same may work another time
+
+    def _send(self) -> None:
+        here: dict[str, Any] = {"host": self._index, "places": self._everywhere(), "gone": self.gone}
+        if self._farewell is not None:
+            here["gone"] = {**self.gone, self._index: self._farewell}
+        text = json.dumps(here).encode() + b"\n"
+        for line in list(self._lines):
+            try:
+                line.send(text)
+            except BlockingIOError:  # it doesn't read: its own silence will show
+                continue
+            except OSError:
+                self._lose(line, "is gone")
+
+    def _receive(self, line: socket.socket) -> None:
+        try:
+            got = line.recv(1 << 16)
+        except OSError:
+            got = b""
+        if not got:
+            return self._lose(line, "is gone")
+        heard = self._lines[line]
+        heard.at = monotonic()
+        *whole, heard.rest = (heard.rest + got).split(b"\n")
+        for text in whole:
+            said = json.loads(text)
+            heard.host = said["host"]
+            self.places |= {int(index): place for index, place in said["places"].items() if int(index) != self._index}
+            for index, why in said["gone"].items():
+                if int(index) != self._index:
+                    self.gone.setdefault(int(index), why)
+
+    def _lose(self, line: socket.socket, why: str) -> None:
+        host = self._lines.pop(line).host
+        line.close()
+        if self._farewell is None:
+            place = self.places.get(host)
+            self.gone.setdefault(host, why + (f" (last: {place})" if place else ""))
+
+
+class _Line:
+    """What came from another host."""
+
+    def __init__(self) -> None:
+        self.host = 0  # until it says another, it can only be process 0
+        self.at = monotonic()
+        self.rest = b""
