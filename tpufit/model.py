@@ -56,7 +56,7 @@ from .step import (
     usable,
 )
 from .step.precision import to_bfloat16
-from .trainer import on_batch, passes
+from .trainer import alike, on_batch, passes
 from .trainer.arguments import (
     Schedule,
     TrainingData,
@@ -431,7 +431,8 @@ class Model(StepMethods):
         placement = engine.place_on(now)
         data = x if y is None and sample_weight is None else (x, y, sample_weight)[: 2 if sample_weight is None else 3]
         held_out = evaluation_stream(data, batch_size, placement, now, steps, name="x")
-        engine.move_to(placement)
+        alike.compare(engine, evaluate=None if held_out.per_host else (held_out.steps, held_out.sizes()))
+        alike.move(engine, placement)
         params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
         logs = passes.evaluate(engine, held_out, callback_list(engine, callbacks, params))
         return _returned(logs, self.metrics_names, return_dict)
@@ -499,7 +500,8 @@ class Model(StepMethods):
         data = stream(x, batch_size=batch_size, cores=count, steps=steps, restart=True, local_shards=shards)
         wanted = local or is_first()
         predictions = Predictions(data.steps, out if wanted else None)
-        engine.move_to(placement)
+        alike.compare(engine, predict=None if data.per_host else (data.steps, data.sizes()))
+        alike.move(engine, placement)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
         with predictions.committed():
             everyone = callback_list(engine, callbacks, params)
@@ -568,7 +570,7 @@ class Model(StepMethods):
         now = start(cores, f"lr_find(cores={cores!r})")
         placement = engine.place_on(now)
         data = TrainingData(x, y, sample_weight, batch_size).stream(placement, now, seed)
-        engine.move_to(placement)
+        alike.move(engine, placement)
         return find(engine, data, sweep, seed)
 
     def train_on_batch(

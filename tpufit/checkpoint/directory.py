@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointBusyError, CheckpointDamagedError, CheckpointNotWrittenError
+from ..runtime import is_first
 from ..utils.files import DISK_FULL, LOCK, HeldError, Lock
 from ..utils.text import size
 from ..utils.users_code import warn
@@ -50,7 +51,7 @@ class CheckpointDirectory:
             CheckpointBusyError: Another process trains into this folder.
             CheckpointNotWrittenError: Nothing can be written here.
         """
-        if self._lock is not None:
+        if self._lock is not None or not is_first():
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -75,6 +76,8 @@ class CheckpointDirectory:
 
     def clear(self) -> None:
         """Remove all checkpoints with a readable manifest, and the folder if only its lock is left: nothing else."""
+        if not is_first():
+            return
         for name in self._manifests():
             self._store.remove(name)
         with suppress(OSError):  # a link to a folder stays, and one that is gone is gone

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..data.batches import as_tensors
 from ..errors import ArgumentError
-from ..runtime import copies
+from ..runtime import copies, is_first
 from ..step import Engine
 from ..step.arguments import arguments_of
 from ..step.precision import inputs
@@ -52,6 +52,8 @@ def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> No
             f"{type(module).__name__} can't be exported by torch.export, which takes no Python that depends on values, "
             f"and any number of rows. PyTorch says: {error}"
         ) from error
+    if not is_first():  # of a pod only process 0 writes
+        return
     with replacing(target) as draft, draft.open("wb") as file:
         torch.export.save(program, file)
 

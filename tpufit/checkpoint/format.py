@@ -28,6 +28,7 @@ import safetensors.torch
 from torch import Tensor
 
 from ..errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError, CheckpointNotWrittenError
+from ..runtime import is_first
 from ..runtime import versions as runtime_versions
 from ..utils.files import write_tensors
 from ..utils.text import dtype_name
@@ -179,6 +180,8 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointNotWrittenError: Something else is there, or the file system refused.
     """
+    if not is_first():  # of a pod only process 0 writes
+        return
     folder = Path(folder)
     if folder.exists() and not (folder / MANIFEST).is_file():
         raise CheckpointNotWrittenError(f"{folder} exists and is no checkpoint of tpufit: pass a path that is free")

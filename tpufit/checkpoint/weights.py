@@ -9,6 +9,7 @@ import safetensors
 from torch import Tensor
 
 from ..errors import ArgumentError, WeightsError
+from ..runtime import is_first
 from ..utils.files import replacing, write_tensors
 
 NO_PICKLES = "Only safetensors are read; a pickle made by torch.save is not, because it could run any code"
@@ -26,6 +27,8 @@ def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -
         ArgumentError: The path has another suffix.
         OSError: The file system refused.
     """
+    if not is_first():  # of a pod only process 0 writes
+        return
     target = weights_path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     stored, metadata = untied(weights)

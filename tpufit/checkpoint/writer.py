@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from ..errors import CheckpointNotWrittenError
+from ..runtime import is_first
 from ..utils.users_code import warn
 from .directory import CheckpointDirectory
 from .format import Checkpoint
@@ -12,6 +13,8 @@ from .format import Checkpoint
 
 class AsyncCheckpointWriter:
     """Writes one checkpoint at a time into a run's folder. The next one waits for the one before.
+
+    On a pod process 0 writes, and the others do nothing.
 
     A checkpoint that can't be written is a warning, and training goes on, until `max_failures` have failed in a row.
 
@@ -40,6 +43,8 @@ class AsyncCheckpointWriter:
         Raises:
             CheckpointNotWrittenError: The one before has failed, as the last of too many.
         """
+        if not is_first():
+            return None
         before = self.wait()
         work = checkpoint, Future[Path]()
         # A daemon: the process can end without waiting for a slow disk. The next run drops the unfinished draft.

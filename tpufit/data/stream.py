@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
@@ -163,6 +163,11 @@ class Stream:
         self.keeps_draws = False
         self._log = PositionLog(source)
         self._rest: Iterator[Any] | None = None  # of the pass that an epoch of `steps` left unfinished
+
+    @property
+    def generators(self) -> Sequence[Generator]:
+        """The user's own random generators that the data draw from."""
+        return self._source.generators
 
     @property
     def per_host(self) -> bool:

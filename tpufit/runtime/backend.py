@@ -94,6 +94,9 @@ class Backend(Protocol):
     def agree(self, value: Any) -> Any:
         """The largest value over all hosts."""
 
+    def broadcast(self, value: Any) -> Any:
+        """Process 0's value."""
+
     def everyone(self, value: Any) -> list[Any]:
         """The values of all hosts."""
 

@@ -85,7 +85,10 @@ class Group:
         try:
             self._check()
             yield
-        except BaseException as error:
+            if self._depth == 1:  # none leaves before all are done, process 0 with writing
+                self.pulse.place = "the end"
+                self.agree([])
+        except Exception as error:
             if self._depth == 1 and not self.pulse.gone:
                 self.pulse.leave(f"has ended with {type(error).__name__}: {error}")
             raise

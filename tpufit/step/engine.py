@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..diagnostics.report import Pass, Report
-from ..errors import StateLostError
+from ..errors import ArgumentError, StateLostError
 from ..losses import ClassWeight
 from ..metrics import PassMetrics
 from ..runtime import (
@@ -193,6 +193,8 @@ class Engine:
             recorder: Takes the cores' place if they are absent (default: they are there).
         """
         if self.config.run_eagerly:
+            if cores.hosts > 1:
+                raise ArgumentError("run_eagerly=True runs on one host's processor, and this is one of several hosts")
             return HOST
         set_matmul_precision(self.config.matmul_precision)
         return Placement(cores, recorder)

@@ -1,5 +1,6 @@
 """`run_fit`: from the arguments of `Model.fit` to the loop."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from ..callbacks import CallbackList, History
 from ..callbacks.progbar_logger import resolve_verbose
 from ..checkpoint import find_checkpoint, saved_state
 from ..errors import counted
-from ..runtime import Cores, CoresArgument, is_first, start
+from ..runtime import Cores, CoresArgument, is_first
 from ..step import Engine, FitOptions
-from . import loop
+from . import alike, loop
 from .arguments import (
     Schedule,
     TrainingData,
@@ -20,6 +21,7 @@ from .arguments import (
     require_compiled,
     require_gradients,
 )
+from .hosts import started_with
 from .validation import check_first
 
 
@@ -49,11 +51,11 @@ def run_fit(
     verbosity, given = resolve_verbose(verbose), CallbackList(callbacks).callbacks
     train, validation = validation.split_off(train)  # first: the balance of classes is that of the rows to train on
     options = FitOptions(schedule.policy(engine), train.weigher(engine), fitting=True)
-    resumed = find_checkpoint(schedule.resume, given)
+    # Only now: a process can settle its cores once, so bad arguments must be found before.
+    settled, resumed = started_with(cores, partial(find_checkpoint, schedule.resume, given))
+    alike.take_seed()
     # A resumed run keeps its seed, which the order of the data depends on.
     seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
-    # Only now: a process can settle its cores once, so bad arguments must be found before.
-    settled = start(cores, f"fit(cores={cores!r})")
     placement = engine.place_on(settled)
     data = train.stream(placement, settled, seed)
     held_out = validation.build(placement, settled, train.batch_size, data.steps)
@@ -63,7 +65,15 @@ def run_fit(
     # Before the move, which can't write back values that a failed step has lost.
     if resumed is not None and engine.state.device.lost:
         engine.reset_to(saved_state(resumed))
-    engine.move_to(placement)
+    alike.compare(
+        engine,
+        **{f"fit({name})": value for name, value in vars(schedule).items() if name != "resume"},
+        batches=None if data.per_host else (data.steps, data.sizes(), train.batch_size, train.shuffle),
+        validation=None if held_out is None else (held_out.stream.steps, held_out.stream.sizes(), held_out.every),
+        callbacks=[type(callback) for callback in given],
+        rate=optimizers.rates(optimizers.required(engine.model.optimizer)),
+    )
+    alike.move(engine, placement, compared=True)
     before = scale_rates(engine, settled)
     if verbosity and is_first():
         print(_headline(engine, settled, data.batch_size, before), flush=True)

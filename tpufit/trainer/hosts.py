@@ -1,10 +1,36 @@
 """What the hosts of a pod do together before each group of steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from ..errors import HostError
-from ..runtime import agree, at
+from ..checkpoint import Checkpoint
+from ..errors import CheckpointError, HostError
+from ..runtime import Cores, CoresArgument, agree, at, broadcast, platform, settled, start
 from ..step import DeviceBatch
+
+
+def started_with(cores: CoresArgument, find: Callable[[], Checkpoint | None]) -> tuple[Cores, Checkpoint | None]:
+    """Start the cores for `fit`, and find the checkpoint to resume from, which process 0 gives to all hosts.
+
+    Args:
+        cores: The argument of `fit`.
+        find: Finds the checkpoint where this host has it.
+
+    Raises:
+        CheckpointError: Process 0 has none, or a damaged one.
+    """
+    before, found, fault = settled(), None, None
+    try:
+        found = find()
+    except CheckpointError as error:
+        if platform() == "CPU" if before is None else before.hosts == 1:
+            raise
+        fault = error  # another host's folder may have it
+    now = start(cores, f"fit(cores={cores!r})")
+    if now.hosts > 1:
+        found, fault = broadcast((found, fault))
+    if fault is not None:
+        raise fault
+    return now, found
 
 
 def in_step(groups: Iterator[list[DeviceBatch]], place: str, per_host: bool) -> Iterator[list[DeviceBatch]]:
@@ -24,18 +50,18 @@ def in_step(groups: Iterator[list[DeviceBatch]], place: str, per_host: bool) -> 
         group = next(groups, [])
         rows = sum(batch.rows for batch in group)
         most, fewest, largest, smallest = agree([len(group), -len(group), rows, -rows])
-        fewest, smallest = -fewest, -smallest
+        fewest, smallest = int(-fewest), int(-smallest)
         if most != fewest and not per_host:
             raise HostError(
                 f"after {done} batches of this pass ({place}) this host has {len(group)} more, and others have from "
-                f"{fewest:g} to {most:g}: give all hosts the same data, or each its own by tpufit.data.PerHost"
+                f"{fewest} to {most:g}: give all hosts the same data, or each its own by tpufit.data.PerHost"
             )
         if most == fewest and largest != smallest:
             raise HostError(
-                f"batch {done + 1} ({place}) has {rows} rows on this host, and from {smallest:g} to {largest:g} on "
+                f"batch {done + 1} ({place}) has {rows} rows on this host, and from {smallest} to {largest:g} on "
                 "others. Make all batches of one size, e.g. by drop_last=True"
             )
-        if group := group[: int(fewest)]:
+        if group := group[:fewest]:
             yield group
         if most != fewest or not group:
             return

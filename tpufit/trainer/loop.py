@@ -40,6 +40,7 @@ from ..diagnostics.report import Pass
 from ..runtime import everyone
 from ..step import Engine, StepRunner
 from ..utils.users_code import warn
+from .alike import same_random_numbers
 from .interruption import Interruption
 from .passes import PassLoop, Pause, closing
 from .validation import Validation, Validations
@@ -173,6 +174,7 @@ class _Training:
         def note_waited(seconds: float) -> None:
             model.input_bound = seconds / (perf_counter() - began)
 
+        same_random_numbers(self._train)
         model.module.train()
         began, waited = perf_counter(), 0.0
         validate_and_save()  # the checkpoint may be from a step whose validation was broken off

@@ -10,7 +10,9 @@ from ..data.parts import Share
 from ..losses import ClassWeight
 from ..runtime import HOST, Cores, CoresArgument, gather_rows, start, together
 from ..step import Engine, StepRunner, modes_kept
+from . import alike
 from .fitting import scale_rates
+from .hosts import in_step
 
 
 def run_on_batch(
@@ -46,7 +48,10 @@ def run_on_batch(
                 placement = engine.state.placement
                 if placement.hosts > 1:
                     batch = Share(placement.local_shards or (), placement.count).of(batch)
-                return run, gather_rows(run([run.send(batch)]), placement)
+                group = [run.send(batch)]
+                if placement.hosts > 1:
+                    group = next(in_step(iter([group]), method, per_host=False))
+                return run, gather_rows(run(group), placement)
         finally:
             engine.expose()
 
@@ -61,10 +66,11 @@ def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
     placement = engine.place_on(cores)
     run = engine.batch_runners.get(role)
     if run is None or placement != engine.state.placement or not run.is_current:
+        alike.take_seed()
         engine.state.numbers.seed = torch.initial_seed()
         if role == "train":
             scale_rates(engine, cores)
-        engine.move_to(placement)
+        alike.move(engine, placement)
         run = engine.batch_runners[role] = StepRunner(engine, role)
         if role != "train":
             run.tally.seed = engine.seed_of_pass()

@@ -24,6 +24,7 @@ from ..data.sampling import rows_of
 from ..diagnostics.report import Pass
 from ..runtime import add_seconds, agree, fetch, fetch_rows, gather_rows, process_count, timing, together
 from ..step import DeviceBatch, Engine, StepRunner, modes_kept
+from .alike import same_random_numbers
 from .hosts import in_step
 from .interruption import Interruption
 
@@ -142,6 +143,7 @@ def evaluate(
     model.stop_evaluating = False
     with closing(callbacks, engine):
         callbacks.call("on_test_begin")
+        same_random_numbers(data)
         run = StepRunner(engine, "eval", data.device_transform, warm=data.passed)
         run.tally.seed = engine.seed_of_pass()
         model.module.eval()
@@ -182,6 +184,7 @@ def predict(
     flying: deque[Any] = deque()
     with closing(callbacks, engine):
         callbacks.call("on_predict_begin")
+        same_random_numbers(data)
         run = StepRunner(engine, "predict", data.device_transform, warm=data.passed)
         run.tally.seed = engine.seed_of_pass()
         model.module.eval()

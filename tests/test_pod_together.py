@@ -1,0 +1,203 @@
+"""The hosts of a pod decide together, compare what must be alike, and write once."""
+
+import json
+import signal
+import textwrap
+import time
+
+import pytest
+from pods import Pod
+
+pytestmark = pytest.mark.slow
+
+COMMON = """
+import json, os, signal, sys, time
+import torch
+from torch import nn
+import tpufit
+from tpufit.callbacks import Callback, CSVLogger, EarlyStopping, ModelCheckpoint, TensorBoard
+from tpufit.errors import HostError
+
+torch.manual_seed(5)
+X, Y = torch.randn(64, 4), torch.randint(0, 2, (64,))
+me = tpufit.process_index()
+
+def compiled(**arguments):
+    torch.manual_seed(6)
+    model = tpufit.Model(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)))
+    model.compile("sgd", "cross_entropy", **arguments)
+    return model
+
+class At(Callback):
+    '''Does something at a step.'''
+    def __init__(self, step, do):
+        self.step, self.do = step, do
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.steps_taken == self.step:
+            self.do(self.model)
+
+def fit(model=None, *callbacks, **arguments):
+    model = model or compiled()
+    how = {"batch_size": 2, "epochs": 3, "verbose": 0} | arguments
+    model.fit(X, Y, callbacks=list(callbacks), **how)
+    return model
+"""
+
+
+def said(ended):
+    return "\n".join(f"{host.out}\n{host.err}" for host in ended)
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """What each host says after some fits that end early, or begin with differences."""
+    code = """
+    import warnings
+    told = {}
+
+    def stop(model):
+        model.stop_training = True
+
+    told["stop"] = fit(None, At(5, stop if me == 1 else id)).steps_taken
+
+    def late(model):
+        time.sleep(1.5 * (me == 1))
+
+    told["time"] = fit(None, At(6, late), max_time=1.4, epochs=400).steps_taken > 5
+
+    class Poisoned(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.model.steps_taken == 3:
+                X[:] = float("nan")
+    from tpufit.callbacks import TerminateOnNaN
+    kept = X.clone()
+    told["nan"] = fit(None, Poisoned(), TerminateOnNaN()).steps_taken
+    X.copy_(kept)
+
+    losses = compiled()
+    torch.manual_seed(me)  # another seed, and so other weights
+    other = tpufit.Model(nn.Linear(4, 2))
+    other.compile("sgd", "cross_entropy")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        history = other.fit(X, Y, batch_size=2, verbose=0).history["loss"]
+    told["warned"] = [str(one.message) for one in caught]
+    told["weights"] = [history, *(value.tolist() for value in other.state_dict().values())]
+
+    try:
+        fit(batch_size=2 + me)
+    except HostError as error:
+        told["batch_size"] = str(error)
+
+    class Mine(tpufit.Model):
+        def train_step(self, batch):
+            return super().train_step(batch)
+    if me == 1:
+        class Mine(tpufit.Model):
+            def train_step(self, batch):
+                return {"loss": super().train_step(batch)["loss"]}
+    model = Mine(nn.Linear(4, 2))
+    model.compile("sgd", "cross_entropy")
+    try:
+        model.fit(X, Y, verbose=0)
+    except HostError as error:
+        told["code"] = str(error)
+
+    folder = "run"
+    model = fit(None, ModelCheckpoint("run", monitor="loss"), CSVLogger("log.csv"), TensorBoard("board"), verbose=2)
+    model.save("saved")
+    model.save_weights("weights.safetensors")
+    json.dump(told, open(f"told{me}.json", "w"))
+
+    batches = [(X[:4], Y[:4])] * (8 + 4 * me)
+    model.fit(iter(batches), verbose=0)
+    """
+    folder = tmp_path_factory.mktemp("together")
+    ended = Pod(2, 2, folder).run(COMMON + "\n" + textwrap.dedent(code))
+    assert (folder / "told0.json").exists(), said(ended)
+    return [json.loads((folder / f"told{host}.json").read_text()) for host in (0, 1)], ended, folder
+
+
+@pytest.mark.parametrize("name", ["stop", "nan", "time"])
+def test_what_ends_one_host_ends_all_after_the_same_step(together, name):
+    (first, second), _, _ = together
+    assert first[name] == second[name]
+    assert name != "stop" or first[name] == 5
+
+
+def test_other_weights_and_seeds_are_those_of_process_0(together):
+    (first, second), _, _ = together
+    assert first["weights"] == second["weights"]
+    for host in (first, second):
+        assert any("the hosts had different seeds, and all have process 0's now" in text for text in host["warned"])
+        assert any("2 tensors differed between the hosts, and all have process 0's" in text for text in host["warned"])
+
+
+def test_differences_are_told_before_the_first_step(together):
+    (first, second), _, _ = together
+    assert first["batch_size"] == second["batch_size"]
+    assert "process 0 and process 1 must do the same, but these differ: batches: " in first["batch_size"]
+    assert "these differ: the code of the step" in first["code"] == second["code"]
+
+
+def test_data_of_another_length_are_an_error_on_each_host(together):
+    _, ended, _ = together
+    for host, left in zip(ended, (0, 1), strict=True):
+        assert host.code == 1
+        assert f"after 2 batches of this pass (train of epoch 1) this host has {left} more" in host.err
+
+
+def test_process_0_alone_writes(together):
+    _, ended, folder = together
+    assert "Epoch 3/3" in ended[0].out and "Epoch" not in ended[1].out
+    assert [line.split(",")[0] for line in (folder / "log.csv").read_text().splitlines()] == ["epoch", "0", "1", "2"]
+    assert len(list((folder / "board" / "train").iterdir())) == 1
+    assert (folder / "saved" / "manifest.json").is_file() and (folder / "weights.safetensors").is_file()
+    assert len(list((folder / "run").glob("step-*"))) == 3
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.soak)])
+def test_a_signal_to_one_host_ends_all_and_a_restart_goes_on(tmp_path, name):
+    train = """
+    class Report(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.steps_taken == 7:
+                open(f"at{me}", "w").close()
+                time.sleep(STOPS)
+    model = fit(None, Report(), ModelCheckpoint("run", monitor="loss"), resume=True, epochs=4)
+    json.dump([model.steps_taken, [v.tolist() for v in model.state_dict().values()]], open(f"end{me}.json", "w"))
+    """
+    train = COMMON + textwrap.dedent(train)
+    pod = Pod(2, 2, tmp_path)
+    with pod.started(train.replace("STOPS", "0.5")) as processes:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "at1").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        processes[1].send_signal(signal.Signals[name])
+        ended = pod.ended(processes)
+    assert [host.code for host in ended] == ([143, 143] if name == "SIGTERM" else [-2, -2]), said(ended)
+    steps = sorted(int(path.name[5:]) for path in (tmp_path / "run").glob("step-*"))
+    assert steps[-1] in (7, 8)
+    ended = pod.run(train.replace("STOPS", "0"))
+    assert [host.code for host in ended] == [0, 0], said(ended)
+    ends = [json.loads((tmp_path / f"end{host}.json").read_text()) for host in (0, 1)]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert [host.code for host in Pod(1, 4, whole).run(train.replace("STOPS", "0"))] == [0]
+    assert ends == [json.loads((whole / "end0.json").read_text())] * 2
+
+
+def test_an_error_on_one_host_ends_the_others_with_its_words(tmp_path):
+    ended = Pod(2, 2, tmp_path).run(
+        COMMON
+        + """
+def fail(model):
+    raise ValueError("no more of this")
+fit(None, At(4, fail if me == 1 else id))
+"""
+    )
+    assert [host.code for host in ended] == [1, 1]
+    assert "ValueError: no more of this" in ended[1].err
+    assert (
+        "HostError: the other hosts don't answer: process 1 has ended with CallbackError: At.on_train" in ended[0].err
+    )

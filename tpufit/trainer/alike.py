@@ -1,0 +1,166 @@
+"""What must be alike on all hosts of a pod is compared before the first step: no host would notice later.
+
+Each host computes whole programs with its own copy of the weights, and nothing in the runtime looks if the copies are
+equal. So the code of the step, the arguments and the versions are compared, and weights and random numbers are taken
+from process 0 where they differ.
+"""
+
+import hashlib
+import platform
+from collections.abc import Iterable, Mapping
+from inspect import isfunction
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import Stream
+from ..errors import HostError, counted, few
+from ..runtime import Placement, broadcast, copy_into, everyone, process_count, to_host, versions
+from ..step import Engine
+from ..utils.json_codec import is_plain
+from ..utils.users_code import warn
+
+# Classes whose code is the same wherever the versions are.
+_LIBRARIES = ("torch.", "torchmetrics.", "tpufit.", "builtins")
+
+
+def compare(engine: Engine, **arguments: Any) -> None:
+    """Make sure that all hosts are about to do the same; nothing to do with one host.
+
+    Args:
+        engine: The model's engine.
+        arguments: What else must be equal, by name. Of an object only the class counts.
+
+    Raises:
+        HostError: Something differs; the message says what, and where.
+    """
+    if process_count() == 1:
+        return
+    compiled = {f"compile({name})": value for name, value in (engine.config.arguments or {}).items()}
+    facts = {
+        "the net": str(engine.model.module),
+        "the code of the step": _code_of(engine),
+        "the step": engine.state.numbers.step,
+        "Python": platform.python_version(),
+        **versions(),
+        **compiled,
+        **arguments,
+    }
+    everywhere = everyone({name: _plain(value) for name, value in facts.items()})
+    first = everywhere[0]
+    for index, other in enumerate(everywhere):
+        differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if differing:
+            said = few([f"{name}: {_short(first.get(name))} and {_short(other.get(name))}" for name in differing])
+            raise HostError(
+                f"process 0 and process {index} must do the same, but these differ: {said}. Run one script with the "
+                "same arguments on all hosts"
+            )
+
+
+def move(engine: Engine, placement: Placement, compared: bool = False) -> None:
+    """Move the model to its cores, with the weights of process 0 if those of another host differ.
+
+    Args:
+        engine: The model's engine.
+        placement: The cores.
+        compared: True to compare weights that are there already, too (default False).
+    """
+    new = engine.state.placement != placement
+    engine.move_to(placement)
+    if placement.hosts > 1 and (new or compared):
+        _take_weights(engine, placement)
+
+
+def take_seed() -> None:
+    """Take the seed from process 0, and say so if another host had another one."""
+    if same_random_numbers():
+        warn(
+            "the hosts had different seeds, and all have process 0's now. Call tpufit.set_random_seed or "
+            "torch.manual_seed with the same number on all of them"
+        )
+
+
+def same_random_numbers(data: Stream | None = None) -> bool:
+    """Take PyTorch's random numbers, and those of the data's own generators, from process 0.
+
+    Returns:
+        True if they were others here or on another host.
+    """
+    if process_count() == 1:
+        return False
+    own = [] if data is None else list(data.generators)
+    states = [torch.get_rng_state(), *(generator.get_state() for generator in own)]
+    theirs = broadcast(states)
+    differ = [not torch.equal(state, other) for state, other in zip(states, theirs, strict=True)]
+    if differ[0]:
+        torch.set_rng_state(theirs[0])
+    for generator, state, other in zip(own, theirs[1:], differ[1:], strict=True):
+        if other:
+            generator.set_state(state)
+    return any(everyone(any(differ)))
+
+
+def _take_weights(engine: Engine, placement: Placement) -> None:
+    engine.state.write_back()
+    tensors, names = engine.state.tensors()
+    values = to_host(list(tensors.values()), "state")
+    digests = everyone([_digest(value) for value in values])
+    if len({len(one) for one in digests}) > 1:
+        raise HostError(f"the hosts have different numbers of weights: {[len(one) for one in digests]}")
+    differing = [i for i in range(len(values)) if len({one[i] for one in digests}) > 1]
+    if not differing:
+        return
+    theirs = broadcast([values[i] for i in differing])
+    keys = list(tensors)
+    copy_into([tensors[keys[i]] for i in differing], theirs, placement)
+    named = [names.get(keys[i], "state of an optimizer") for i in differing]
+    warn(
+        f"{counted(len(named), 'tensor')} differed between the hosts, and all have process 0's now: {few(named)}. Seed "
+        "all hosts alike, by tpufit.set_random_seed, before the net is made"
+    )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    data = tensor.detach().contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
+    return hashlib.blake2b(data.numpy().tobytes(), digest_size=16, key=str(tensor.shape).encode()[:64]).digest()
+
+
+def _code_of(engine: Engine) -> str:
+    """A digest of the user's classes whose Python a step runs."""
+    kinds = {type(part) for part in (engine.model, *engine.model.module.modules(), *engine.config.loss_modules)}
+    classes = {base for kind in kinds for base in kind.__mro__ if not f"{base.__module__}.".startswith(_LIBRARIES)}
+    functions = sorted(
+        (f"{kind.__qualname__}.{name}", repr(_facts(value.__code__)))
+        for kind in classes
+        for name, value in vars(kind).items()
+        if isfunction(value)
+    )
+    return hashlib.blake2b(repr(functions).encode(), digest_size=8).hexdigest()
+
+
+def _facts(code: CodeType) -> list[Any]:
+    return [code.co_code, code.co_names, *map(_constant, code.co_consts)]
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return _facts(value)
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
+
+
+def _plain(value: Any) -> Any:
+    if is_plain(value):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, Iterable) and isinstance(value, (list, tuple, set, range)):
+        return [_plain(one) for one in value]
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 60 else f"{text[:50]}..."
