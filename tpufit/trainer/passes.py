@@ -47,7 +47,7 @@ class PassLoop:
         stop: The function called after each group, with a `Pause`; True ends the pass.
         interruption: The signals, which end a wait for data (default: none, outside `fit`).
         waited: The function called before each batch's end hook with the wait for data so far, in seconds.
-        collect: The function called with the outputs of each group (default: none).
+        collect: The function called with the outputs of each group's batches and their rows (default: none).
     """
 
     name: str
@@ -57,7 +57,7 @@ class PassLoop:
     stop: Callable[[Pause], bool]
     interruption: Interruption | None = None
     waited: Callable[[float], None] | None = None
-    collect: Callable[[list[Any]], None] | None = None
+    collect: Callable[[list[Any], list[int]], None] | None = None
 
     def __call__(self, epoch: int = 0, look_ahead: bool = False) -> float:
         """Run the pass, or the rest of it.
@@ -95,7 +95,7 @@ class PassLoop:
                     self._tell_end(end, len(group), outputs)
                     run.note_hooks()
                 if self.collect:  # before `stop`, which may leave the pass
-                    self.collect(outputs)
+                    self.collect(outputs, [batch.rows for batch in group])
                 if self.stop(feed.paused):
                     break
         times = feed.times
@@ -192,8 +192,7 @@ def predict(
 
         placement = engine.state.placement
 
-        def collect(outputs: list[Any]) -> None:
-            rows = [batch.rows for batch in run.group]
+        def collect(outputs: list[Any], rows: list[int]) -> None:
             flying.extend(zip(outputs if local else gather_rows(outputs, placement), rows, strict=True))
             while len(flying) > _OUTPUTS_IN_FLIGHT:
                 land()
