@@ -19,6 +19,9 @@ FRIENDS = {
 FRIENDLY_ATTRIBUTES = {
     "_buffers": "of an nn.Module: which buffers there are, also those that were replaced",
     "_is_view": "of a tensor: whether its memory is another's",
+    "_base": "of a tensor: the one whose memory it has",
+    "_view_func_unsafe": "of a tensor: the same view of another one",
+    "_backward_hooks": "of a tensor: what is told of its gradient",
     "_version": "of a tensor: how often it was changed in place",
     "_make_subclass": "of torch.Tensor: a parameter over another's value",
     "_defaults": "of a torchmetrics metric: its sums as they begin",

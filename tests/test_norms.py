@@ -11,7 +11,7 @@ from torch import nn
 
 from tpufit import runtime
 from tpufit.runtime import Placement, Sharding
-from tpufit.runtime.ops.norms import sharded_norms
+from tpufit.runtime.ops.kernels import own_kernels
 
 NORMS = {
     "batch norm of (N, C)": (lambda: nn.BatchNorm1d(6), (13, 6)),
@@ -53,7 +53,7 @@ def test_modules_as_native(name, dtype):
         x = torch.randn(shape, dtype=dtype) * 3 + 2
         upstream = torch.randn(shape, dtype=dtype)
         expected = _results(native.train(training), x, upstream)
-        with sharded_norms("CPU"):
+        with own_kernels("CPU"):
             results = _results(ours.train(training), x, upstream)
         assert results.keys() == expected.keys()
         for what, value in expected.items():
@@ -73,14 +73,14 @@ def test_second_derivatives(name):
         return torch.autograd.grad(gradient.square().sum(), [x, norm.weight])
 
     expected = penalty()
-    with sharded_norms("CPU"):
+    with own_kernels("CPU"):
         torch.testing.assert_close(penalty(), expected)
 
 
 def test_a_large_mean_does_not_cancel():
     x = torch.randn(64, 16) + 1000
     reference = F.layer_norm(x.double(), (16,))
-    with sharded_norms("CPU"):
+    with own_kernels("CPU"):
         torch.testing.assert_close(F.layer_norm(x, (16,)).double(), reference, rtol=0, atol=5e-4)
 
 
@@ -91,7 +91,7 @@ def test_half_precision_is_computed_in_float32(name, dtype):
     norm = _randomised(make())
     x = (torch.randn(shape) * 3 + 2).to(dtype)
     expected = norm.to(dtype).float()(x.float())  # the same rounded weights
-    with sharded_norms("CPU"):
+    with own_kernels("CPU"):
         result = norm.to(dtype)(x)
     assert result.dtype is dtype
     torch.testing.assert_close(result, expected.to(dtype))
@@ -116,14 +116,14 @@ REFUSED = {
 def test_errors_are_the_native_ones(name):
     with pytest.raises(Exception) as native:
         REFUSED[name]()
-    with pytest.raises(Exception) as ours, sharded_norms("CPU"):
+    with pytest.raises(Exception) as ours, own_kernels("CPU"):
         REFUSED[name]()
     assert (ours.type, str(ours.value)) == (native.type, str(native.value))
 
 
 def test_it_ends_with_the_context():
     x = torch.randn(3, 4, requires_grad=True)
-    with pytest.raises(ZeroDivisionError), sharded_norms("CPU"):
+    with pytest.raises(ZeroDivisionError), own_kernels("CPU"):
         assert "NativeLayerNorm" not in F.layer_norm(x, (4,)).grad_fn.name()
         raise ZeroDivisionError
     assert "NativeLayerNorm" in F.layer_norm(x, (4,)).grad_fn.name()
@@ -196,7 +196,7 @@ def test_a_step_as_native_on_the_host(cores, name, rows):
 
     place = Placement(runtime.start(cores, "test"))  # first: autograd looks once for the devices there are
     expected = one_step(name, rows, runtime.HOST, nullcontext)
-    result = one_step(name, rows, place, sharded_norms)
+    result = one_step(name, rows, place, own_kernels)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -222,7 +222,7 @@ def test_autocast_as_native(cores, inputs, weights):
             ]
 
     expected = runtime.to_host(compute(), "test")
-    with sharded_norms():
+    with own_kernels():
         results = runtime.to_host(compute(), "test")
     # Both are rounded to bfloat16 somewhere, the native ones also on the way.
     tolerance = 2e-6 if inputs is weights is torch.float32 else 3e-2
@@ -234,13 +234,13 @@ PROGRAM = """
 import contextlib, json, pathlib, re, sys, warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, {tests!r})
-from test_norms import NETS, Placement, one_step, runtime, sharded_norms
+from test_norms import NETS, Placement, one_step, runtime, own_kernels
 
 place = Placement(runtime.start(8, "test"))
 moves = {{}}
-for context in (sharded_norms, contextlib.nullcontext):
+for context in (own_kernels, contextlib.nullcontext):
     for name in NETS:
-        if name == "frozen batch norm" and context is not sharded_norms:
+        if name == "frozen batch norm" and context is not own_kernels:
             continue  # natively, its backward pass is an error of torch_xla
         before = set(pathlib.Path("hlo").glob("*after_optimizations.txt"))
         one_step(name, {rows}, place, context)
@@ -264,7 +264,7 @@ def test_the_partitioned_program_gathers_no_activations(run_python, request, row
     for name, (_, shape) in NETS.items():
         if rows % 8 and len(shape) < 3:
             continue  # `nn.Linear` joins rows and positions, and 13 x 5 is split elsewhere than 13
-        ours = moves[f"sharded_norms: {name}"]
+        ours = moves[f"own_kernels: {name}"]
         assert {operation for _, operation in ours} == {"all-reduce"}, name  # of sums; nothing else travels
         native = moves.get(f"nullcontext: {name}")
         assert native is None or any(operation.startswith("all-gather") for _, operation in native), name

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchmetrics import classification
 
 from ..errors import ArgumentError, UnknownNameError
-from .weighted import WeightedMean, by_class, is_correct
+from .weighted import WeightedMean, best_class, by_class, is_correct
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class MetricName:
         if not _classes(y_pred, y):
             return y_pred.reshape(y.shape), y.long()
         # The gathered logits of a language model would be huge; but scores can't be told from the best class.
-        return (y_pred.argmax(1) if self._compares_classes else y_pred), y
+        return (best_class(y_pred) if self._compares_classes else y_pred), y
 
     def counted(self, y: Tensor) -> Tensor | None:
         """The mask of the labels that count, where weights of 0 leave out the others; probabilities all count."""

@@ -145,3 +145,23 @@ def is_correct(y_pred: Tensor, y: Tensor) -> Tensor:
     if y_pred.is_floating_point():
         y_pred = normalize_logits_if_needed(y_pred, "sigmoid") > 0.5
     return (y_pred == y).float()
+
+
+def best_class(scores: Tensor) -> Tensor:
+    """Find the class of the highest score, the first of several, in 32 bits.
+
+    XLA fuses it with the loss of the same logits, which `argmax` goes over once more.
+
+    Args:
+        scores: Logits or probabilities, shape `(batch, classes, ...)`.
+
+    Example:
+        >>> best_class(torch.tensor([[0.1, 0.7, 0.7], [0.9, 0.0, 0.1]])).tolist()
+        [1, 0]
+    """
+    # Where the classes are last, this is how the loss sees them too.
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).movedim(1, -1)
+    # Sums and maxima of one type go into one pass, so the smallest index is the largest of the negative ones.
+    negative = -torch.arange(scores.shape[-1], dtype=torch.float32, device=scores.device)
+    best = torch.where(scores == scores.amax(-1, keepdim=True), negative, -scores.shape[-1]).amax(-1)
+    return (-best).to(torch.int32)

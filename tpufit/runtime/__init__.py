@@ -46,8 +46,8 @@ from .devices import (
 from .faults import Load, translate
 from .hosts import agree, at, broadcast, everyone, is_first, together
 from .lazy import launch
+from .ops.kernels import own_kernels
 from .ops.lowerings import has_lowering, runs_on_the_host
-from .ops.norms import sharded_norms
 from .placement import HOST, Placement, Sharding
 from .profiler import scope, start_profile, stop_profile
 from .program import Program

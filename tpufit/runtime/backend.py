@@ -155,7 +155,7 @@ class Backend(Protocol):
     def capture_began(self) -> float | None:
         """The time when the capture under way began."""
 
-    def sharded_norms(self, backend: str = ...) -> Any:
+    def own_kernels(self, backend: str = ...) -> Any:
         """A context in which norms are computed where their rows are."""
 
     def has_lowering(self, operation: str) -> bool:

@@ -22,7 +22,7 @@ from .. import optimizers
 from ..diagnostics.summary import noting_outputs
 from ..metrics import LazyLogs, PassMetrics, TrackedMetric, first_bad, metrics_in
 from ..optimizers import UpdatePlan
-from ..runtime import LENIENT, InFlight, Program, sharded_norms, to_host
+from ..runtime import LENIENT, InFlight, Program, own_kernels, to_host
 from ..utils.random import step_seed
 from .batch import BatchSender, DeviceBatch
 from .context import StepContext
@@ -375,7 +375,7 @@ class StepRunner:
             sums=metrics,
             jit_compile=engine.config.jit_compile,
             donate=learns,
-            inside=sharded_norms,  # on one core too: there native batch norm in eval mode has no backward pass
+            inside=own_kernels,  # on one core too: there native batch norm in eval mode has no backward pass
         )
         return program, metrics
 

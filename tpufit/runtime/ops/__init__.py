@@ -1,1 +1,9 @@
-"""Operations that the device lacks or does badly, written in other ones."""
+"""Operations that the device lacks or does badly, written in other ones.
+
+| file | its idea |
+| --- | --- |
+| `kernels` | take the place of PyTorch's own while a step is traced |
+| `products`, `attention`, `norms`, `classes` | the kernels |
+| `views` | the same elements straight from the tensor that a view is of |
+| `lowerings` | which operations the device has, and one that it lacks |
+"""

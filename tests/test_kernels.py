@@ -1,0 +1,248 @@
+"""Products, attention and the loss of classes in our own words: PyTorch's numbers, gradients and errors."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tpufit.metrics.weighted import best_class
+from tpufit.runtime.ops.kernels import own_kernels
+from tpufit.runtime.ops.views import direct, unflattened
+
+F64 = torch.float64
+
+
+def randn(*shape, dtype=F64):
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def both(compute, *inputs):
+    """The result and the gradients of a computation, natively and by our own kernels."""
+    found = []
+    for own in (False, True):
+        with own_kernels("CPU") if own else torch.enable_grad():
+            result = compute(*inputs)
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        upstream = torch.linspace(-1, 1, result.numel(), dtype=result.dtype).view(result.shape)
+        found.append([result.detach(), *torch.autograd.grad(result, leaves, upstream, allow_unused=True)])
+    return found
+
+
+def check(compute, *inputs, **tolerance):
+    native, own = both(compute, *inputs)
+    assert [(x.dtype, x.shape) for x in own] == [(x.dtype, x.shape) for x in native]
+    for ours, theirs in zip(own, native, strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+    return native, own
+
+
+PRODUCTS = {
+    "linear of rows": (F.linear, (4, 5), (3, 5), (3,)),
+    "linear of sequences": (F.linear, (2, 4, 5), (3, 5), (3,)),
+    "linear of images": (F.linear, (2, 4, 6, 5), (3, 5), (3,)),
+    "linear without bias": (F.linear, (2, 4, 5), (3, 5)),
+    "sequences by a matrix": (torch.matmul, (2, 4, 5), (5, 3)),
+    "sequences by sequences": (torch.matmul, (2, 4, 5), (2, 5, 3)),
+    "heads by heads": (torch.matmul, (2, 3, 4, 5), (2, 3, 5, 4)),
+    "heads that broadcast": (torch.matmul, (2, 3, 4, 5), (3, 5, 4)),
+    "by a vector": (torch.matmul, (2, 3, 4, 5), (5,)),
+    "a matrix by sequences": (torch.matmul, (4, 5), (2, 5, 3)),
+    "of one row": (torch.matmul, (1, 1, 5), (5, 1)),
+    "of no rows": (F.linear, (0, 4, 5), (3, 5), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name):
+    function, *shapes = PRODUCTS[name]
+    check(function, *(randn(*shape) for shape in shapes))
+
+
+def test_second_derivatives_of_products_and_attention():
+    w, x = randn(5, 5), randn(2, 4, 5)
+
+    def penalty(w, x):
+        y = F.linear(x, w)
+        y = F.scaled_dot_product_attention(y, x, y.sin(), is_causal=True)
+        (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    check(penalty, w, x)
+
+
+def mask_of(kind):
+    if kind == "bool":
+        mask = torch.rand(2, 1, 4, 6) > 0.4
+        mask[0, 0, 1] = False  # a query that may look at nothing
+        return mask
+    return {"float": randn(4, 6), "of each row": randn(2, 3, 4, 6), "none": None}[kind]
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "of each row"])
+def test_attention_with_a_mask(kind):
+    q, k, v, mask = randn(2, 3, 4, 5), randn(2, 3, 6, 5), randn(2, 3, 6, 7), mask_of(kind)
+    check(F.scaled_dot_product_attention, q, k, v, mask)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"scale": 0.3}, {"is_causal": True, "scale": 2.0}], ids=str)
+@pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5), (2, 3, 4, 5), (2, 3, 2, 4, 5)], ids=str)
+def test_attention_of_any_dimension(shape, options):
+    q, k, v = (randn(*shape) for _ in range(3))
+    check(lambda *args: F.scaled_dot_product_attention(*args, **options), q, k, v)
+
+
+def test_attention_of_heads_that_share_keys():
+    q, k, v = randn(2, 4, 3, 5), randn(2, 2, 3, 5), randn(2, 2, 3, 5)
+    check(lambda *args: F.scaled_dot_product_attention(*args, enable_gqa=True), q, k, v)
+
+
+def test_dropout_leaves_out_shares_and_keeps_the_mean():
+    q, k, v = randn(2, 2, 64, 8), randn(2, 2, 64, 8), torch.eye(64, dtype=F64).expand(2, 2, 64, 64)
+    v = v.clone().requires_grad_()
+    with own_kernels("CPU"):
+        shares = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
+    whole = F.scaled_dot_product_attention(q, k, v)
+    left_out = shares == 0
+    assert 0.22 < left_out.double().mean() < 0.28
+    torch.testing.assert_close(shares, torch.where(left_out, 0, whole / 0.75))
+    upstream = torch.randn_like(shares)
+    ours = torch.autograd.grad(shares, [q, k, v], upstream)
+    by_hand = torch.softmax(q @ k.mT / math.sqrt(8), -1) * (~left_out / 0.75) @ v
+    for gradient, expected in zip(ours, torch.autograd.grad(by_hand, [q, k, v], upstream), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_attention_under_autocast_multiplies_in_bfloat16_and_is_within_its_rounding():
+    q, k, v = (torch.randn(4, 2, 32, 16, requires_grad=True) for _ in range(3))
+    upstream = torch.randn(4, 2, 32, 16)
+    exact = F.scaled_dot_product_attention(q, k, v)
+    with own_kernels("CPU"), torch.autocast("cpu", torch.bfloat16):
+        ours = F.scaled_dot_product_attention(q, k, v)
+    assert ours.dtype is torch.bfloat16
+    found = [ours, *torch.autograd.grad(ours, [q, k, v], upstream.bfloat16())]
+    for one, expected in zip(found, [exact, *torch.autograd.grad(exact, [q, k, v], upstream)], strict=True):
+        assert (one - expected).norm() < 2**-7 * expected.norm()
+
+
+@pytest.mark.parametrize("layout", ["unbound", "selected", "chunked"])
+def test_projections_are_taken_straight_from_their_tensor(layout):
+    x = randn(2, 5, 24)
+
+    def parts(x):
+        y = x * 1  # a result of the step, as a projection is
+        if layout == "chunked":
+            return [one.unflatten(2, (4, 2)).transpose(1, 2) for one in y.chunk(3, 2)]
+        stacked = y.unflatten(2, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+        return list(stacked) if layout == "unbound" else [stacked[i] for i in range(3)]
+
+    for part in parts(x):
+        straight = direct(part)
+        assert straight is not part
+        assert torch.equal(straight, part)
+        assert straight._base is part._base
+    check(lambda x: F.scaled_dot_product_attention(*parts(x)), x)
+
+
+def test_other_views_stay_what_they_are():
+    x = randn(2, 6, 8) * 1
+    parts = x.unflatten(2, (4, 2)).unbind(3)  # every other number
+    assert all(direct(part) is part for part in parts)
+    assert direct(x) is x
+    assert unflattened(x.transpose(0, 1).flatten(0, 1)).shape == (12, 8)
+    assert unflattened(x[:, :-1].flatten(0, 1)).shape == (10, 8)
+    assert unflattened(x.flatten(0, 1)) is x
+    kept = x.flatten(0, 1)
+    kept.retain_grad()
+    assert unflattened(kept) is kept
+    assert unflattened(x.flatten(0, 1).detach()).shape == (12, 8)
+
+
+LABELS = torch.tensor([0, 3, -100, 2, 1, 3])
+CLASSES = torch.tensor([0.5, 1.0, 2.0, 0.1], dtype=F64)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("weight", [None, CLASSES], ids=["plain", "weighted"])
+@pytest.mark.parametrize("shape", ["rows", "sequences", "flattened"])
+def test_cross_entropy(shape, weight, smoothing, reduction):
+    x, y = {
+        "rows": (randn(6, 4), LABELS),
+        "sequences": (randn(2, 4, 3), LABELS.view(2, 3)),
+        "flattened": (randn(2, 3, 4), LABELS),
+    }[shape]
+
+    def loss(x):
+        x = (x * 2).flatten(0, 1) if shape == "flattened" else x
+        return F.cross_entropy(x, y, weight, label_smoothing=smoothing, reduction=reduction)
+
+    check(loss, x)
+
+
+def test_cross_entropy_of_ignored_and_impossible_labels():
+    x = randn(3, 4)
+    check(lambda x: F.cross_entropy(x, torch.tensor([1, 0, 3]), ignore_index=0), x)
+    for loss in both(lambda x: F.cross_entropy(x, torch.full((3,), -100)), x):
+        assert loss[0].isnan()
+    with torch.no_grad():
+        x[0, 2] = -math.inf
+    (native, *_), (own, *_) = both(lambda x: F.cross_entropy(x, torch.tensor([2, 0, 1])), x)
+    assert native == own == math.inf
+    check(lambda x: F.cross_entropy(x, torch.tensor([1, 0, 1])), x)
+
+
+def test_cross_entropy_of_probabilities():
+    check(lambda x: F.cross_entropy(x, torch.softmax(torch.ones(3, 4, dtype=F64), 1)), randn(3, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_computed_in_float32(dtype):
+    logits = randn(64, 10, dtype=torch.float32)
+    labels = torch.arange(64) % 10
+    with own_kernels("CPU"):
+        ours = F.cross_entropy(logits.to(dtype), labels)
+    assert ours.dtype is dtype
+    torch.testing.assert_close(ours, F.cross_entropy(logits.to(dtype).float(), labels).to(dtype))
+
+
+REFUSED = {
+    "linear of another width": lambda: F.linear(torch.ones(2, 3, 4), torch.ones(2, 3)),
+    "linear of two types": lambda: F.linear(torch.ones(2, 3, 4), torch.ones(2, 4, dtype=F64)),
+    "matmul of another width": lambda: torch.matmul(torch.ones(2, 3, 4), torch.ones(3, 4)),
+    "matmul of a number": lambda: torch.matmul(torch.ones(2, 3, 4), torch.ones(())),
+    "attention of other keys": lambda: F.scaled_dot_product_attention(*(torch.ones(2, 3, n) for n in (4, 5, 5))),
+    "a mask of another shape": lambda: F.scaled_dot_product_attention(*[torch.ones(2, 3, 4)] * 3, torch.ones(2, 2)),
+    "a mask and a triangle": lambda: F.scaled_dot_product_attention(
+        *[torch.ones(2, 3, 4)] * 3, torch.ones(3, 3), is_causal=True
+    ),
+    "labels of another shape": lambda: F.cross_entropy(torch.ones(3, 4), torch.ones(4, dtype=torch.long)),
+    "smoothing above 1": lambda: F.cross_entropy(torch.ones(3, 4), torch.ones(3, dtype=torch.long), label_smoothing=2),
+    "weights for other classes": lambda: F.cross_entropy(torch.ones(3, 4), LABELS[:3], torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_are_the_native_ones(name):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with pytest.raises(Exception) as native:
+            REFUSED[name]()
+        with pytest.raises(Exception) as ours, own_kernels("CPU"):
+            REFUSED[name]()
+    assert (ours.type, str(ours.value)) == (native.type, str(native.value))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_transformer_layer_of_pytorch(training):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double().train(training)
+    parameters = list(layer.parameters())
+    check(lambda x, *_: copy.copy(layer)(x), randn(3, 5, 8), *parameters)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (6, 5, 3), (2, 5, 3, 4)], ids=str)
+def test_the_best_class_is_argmax(shape):
+    scores = torch.randint(4, shape).float()  # with equal ones
+    assert torch.equal(best_class(scores), scores.argmax(1).int())
+    assert torch.equal(best_class(scores.bfloat16()), scores.argmax(1).int())

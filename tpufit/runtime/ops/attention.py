@@ -1,0 +1,124 @@
+"""Attention as products that keep their dimensions, with scores and their softmax in float32."""
+
+import math
+from string import ascii_lowercase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .products import product
+from .views import direct
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """`torch.nn.functional.scaled_dot_product_attention`.
+
+    The shares are kept in float32 for the backward pass, whose sum over them is taken from the result instead
+    (equation 4 of "FlashAttention", https://arxiv.org/abs/2205.14135, appendix B).
+    """
+    kind = query.device.type
+    # Of no list of autocast: natively its products are cast.
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    query, key, value = (direct(x).to(dtype) if x.is_floating_point() else x for x in (query, key, value))
+    if not _fit(query, key, value) or enable_gqa or (is_causal and attn_mask is not None):
+        return None
+    if attn_mask is not None and not _broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2])):
+        return None
+    kept = None
+    if dropout_p > 0:
+        ones = torch.ones((*query.shape[:-1], key.shape[-2]), dtype=dtype, device=query.device)
+        kept = torch.dropout(ones, dropout_p, True)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    y: Tensor = _Attention.apply(query, key, value, attn_mask, kept, is_causal, scale)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        kept: Tensor | None,
+        is_causal: bool,
+        scale: float,
+    ) -> Tensor:
+        shares = _shares(query, key, mask, is_causal, scale)
+        y = _mean(shares, kept, value)
+        ctx.save_for_backward(query, key, value, mask, kept, shares, y)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, mask, kept, shares, y = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative goes through the shares too
+            shares = _shares(query, key, mask, ctx.is_causal, ctx.scale)
+            y = _mean(shares, kept, value)
+        b = ascii_lowercase[: query.dim() - 2]
+        of_shares = product(f"{b}xz,{b}yz->{b}xy", gradient, value).to(shares.dtype)
+        mean = (gradient.to(shares.dtype) * y.to(shares.dtype)).sum(-1, keepdim=True)
+        of_scores = shares * ((of_shares if kept is None else of_shares * kept) - mean)
+        of_products = (of_scores * ctx.scale).to(query.dtype)
+        weights = shares if kept is None else shares * kept
+        of_mask = None
+        if mask is not None and ctx.needs_input_grad[3]:
+            of_mask = of_scores.sum_to_size(mask.shape).to(mask.dtype)
+        return (
+            product(f"{b}xy,{b}yz->{b}xz", of_products, key),
+            product(f"{b}xy,{b}xz->{b}yz", of_products, query),
+            product(f"{b}xy,{b}xz->{b}yz", weights.to(value.dtype), gradient),
+            *(of_mask, None, None, None),
+        )
+
+
+def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """How much each query takes of each key, in float32 at least."""
+    b = ascii_lowercase[: query.dim() - 2]
+    scores = product(f"{b}xz,{b}yz->{b}xy", query, key)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    if is_causal:
+        queries, keys = (torch.arange(x.shape[-2], dtype=torch.int32, device=x.device) for x in (query, key))
+        scores = scores.masked_fill(queries[:, None] < keys, -math.inf)
+    if mask is None:
+        return torch.softmax(scores, -1)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    # A query that may look at nothing takes nothing, where softmax would be NaN.
+    return torch.softmax(scores, -1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)
+
+
+def _mean(shares: Tensor, kept: Tensor | None, value: Tensor) -> Tensor:
+    b = ascii_lowercase[: value.dim() - 2]
+    weights = shares if kept is None else shares * kept
+    return product(f"{b}xy,{b}yz->{b}xz", weights.to(value.dtype), value)
+
+
+def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return (
+        2 < query.dim() == key.dim() == value.dim()
+        and query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+        and query.shape[-1] == key.shape[-1]
+        and key.shape[-2] == value.shape[-2]
+        and query.is_floating_point()
+        and query.dtype is key.dtype is value.dtype
+        and all(x.numel() for x in (query, key, value))
+    )
+
+
+def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    padded = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
+    known = mask.dtype is torch.bool or mask.is_floating_point()
+    return known and len(padded) == len(shape) and all(a in (1, b) for a, b in zip(padded, shape, strict=True))

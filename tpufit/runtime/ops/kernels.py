@@ -1,0 +1,71 @@
+"""`own_kernels`: operations that a TPU does better in other words than torch_xla's, for the time of a step's trace."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import attention
+from .classes import cross_entropy
+from .norms import batch_norm, group_norm, instance_norm, layer_norm, weight_norm
+from .products import linear, matmul
+
+# Each takes the arguments of its native operation. It returns None for those that it leaves to the native one, such as
+# all that PyTorch refuses: the error is then PyTorch's own.
+_KERNELS: dict[str, Callable[..., Tensor | None]] = {
+    "_weight_norm": weight_norm,
+    "batch_norm": batch_norm,
+    "cross_entropy_loss": cross_entropy,
+    "group_norm": group_norm,
+    "instance_norm": instance_norm,
+    "layer_norm": layer_norm,
+    "linear": linear,
+    "matmul": matmul,
+    "scaled_dot_product_attention": attention,
+}
+
+_depth = 0
+_libraries: dict[str, torch.library.Library] = {}
+
+
+@contextmanager
+def own_kernels(backend: str = "XLA") -> Iterator[None]:
+    """A context in which norms, products, attention and the loss of classes are computed in our own words.
+
+    Results, gradients, running statistics, dtypes and errors are the native ones', but for rounding. The kernels are
+    the dispatcher's, so they hold for modules, functions, scripted code and the parts that autograd computes again in
+    its own threads, which a `TorchFunctionMode` or a patched `torch.nn.functional` would miss.
+
+    Args:
+        backend: The dispatch key of the tensors (default: `"XLA"`); tests take `"CPU"`.
+
+    Example:
+        >>> import torch
+        >>> norm, x = torch.nn.LayerNorm(4), torch.randn(2, 4)
+        >>> with own_kernels("CPU"):
+        ...     y = norm(x)
+        >>> torch.allclose(y, norm(x), atol=1e-6)
+        True
+    """
+    global _depth
+    if backend not in _libraries:  # for good: taking a kernel back while another thread is in it would be a crash
+        library = _libraries[backend] = torch.library.Library("aten", "IMPL")
+        for name, own in _KERNELS.items():
+            kernel = _kernel(getattr(torch.ops.aten, name).default, own)
+            library.impl(name, kernel, f"Autograd{backend}")
+            library.impl(name, kernel, backend)  # of torch.inference_mode
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def _kernel(native: Any, own: Callable[..., Tensor | None]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        result = own(*args, **kwargs) if _depth else None
+        return native.decompose(*args, **kwargs) if result is None else result
+
+    return kernel

@@ -1,0 +1,79 @@
+"""Products of tensors of three dimensions and more, which keep their dimensions.
+
+torch_xla flattens them to matrices. Rows that the cores don't share evenly can't be flattened where they are, so every
+core first gathers all of them; and the compiler copies what it then has to lay out anew.
+"""
+
+from string import ascii_lowercase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Product(torch.autograd.Function):
+    """A product by an Einstein sum, whose gradients are such products too.
+
+    Each index must be of two of the three tensors, so that no gradient is a broadcast.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, equation: str, a: Tensor, b: Tensor) -> Tensor:
+        ctx.equation = equation
+        ctx.save_for_backward(a, b)
+        return torch.einsum(equation, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        of_a, of_b, of_result = ctx.equation.replace("->", ",").split(",")
+        _, needs_a, needs_b = ctx.needs_input_grad
+        return (
+            None,
+            product(f"{of_result},{of_b}->{of_a}", gradient, b) if needs_a else None,
+            product(f"{of_a},{of_result}->{of_b}", a, gradient) if needs_b else None,
+        )
+
+
+def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """Multiply two tensors and add up, in one operation of XLA.
+
+    Args:
+        equation: As in `torch.einsum`, without an ellipsis. Each index is of two of the three tensors.
+        a: The first.
+        b: The second.
+
+    Example:
+        >>> product("ij,jk->ik", torch.ones(2, 3), torch.ones(3, 4)).shape
+        torch.Size([2, 4])
+    """
+    result: Tensor = _Product.apply(equation, a, b)  # type: ignore[no-untyped-call]
+    return result
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """`torch.nn.functional.linear` of more than a matrix."""
+    fits = input.dim() > 2 and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and input.numel()
+    if not fits or not _alike(input, weight) or (bias is not None and bias.shape != weight.shape[:1]):
+        return None
+    rows = ascii_lowercase[: input.dim() - 1]
+    y = product(f"{rows}y,zy->{rows}z", input, weight)
+    return y if bias is None else y + bias
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor | None:
+    """`torch.matmul` of more than a matrix by a matrix, or by as many matrices."""
+    if input.dim() < 3 or other.dim() < 2 or input.shape[-1] != other.shape[-2]:
+        return None
+    if not _alike(input, other) or not input.numel():
+        return None
+    rows = ascii_lowercase[: input.dim() - 2]
+    if other.dim() == 2:
+        return product(f"{rows}xy,yz->{rows}xz", input, other)
+    if other.shape[:-2] == input.shape[:-2]:
+        return product(f"{rows}xy,{rows}yz->{rows}xz", input, other)
+    return None
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.is_floating_point() and a.dtype is b.dtype and b.numel() > 0

@@ -1,0 +1,95 @@
+"""Views of a tensor, found out: the same elements straight from the tensor that they are of.
+
+XLA computes each view as it comes. One that merges the rows with another dimension, or moves a whole stack of
+projections about, costs copies on each core, where its parts, taken from the tensor itself, cost nothing.
+"""
+
+import torch
+from torch import Tensor
+
+
+def unflattened(x: Tensor) -> Tensor:
+    """Take back the flattening of a tensor's leading dimensions.
+
+    Args:
+        x: A tensor, such as the logits of all words of a batch, `(batch * time, classes)`.
+
+    Returns:
+        The tensor that it is a view of, if that has the same elements in the same order and the same last dimension;
+        else `x`.
+
+    Example:
+        >>> unflattened(torch.zeros(2, 3, 5).flatten(0, 1)).shape
+        torch.Size([2, 3, 5])
+    """
+    found = _layout(x)
+    if found is None:
+        return x
+    base, start, strides = found
+    same = base.dim() > 1 and base.numel() == x.numel() and base.shape[-1] == x.shape[-1]
+    return base if same and (start, strides) == (0, _contiguous(x.shape)) else x
+
+
+def direct(x: Tensor) -> Tensor:
+    """Take a part of a tensor's last dimension straight from it.
+
+    Args:
+        x: A tensor, such as the queries `(batch, heads, time, size)`, of a projection `(batch, time, 3 * width)` that
+            was split, permuted and unbound.
+
+    Returns:
+        The same elements, as a slice of the projection, then reshaped and transposed; `x` where that can't be done.
+
+    Example:
+        >>> q, k, v = torch.arange(48.0).view(2, 4, 6).unflatten(2, (3, 1, 2)).permute(2, 0, 3, 1, 4)
+        >>> torch.equal(direct(k), k)
+        True
+    """
+    found = _layout(x)
+    if found is None:
+        return x
+    base, start, strides = found
+    outer = {stride: i for i, stride in enumerate(_contiguous(base.shape)[:-1])}
+    inner = [i for i, stride in enumerate(strides) if stride not in outer]
+    inner.sort(key=lambda i: -strides[i])
+    sizes = [x.shape[i] for i in inner]
+    size = torch.Size(sizes).numel()
+    rows = [i for i, stride in enumerate(strides) if stride in outer]
+    rows.sort(key=lambda i: -strides[i])
+    if (
+        not inner
+        or x.numel() != base.shape[:-1].numel() * size
+        or [x.shape[i] for i in rows] != list(base.shape[:-1])
+        or tuple(strides[i] for i in inner) != _contiguous(sizes)
+        or start + size > base.shape[-1]
+    ):
+        return x
+    order = sorted(range(x.dim()), key=[*rows, *inner].__getitem__)
+    part: Tensor = base.narrow(-1, start, size).unflatten(-1, sizes)
+    return part.permute(order)
+
+
+def _layout(x: Tensor) -> tuple[Tensor, int, tuple[int, ...]] | None:
+    """Where a view's elements lie: in which tensor, from which element on, and how far apart along each dimension.
+
+    None for what is no view, and where a gradient or a hook of the view itself must be kept.
+    """
+    base = x._base
+    if base is None or base.numel() == 0 or x.dtype is not base.dtype or x.dim() == 0:
+        return None
+    if x.requires_grad is not base.requires_grad or x._backward_hooks or x.retains_grad:
+        return None
+    try:
+        # The views are computed once more, of a tensor without memory: a device's own tensors don't tell their strides.
+        view: Tensor = x._view_func_unsafe(torch.empty(base.shape, dtype=base.dtype, device="meta"))
+    except RuntimeError:  # memory has no strides for it; XLA has views that copy
+        return None
+    return base, int(view.storage_offset()), view.stride()
+
+
+def _contiguous(shape: torch.Size | list[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
