@@ -27,7 +27,7 @@ def test_a_step_of_an_mlp_is_the_same_work_by_all_means(tmp_path):
     ours = found["tpufit"]
     for one in found.values():
         assert one["fits"] and one["rows"] == ours["rows"] == 8 * 128
-        assert one["flops"] == pytest.approx(ours["flops"], rel=0.02)
+        assert one["traced_flops"] == pytest.approx(ours["traced_flops"], rel=0.02)
         assert one["between_cores"]["all-reduce"]["bytes"] == pytest.approx(11_649_060, rel=0.001)  # of gradients
     table = (tmp_path / "tpu_peers.md").read_text()
     assert [table.count(f"| {name} |") for name in FILES] == [1] * len(FILES)

@@ -139,6 +139,7 @@ def compiled(
             # The first steps may have programs of their own, such as those that build a table.
             rows = max(one["rows"] for one in traced.values())
             number = [n for n, one in traced.items() if one["role"] == "train" and one["rows"] == rows][-1]
+            work = traced_flops(folder / f"{number}.hlo") / CORES
             for on in slices:
                 key = digest(folder / f"{number}.hlo", traced[number], on)
                 known = kept.get((name, on.name), {})
@@ -153,7 +154,7 @@ def compiled(
                             (texts / f"{kind}.txt").write_text(program.text)
                     except TpufitError as error:
                         known["failed"] = str(error)
-                found.append(known)
+                found.append(known | {"traced_flops": work})
     return found
 
 
@@ -205,6 +206,14 @@ def digest(program: Path, facts: Mapping[str, Any], on: Slice) -> str:
     module = xla_client._xla.XlaComputation(program.read_bytes()).get_hlo_module()
     given = [facts["arguments"], on.name, on.topology, on.chip.flags, on.chip.config, compiler()]
     return hashlib.sha256((module.to_string(options) + json.dumps(given)).encode()).hexdigest()[:16]
+
+
+def traced_flops(program: Path) -> float:
+    """The operations of a program as it was traced, on all cores, whatever a compiler makes of them."""
+    from jax._src.lib import xla_client
+
+    module = xla_client._xla.XlaComputation(program.read_bytes()).get_hlo_module()
+    return float(xla_client._xla.hlo_module_cost_analysis(xla_client.make_cpu_client(), module)["flops"])
 
 
 def figures(program: Program, before: str) -> dict[str, Any]:
