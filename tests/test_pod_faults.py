@@ -1,0 +1,106 @@
+"""A host of a pod that dies or hangs ends the others with a sentence, and a restart goes on to the bit."""
+
+import json
+import random
+import signal
+import textwrap
+import time
+
+import pytest
+from pods import Pod
+from test_pod_together import COMMON, said
+
+pytestmark = pytest.mark.slow
+
+TRAIN = COMMON + textwrap.dedent(
+    """
+    class Slow(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(float(os.environ.get("PAUSE", 0)))
+            open(f"steps{me}", "w").write(str(self.model.steps_taken))
+
+    checkpoint = ModelCheckpoint("run", monitor="loss", save_freq=3)
+    model = fit(None, Slow(), checkpoint, resume=True, epochs=5)
+    json.dump([model.steps_taken, [v.tolist() for v in model.state_dict().values()]], open(f"end{me}.json", "w"))
+    """
+)
+LIMIT = 4  # seconds of silence
+SLOW = {"PAUSE": "0.1", "TPUFIT_HOST_TIMEOUT": str(LIMIT)}
+
+
+def steps_of(folder, host):
+    path = folder / f"steps{host}"
+    text = path.read_text() if path.exists() else ""
+    return int(text or 0)
+
+
+def wait_until(condition, seconds=180):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What a training that nobody disturbs comes to."""
+    folder = tmp_path_factory.mktemp("whole")
+    ended = Pod(1, 4, folder).run(TRAIN)
+    assert ended[0].code == 0, said(ended)
+    return json.loads((folder / "end0.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        (1, "SIGKILL"),
+        pytest.param(0, "SIGKILL", marks=pytest.mark.soak),
+        pytest.param(1, "SIGSTOP", marks=pytest.mark.soak),
+        pytest.param(0, "SIGSTOP", marks=pytest.mark.soak),
+    ],
+)
+def test_a_host_that_is_gone_ends_the_other_and_a_restart_goes_on(tmp_path, whole, host, name):
+    pod = Pod(2, 2, tmp_path, env=SLOW)
+    with pod.started(TRAIN) as processes:
+        wait_until(lambda: steps_of(tmp_path, host) >= 7)
+        processes[host].send_signal(signal.Signals[name])
+        began = time.monotonic()
+        ended = pod.ended([processes[1 - host]], timeout=60)
+        took = time.monotonic() - began
+    other = ended[0] if host == 1 else None
+    err = (tmp_path / f"err{1 - host}").read_text()
+    assert processes[1 - host].returncode in (1, 75), err
+    assert other is None or other.code in (1, 75)
+    assert f"process {host} " in err and "Start all hosts again" in err, err
+    assert took < 30
+    ended = Pod(2, 2, tmp_path).run(TRAIN)
+    assert [one.code for one in ended] == [0, 0], said(ended)
+    assert [json.loads((tmp_path / f"end{one}.json").read_text()) for one in (0, 1)] == [whole, whole]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_kill_at_a_random_moment(tmp_path, whole, seed):
+    draw = random.Random(seed)
+    pod, host = Pod(2, 2, tmp_path, env=SLOW | {"PAUSE": "0.02"}), draw.randrange(2)
+    with pod.started(TRAIN) as processes:
+        wait_until(lambda: steps_of(tmp_path, 0) >= draw.randrange(1, 60))
+        time.sleep(draw.random() * 0.1)
+        processes[host].kill()
+        pod.ended([processes[1 - host]], timeout=60)
+    assert processes[1 - host].returncode in (0, 1, 75)  # 0: it was at the end
+    ended = Pod(2, 2, tmp_path).run(TRAIN)
+    assert [one.code for one in ended] == [0, 0], said(ended)
+    assert [json.loads((tmp_path / f"end{one}.json").read_text()) for one in (0, 1)] == [whole, whole]
+
+
+@pytest.mark.soak
+def test_a_restart_with_one_host_fewer(tmp_path):
+    pod = Pod(2, 2, tmp_path, env=SLOW)
+    with pod.started(TRAIN) as processes:
+        wait_until(lambda: steps_of(tmp_path, 1) >= 7)
+        processes[1].kill()
+        pod.ended(processes[:1], timeout=60)
+    ended = Pod(1, 2, tmp_path).run(TRAIN)
+    assert ended[0].code == 0, said(ended)
+    assert "going on from step 6 is not bit-exact: cores: 4 -> 2" in ended[0].err
