@@ -16,7 +16,7 @@ class CSVLogger(Callback):
     training that is resumed goes on in its file, and has each epoch once.
 
     Args:
-        filename: The file, e.g. `"run/log.csv"`. Missing folders are made.
+        filename: The file, e.g. `"run/log.csv"`, or its URL (`"gs://..."`). Missing folders are made.
         separator: The character between two values (default `","`).
         append: Let each `fit` add to a file that is there, under one row of names (default False: it is replaced).
 

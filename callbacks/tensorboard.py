@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..runtime import start_profile, stop_profile, to_host
-from ._support.event_files import rewind
+from ._support.event_files import EventFiles
 from ._support.frequency import batches
 from ._support.projector import Metadata, embedding_layers, metadata_files, write_embeddings
 from ._support.scalars import scalars
@@ -37,7 +37,7 @@ class TensorBoard(Callback):
     A training that is resumed takes its points back to where it goes on: see `load_state_dict`.
 
     Args:
-        log_dir: The folder (default `"logs"`); keep it to one training.
+        log_dir: The folder (default `"logs"`), or its URL; keep it to one training.
         histogram_freq: The number of epochs from one histogram of the weights to the next, from the first (default 0:
             never).
         write_graph: Write the model's summary as text, after the first epoch (default True). PyTorch has no graph of
@@ -103,7 +103,7 @@ class TensorBoard(Callback):
         self._every = batches("update_freq", update_freq, {"epoch": 0, "batch": 1})
         self._profile = _Profile(profile_batch)
         self._progress = _Progress()
-        self._writers: dict[str, Any] = {}
+        self._files = EventFiles(self.log_dir)
 
     @property
     def update_freq(self) -> str | int:
@@ -124,12 +124,7 @@ class TensorBoard(Callback):
 
         Source: `torch.utils.tensorboard.SummaryWriter`.
         """
-        if run not in self._writers:
-            # Imported here, and made only for a run that has something to show: it takes a second, and makes a file.
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writers[run] = SummaryWriter(os.path.join(self.log_dir, run))
-        return self._writers[run]
+        return self._files.writer(run)
 
     def add_image(self, tag: str, image: Any, step: int | None = None, dataformats: str = "CHW") -> None:
         """Write an image.
@@ -179,7 +174,7 @@ class TensorBoard(Callback):
         """Go on after a checkpoint: later points are taken out of the files, once the epoch is known.
 
         So no step is there twice, whatever had been written when the earlier process was killed. A point with a step of
-        your own, given to `add_image` and the like, counts as one of training's. `log_dir` must be on a local disk.
+        your own, given to `add_image` and the like, counts as one of training's.
 
         Args:
             state: The dict that `state_dict` returned.
@@ -196,16 +191,16 @@ class TensorBoard(Callback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """From now on an evaluation is a validation. A wrong `embeddings_metadata` is found before the first step."""
         if self.embeddings_freq:
-            metadata_files(self.embeddings_metadata, embedding_layers(self.model.module), self.log_dir)
+            metadata_files(self.embeddings_metadata, embedding_layers(self.model.module), self._files.folder)
         self._progress.begun = self.model.steps_taken
-        self._profile.look(self.steps, None, self.log_dir)
+        self._profile.look(self.steps, None, self._files.folder)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Close the files."""
         self._profile.stop()
         progress = self._progress
         progress.steps, progress.begun, progress.epoch = self.steps, None, None
-        self._close()
+        self._files.close()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the clock; after `load_state_dict`, take the files back to here."""
@@ -216,7 +211,7 @@ class TensorBoard(Callback):
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Write the running means, if it is time to."""
         steps = self.steps
-        self._profile.look(steps, logs, self.log_dir)
+        self._profile.look(steps, logs, self._files.folder)
         if self._every and self._progress.passed_multiple("batch", self._every, steps):
             values = self._rate() | scalars(logs)
             if self.write_steps_per_second:
@@ -233,7 +228,7 @@ class TensorBoard(Callback):
         self._write("validation", "evaluation_{}_vs_iterations", scalars(logs), self.steps)
         self._progress.go_on()
         if self._progress.begun is None:
-            self._close()
+            self._files.close()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch."""
@@ -251,8 +246,7 @@ class TensorBoard(Callback):
         if not progress.described:
             progress.described = True
             self._describe()
-        for writer in self._writers.values():
-            writer.flush()  # so that a TensorBoard that is open shows the epoch now
+        self._files.flush()  # so that a TensorBoard that is open shows the epoch now
 
     def _rate(self) -> dict[str, float]:
         """The rate, for logs that don't have it: a schedule before this callback may have set the next one already."""
@@ -287,9 +281,9 @@ class TensorBoard(Callback):
         weights = self.model.state_dict() if embeddings or histograms else {}
         layers = embedding_layers(self.model.module) if embeddings else {}
         if layers:  # before the run's first event: the projector looks at a run once
-            files = metadata_files(self.embeddings_metadata, layers, self.log_dir)
+            files = metadata_files(self.embeddings_metadata, layers, self._files.folder)
             tables = {name: weights[weight] for name, weight in layers.items()}
-            write_embeddings(Path(self.log_dir, "train"), tables, files)
+            write_embeddings(Path(self._files.folder, "train"), tables, files)
         if histograms:
             self._write_histograms(weights, epoch)
 
@@ -316,17 +310,10 @@ class TensorBoard(Callback):
             again = within and tag.startswith("evaluation_")
             return step < steps if again else step <= steps
 
-        self._close()
-        for run in ("train", "validation", "."):
-            rewind(Path(self.log_dir, run), keep)
+        self._files.rewind(keep)
 
     def _or_now(self, step: int | None) -> int:
         return self.steps if step is None else step
-
-    def _close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
 
 
 class _Progress:

@@ -136,7 +136,7 @@ def test_an_evaluation_alone_is_written_and_the_file_closed(tmp_path):
     board.on_test_begin({})
     board.on_test_end({"loss": 3.0})
     assert read(tmp_path)["validation"]["evaluation_loss_vs_iterations"] == [(5, 10.0), (5, 3.0)]
-    assert board._writers == {}
+    assert board._files._writers == {}
 
 
 def test_a_second_fit_goes_on_by_step(tmp_path):
@@ -280,7 +280,7 @@ def kill_in_the_third_epoch(folder, after):
         board.on_train_batch_end(batch, {"loss": 99.0})
     if after == 5:
         board.on_epoch_end(2, {"loss": 99.0, "val_loss": 99.0})
-    for writer in board._writers.values():
+    for writer in board._files._writers.values():
         writer.close()  # what a killed process had written; it never got to on_train_end
     last = max((folder / "train").glob("*tfevents*"))
     last.write_bytes(last.read_bytes()[:-7])  # but for half of its last record

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -959,7 +958,7 @@ class Model(StepMethods):
 
         Source: `keras.Model.load_weights`.
         """
-        self.load_state_dict(read_weights(Path(filepath)), skip_mismatch)
+        self.load_state_dict(read_weights(filepath), skip_mismatch)
 
     def export(self, filepath: str | os.PathLike[str], example: Any) -> None:
         """Write the module as a program that plain PyTorch loads, without tpufit and without the module's class.

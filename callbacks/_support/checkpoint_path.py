@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
+from ...utils.urls import Url, is_url
 from .scalars import as_scalar
 
 _SUFFIX = ".safetensors"
@@ -50,14 +51,17 @@ class CheckpointPath:
                 f"NUL, got {path!r}"
             )
         # The folder is taken as it is; a template fills its last component only, so no log can lead elsewhere.
-        self._folder, self._name = Path(path).parent, Path(path).name
+        place = Url(path) if is_url(path) else Path(path)
+        self._folder, self._name = place.parent, place.name
         self.fields = frozenset[str]()
         if "{" in self._name or "}" in self._name:
             self._check_template(path, per_batch)
         suffix = Path(self._name).suffix
-        is_folder = path.endswith("/") or (Path(path).is_dir() and suffix != _SUFFIX)
+        # Behind a URL there are no folders that hold nothing.
+        is_there = isinstance(place, Path) and place.is_dir()
+        is_folder = path.endswith("/") or (is_there and suffix != _SUFFIX)
         self._is_run = not self.fields and (is_folder or not _WORD.fullmatch(suffix))
-        if not self._is_run and suffix == _SUFFIX and Path(path).is_dir():
+        if not self._is_run and suffix == _SUFFIX and is_there:
             raise ArgumentError(f"a path ending in '{_SUFFIX}' is a file, and {path!r} is a directory")
         if not self._is_run and suffix != _SUFFIX:
             raise ArgumentError(
@@ -65,10 +69,10 @@ class CheckpointPath:
                 f"run directory), got {path!r}. Use {Path(path).stem.removesuffix('.weights') + _SUFFIX!r}, or end the "
                 "path with '/' if it is a directory"
             )
-        if self._is_run and Path(path).is_file():
+        if self._is_run and isinstance(place, Path) and place.is_file():
             raise ArgumentError(f"a path without a suffix is a run directory, and {path!r} is a file")
 
-    def at(self, epoch: int, batch: int | None, logs: Mapping[str, Any]) -> Path:
+    def at(self, epoch: int, batch: int | None, logs: Mapping[str, Any]) -> Path | Url:
         """The file of one checkpoint.
 
         Args:
@@ -97,7 +101,7 @@ class CheckpointPath:
         return self._folder / self._fill(values)
 
     @property
-    def run(self) -> Path | None:
+    def run(self) -> Path | Url | None:
         """The run directory, or None if this is a file or a template."""
         return self._folder / self._name if self._is_run else None
 

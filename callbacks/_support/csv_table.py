@@ -3,10 +3,10 @@
 import csv
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ...utils.files import replacing
+from ...utils.urls import Mirror
 
 _MISSING = "NA"
 
@@ -18,7 +18,7 @@ class CSVFile:
     where the rows before have nothing.
 
     Args:
-        path: The file. Missing folders are made.
+        path: The file, or its URL. Missing folders are made.
         separator: The character between two values (default `","`).
         append: Go on with a file that is there, and its columns (default False: it is replaced).
 
@@ -39,7 +39,10 @@ class CSVFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
-        self._path, self._separator = Path(path), separator
+        self._mirror, self._separator = Mirror(path, file=True), separator
+        self._path = self._mirror.path
+        if append:
+            self._mirror.pull()
         self._columns: list[str] = []
         self.rows = 0
         if append and self._path.is_file():
@@ -65,6 +68,7 @@ class CSVFile:
                 [_as_cell(row.get(name, _MISSING)) for name in self._columns]
             )
         self.rows += 1
+        self._mirror.push()
 
     def drop_epochs_from(self, epoch: int, first_row: int) -> None:
         """Drop the last rows of a training that is to be taken up again at an epoch.
@@ -91,6 +95,7 @@ class CSVFile:
             if self._columns:
                 writer.writerow(self._columns)
             writer.writerows(row + [_MISSING] * (len(self._columns) - len(row)) for row in rows)
+        self._mirror.push()
 
 
 def _is_before(row: list[str], column: int, epoch: int, columns: int) -> bool:

@@ -1,10 +1,59 @@
-"""TensorBoard's event files, taken back to the step from which a training is resumed."""
+"""TensorBoard's event files: written, sent to where they belong, and taken back to the step of a resumption."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...utils.files import drop_drafts, replacing
+from ...utils.urls import Mirror
+
+
+class EventFiles:
+    """The event files of a training.
+
+    Args:
+        place: The folder, or its URL, which the files are sent to whenever they are flushed.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._mirror = Mirror(place)
+        self._writers: dict[str, Any] = {}
+
+    @property
+    def folder(self) -> str:
+        """The local folder that is written to."""
+        return os.fspath(self._mirror.path)
+
+    def writer(self, run: str) -> Any:
+        """PyTorch's writer of a run; it is made at the first call."""
+        if run not in self._writers:
+            # Imported here, and made only for a run that has something to show: it takes a second, and makes a file.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writers[run] = SummaryWriter(os.path.join(self.folder, run))
+        return self._writers[run]
+
+    def flush(self) -> None:
+        """Write what is still in memory."""
+        for writer in self._writers.values():
+            writer.flush()
+        self._mirror.push()
+
+    def close(self) -> None:
+        """Close all files."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+        self._mirror.push()
+
+    def rewind(self, keep: Callable[[str, int], bool]) -> None:
+        """Rewrite the files of all runs without some points; see `rewind`."""
+        self.close()
+        self._mirror.pull()
+        for run in ("train", "validation", "."):
+            rewind(self._mirror.path / run, keep)
+        self._mirror.push()
 
 
 def rewind(folder: Path, keep: Callable[[str, int], bool]) -> None:

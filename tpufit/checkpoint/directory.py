@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import Any
 
 from ..errors import CheckpointBusyError, CheckpointDamagedError, CheckpointNotWrittenError
 from ..runtime import is_first
-from ..utils.files import DISK_FULL, LOCK, HeldError, Lock
+from ..utils.files import DISK_FULL, HeldError
 from ..utils.text import size
+from ..utils.urls import Url
 from ..utils.users_code import warn
 from .format import Checkpoint, Score, read, read_manifest, write
-from .store import LocalStore, name_of, step_of
+from .store import name_of, step_of, store_at
 from .weights import first_broken
 
 
@@ -22,7 +22,7 @@ class CheckpointDirectory:
     """A run's folder of checkpoints.
 
     Args:
-        path: The folder; `open` makes it.
+        path: The folder, or its URL; `open` makes it.
         keep_last: The number of newest checkpoints to keep (default: all).
         keep_best: The number of best ones by metric to keep besides (default 0).
 
@@ -39,10 +39,9 @@ class CheckpointDirectory:
         >>> place.cleanup()
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep_last: int | None = None, keep_best: int = 0) -> None:
-        self.path, self.keep_last, self.keep_best = Path(path), keep_last, keep_best
-        self._store = LocalStore(path)
-        self._lock: Lock | None = None
+    def __init__(self, path: str | os.PathLike[str] | Url, keep_last: int | None = None, keep_best: int = 0) -> None:
+        self._store = store_at(path)
+        self.path, self.keep_last, self.keep_best = self._store.where, keep_last, keep_best
 
     def open(self) -> None:
         """Check, before hours of training, that checkpoints can be written here, and lock out other writers.
@@ -51,12 +50,10 @@ class CheckpointDirectory:
             CheckpointBusyError: Another process trains into this folder.
             CheckpointNotWrittenError: Nothing can be written here.
         """
-        if self._lock is not None or not is_first():
+        if not is_first():
             return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = Lock(self.path)
-            dropped = self._store.clean()  # under the lock: else the drafts may be those of a live run
+            dropped = self._store.reserve()
         except HeldError as held:
             cure = "two runs in one folder would overwrite each other. Wait for its end, or pass another path"
             raise CheckpointBusyError(f"{held} trains into {self.path.absolute()}: {cure}") from None
@@ -70,9 +67,7 @@ class CheckpointDirectory:
 
     def close(self) -> None:
         """Release the lock, so that others may write here."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._store.release()
 
     def clear(self) -> None:
         """Remove all checkpoints with a readable manifest, and the folder if only its lock is left: nothing else."""
@@ -80,15 +75,13 @@ class CheckpointDirectory:
             return
         for name in self._manifests():
             self._store.remove(name)
-        with suppress(OSError):  # a link to a folder stays, and one that is gone is gone
-            if [entry.name for entry in self.path.iterdir()] == [LOCK]:
-                shutil.rmtree(self.path)
+        self._store.discard()
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, whole or damaged, in ascending order."""
         return [step_of(name) for name in self._store.names()]
 
-    def write(self, checkpoint: Checkpoint) -> Path:
+    def write(self, checkpoint: Checkpoint) -> Path | Url:
         """Write a checkpoint, then remove those that are no longer to be kept.
 
         Args:
@@ -175,4 +168,5 @@ class CheckpointDirectory:
     def _no_room(self, checkpoint: Checkpoint) -> str:
         need = sum(t.nbytes for t in (*checkpoint.weights.values(), *checkpoint.training.values()))
         need += len(json.dumps(checkpoint.state))
-        return f"no room in {self.path} (need {size(need)}, free {size(shutil.disk_usage(self.path).free)})"
+        free = self._store.free()
+        return f"no room in {self.path} (need {size(need)}, free {'unknown' if free is None else size(free)})"

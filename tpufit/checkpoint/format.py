@@ -32,7 +32,8 @@ from ..runtime import is_first
 from ..runtime import versions as runtime_versions
 from ..utils.files import write_tensors
 from ..utils.text import dtype_name
-from .store import MANIFEST, LocalStore, is_step
+from ..utils.urls import Url, fetched, is_url
+from .store import MANIFEST, Store, is_step, store_at
 from .weights import NO_PICKLES, read_weights, untied
 
 FORMAT = 1
@@ -84,7 +85,7 @@ class Score:
         return math.inf if math.isnan(self.value) else self.value if self.mode == "min" else -self.value
 
 
-def write(store: LocalStore, name: str, checkpoint: Checkpoint, number: int = 1) -> None:
+def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> None:
     """Write one checkpoint.
 
     Args:
@@ -132,7 +133,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def read(folder: str | os.PathLike[str]) -> Checkpoint:
+def read(folder: str | os.PathLike[str] | Url) -> Checkpoint:
     """Read one checkpoint, and verify it.
 
     Args:
@@ -143,6 +144,14 @@ def read(folder: str | os.PathLike[str]) -> Checkpoint:
         CheckpointDamagedError: A file isn't what was written.
         CheckpointError: A later version made the checkpoint, or the folder is a link.
     """
+    if is_url(folder):
+        url = folder if isinstance(folder, Url) else Url(os.fspath(folder))
+        with fetched(url) as copy:
+            try:
+                return read(copy)
+            except CheckpointError as error:
+                raise type(error)(str(error).replace(str(copy), str(url))) from None
+    assert not isinstance(folder, Url)
     folder = Path(folder)
     if folder.is_symlink():
         raise CheckpointError(f"{folder} is a link; checkpoints are read from folders only. Pass {folder.resolve()}")
@@ -167,6 +176,9 @@ def read(folder: str | os.PathLike[str]) -> Checkpoint:
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
     """True if a folder is one checkpoint, not a run's folder of them."""
+    if is_url(folder):
+        url = Url(os.fspath(folder))
+        return (url / MANIFEST).exists() or is_step(url.name)
     return (Path(folder) / MANIFEST).exists() or is_step(Path(folder).name)
 
 
@@ -182,16 +194,16 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     """
     if not is_first():  # of a pod only process 0 writes
         return
-    folder = Path(folder)
-    if folder.exists() and not (folder / MANIFEST).is_file():
+    place = Url(os.fspath(folder)) if is_url(folder) else Path(folder).absolute()
+    if place.exists() and not (place / MANIFEST).is_file():
         raise CheckpointNotWrittenError(f"{folder} exists and is no checkpoint of tpufit: pass a path that is free")
     try:
-        write(LocalStore(folder.absolute().parent), folder.name, checkpoint)
+        write(store_at(place.parent), place.name, checkpoint)
     except OSError as error:
         raise CheckpointNotWrittenError(f"the checkpoint was not written to {folder}: {error}") from error
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path | Url) -> dict[str, Any]:
     """Read the manifest of a checkpoint. It was written last, so without it the checkpoint isn't whole."""
     manifest: dict[str, Any]
     try:

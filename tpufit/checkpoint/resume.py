@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, CheckpointMissingError
+from ..utils.urls import is_url
 from .directory import CheckpointDirectory
 from .format import Checkpoint, is_checkpoint, read
 from .writer import AsyncCheckpointWriter
@@ -42,13 +43,12 @@ def named_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read the checkpoint at a path, or the newest one of a run's folder.
 
     Args:
-        path: A checkpoint, or a folder of checkpoints.
+        path: A checkpoint, or a folder of checkpoints; a path or URL.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.
     """
-    path = Path(path)
-    if is_checkpoint(path) or not path.is_dir():
+    if is_checkpoint(path) or not (is_url(path) or Path(path).is_dir()):
         return read(path)
     newest = CheckpointDirectory(path).newest()
     if newest is None:

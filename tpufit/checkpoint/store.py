@@ -1,4 +1,4 @@
-"""`LocalStore`: a folder where the checkpoints of a run are kept.
+"""`LocalStore` and `UrlStore`: a folder where the checkpoints of a run are kept.
 
 A checkpoint is committed as a whole: it is written beside its place, synced, and renamed.
 """
@@ -6,10 +6,13 @@ A checkpoint is committed as a whole: it is written beside its place, synced, an
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from ..utils.files import flush
+from ..utils.files import LOCK, Lock, flush
+from ..utils.urls import Url, is_url
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-\d{10,}")
@@ -40,6 +43,7 @@ class LocalStore:
 
     def __init__(self, where: str | os.PathLike[str]) -> None:
         self.where = Path(where)
+        self._lock: Lock | None = None
 
     def names(self) -> list[str]:
         """Return the committed checkpoints, in ascending order. Links don't count."""
@@ -77,6 +81,35 @@ class LocalStore:
         flush(self.where)  # else a power cut may undo the rename
         shutil.rmtree(old, ignore_errors=True)
 
+    def reserve(self) -> list[str]:
+        """Make the folder and lock it, and delete the remains of killed processes; return their names.
+
+        Raises:
+            HeldError: Another process has locked it.
+            OSError: The file system refused.
+        """
+        if self._lock is not None:
+            return []
+        self.where.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(self.where)
+        return self.clean()  # under the lock: else the drafts may be those of a live run
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def discard(self) -> None:
+        """Remove the folder, if nothing but its lock is left in it."""
+        with suppress(OSError):  # a link to a folder stays, and one that is gone is gone
+            if [entry.name for entry in self.where.iterdir()] == [LOCK]:
+                shutil.rmtree(self.where)
+
+    def free(self) -> int | None:
+        """The bytes that are free, or None if nobody knows."""
+        return shutil.disk_usage(self.where).free
+
     def remove(self, name: str) -> None:
         """Delete a checkpoint. It never looks whole while half of it is gone."""
         hidden = self.where / f".{name}.tmp-{os.getpid()}"
@@ -96,3 +129,73 @@ class LocalStore:
             shutil.rmtree(entry, ignore_errors=True)
             dropped.append(entry.name)
         return dropped
+
+
+class UrlStore:
+    """Checkpoints behind a URL. One counts once its manifest is there, which is sent last and removed first.
+
+    An object store has no locks: two trainings into one folder would overwrite each other.
+
+    Args:
+        where: The folder.
+    """
+
+    def __init__(self, where: Url) -> None:
+        self.where = where
+
+    def names(self) -> list[str]:
+        """Return the committed checkpoints, in ascending order."""
+        found = [name for name in self.where.names() if is_step(name)]
+        return sorted((name for name in found if (self.where / name / MANIFEST).is_file()), key=step_of)
+
+    def commit(self, name: str, fill: Callable[[Path], object]) -> None:
+        """Write a checkpoint's files to a local folder, and send them.
+
+        Args:
+            name: The checkpoint's name; one of that name is replaced.
+            fill: The function that writes the files; it is given the folder.
+
+        Raises:
+            OSError: A file system refused.
+        """
+        target = self.where / name
+        with tempfile.TemporaryDirectory(prefix="tpufit-") as folder:
+            fill(Path(folder))
+            self.remove(name)
+            for file in sorted(Path(folder).iterdir(), key=lambda file: file.name == MANIFEST):
+                (target / file.name).send(file)
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint. It never looks whole while half of it is gone."""
+        (self.where / name / MANIFEST).remove()
+        (self.where / name).remove()
+
+    def reserve(self) -> list[str]:
+        """Make sure that files can be written here, and delete the remains of killed processes; return their names."""
+        (self.where / ".tpufit").write_bytes(b"")
+        (self.where / ".tpufit").remove()
+        whole = self.names()
+        dropped = [name for name in self.where.names() if is_step(name) and name not in whole]
+        for name in dropped:
+            self.remove(name)
+        return dropped
+
+    def release(self) -> None:
+        """Do nothing: there are no locks."""
+
+    def discard(self) -> None:
+        """Do nothing: a folder is gone with its last file."""
+
+    def free(self) -> int | None:
+        """Return None: nobody knows."""
+        return None
+
+
+Store = LocalStore | UrlStore
+
+
+def store_at(where: str | os.PathLike[str] | Url) -> Store:
+    """Return the store for a path or URL."""
+    if isinstance(where, Url):
+        return UrlStore(where)
+    return UrlStore(Url(os.fspath(where))) if is_url(where) else LocalStore(where)

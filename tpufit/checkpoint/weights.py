@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import ArgumentError, WeightsError
 from ..runtime import is_first
 from ..utils.files import replacing, write_tensors
+from ..utils.urls import Mirror
 
 NO_PICKLES = "Only safetensors are read; a pickle made by torch.save is not, because it could run any code"
 _SUFFIX = ".safetensors"
@@ -20,7 +21,7 @@ def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -
     """Write host tensors to a file. It is whole or not there, whenever the process may die.
 
     Args:
-        path: The file, `*.safetensors`. Missing folders are made; a file there is replaced.
+        path: The file, `*.safetensors`, or its URL. Missing folders are made; a file there is replaced.
         weights: Tensors by name. A tied tensor is stored once, with its other names under `tied` in the metadata.
 
     Raises:
@@ -29,11 +30,12 @@ def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -
     """
     if not is_first():  # of a pod only process 0 writes
         return
-    target = weights_path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    mirror = Mirror(weights_path(path), file=True)
+    mirror.path.parent.mkdir(parents=True, exist_ok=True)
     stored, metadata = untied(weights)
-    with replacing(target) as draft:
+    with replacing(mirror.path) as draft:
         write_tensors(draft, stored, metadata)
+    mirror.push()
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -47,9 +49,11 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         FileNotFoundError: There is no such file.
         WeightsError: The file is not a safetensors file.
     """
-    source = weights_path(path)
+    mirror = Mirror(weights_path(path), file=True)
+    mirror.pull()
+    source = mirror.path
     if not source.is_file():
-        raise FileNotFoundError(f"no weights at {source}")
+        raise FileNotFoundError(f"no weights at {path}")
     try:
         with safetensors.safe_open(source, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
@@ -88,13 +92,13 @@ def untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     return stored, {"format": "pt", "tied": json.dumps(tied)}
 
 
-def weights_path(path: str | os.PathLike[str]) -> Path:
+def weights_path(path: str | os.PathLike[str]) -> str:
     """Check that a path is one of a weights file; the error names the one format there is.
 
     Example:
-        >>> weights_path("runs/best.safetensors").name
-        'best.safetensors'
+        >>> weights_path("runs/best.safetensors")
+        'runs/best.safetensors'
     """
     if Path(path).suffix != _SUFFIX:
         raise ArgumentError(f"weights are kept as safetensors: pass a path ending in '{_SUFFIX}', got {str(path)!r}")
-    return Path(path)
+    return os.fspath(path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import CheckpointNotWrittenError
 from ..runtime import is_first
+from ..utils.urls import Url
 from ..utils.users_code import warn
 from .directory import CheckpointDirectory
 from .format import Checkpoint
@@ -28,10 +29,10 @@ class AsyncCheckpointWriter:
 
     def __init__(self, run: CheckpointDirectory, max_failures: int = 3) -> None:
         self.run, self._max_failures = run, max_failures
-        self._writing: Future[Path] | None = None
+        self._writing: Future[Path | Url] | None = None
         self._failures = 0
 
-    def submit(self, checkpoint: Checkpoint) -> Path | None:
+    def submit(self, checkpoint: Checkpoint) -> Path | Url | None:
         """Begin to write a checkpoint. **This waits** until the one before is written.
 
         Args:
@@ -46,13 +47,13 @@ class AsyncCheckpointWriter:
         if not is_first():
             return None
         before = self.wait()
-        work = checkpoint, Future[Path]()
+        work = checkpoint, Future[Path | Url]()
         # A daemon: the process can end without waiting for a slow disk. The next run drops the unfinished draft.
         threading.Thread(target=self._write, args=work, name="tpufit-checkpoint", daemon=True).start()
         self._writing = work[1]  # only now: nobody would end the wait for one that has no thread
         return before
 
-    def poll(self) -> Path | None:
+    def poll(self) -> Path | Url | None:
         """Return the path of a checkpoint that was written and not returned yet, if any, without waiting.
 
         Raises:
@@ -60,7 +61,7 @@ class AsyncCheckpointWriter:
         """
         return self.wait() if self._writing is not None and self._writing.done() else None
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Path | Url | None:
         """Wait for the checkpoint under way, then return what `poll` returns."""
         writing = self._writing
         if writing is None:
@@ -76,7 +77,7 @@ class AsyncCheckpointWriter:
         warn(f"{error}. Training goes on")
         return None
 
-    def finish(self) -> Path | None:
+    def finish(self) -> Path | Url | None:
         """As `wait`, but any failure is an error, because nobody tries again.
 
         Raises:
@@ -88,7 +89,7 @@ class AsyncCheckpointWriter:
         finally:
             self._failures = 0
 
-    def _write(self, checkpoint: Checkpoint, writing: Future[Path]) -> None:
+    def _write(self, checkpoint: Checkpoint, writing: Future[Path | Url]) -> None:
         try:
             writing.set_result(self.run.write(checkpoint))
         except BaseException as error:  # raised in training's thread, by `wait`

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from ..checkpoint import Checkpoint
-from ..errors import CheckpointError, HostError
+from ..errors import CheckpointMissingError, HostError
 from ..runtime import Cores, CoresArgument, agree, at, broadcast, platform, settled, start
 from ..step import DeviceBatch
 
@@ -21,7 +21,7 @@ def started_with(cores: CoresArgument, find: Callable[[], Checkpoint | None]) ->
     before, found, fault = settled(), None, None
     try:
         found = find()
-    except CheckpointError as error:
+    except CheckpointMissingError as error:
         if platform() == "CPU" if before is None else before.hosts == 1:
             raise
         fault = error  # another host's folder may have it

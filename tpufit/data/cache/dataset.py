@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from ...errors import ArgumentError, CacheDamagedError, CacheError, CacheMismatchError, UnknownNameError, counted
+from ...runtime import is_first
 from ...utils.terminal import say
+from ...utils.urls import kept_copy, send_copy
 from .build import Workers, build, check_room, exclusive
 from .maker import Maker, alone, check, plan
 from .manifest import Manifest
@@ -138,7 +140,7 @@ class CachedDataset(Dataset[Any]):
         if mode not in _READERS:
             raise UnknownNameError("mode", mode, _READERS)
         self.source, self.device_transform, self.mode, self.ordered = source, device_transform, mode, ordered
-        self._path, self._workers = Path(cache_dir), workers
+        self._place, self._path, self._workers = cache_dir, kept_copy(cache_dir), workers
         self._maker: Maker | None = None
         self._reader: Mapped | None = None
         self._opening = threading.Lock()
@@ -169,7 +171,7 @@ class CachedDataset(Dataset[Any]):
         """Open a finished cache to read it, without its source and its transform; nothing is written.
 
         Args:
-            path: The cache's folder.
+            path: The cache's folder, or its URL (`"gs://..."`): a local copy is kept in `~/.cache/tpufit`.
             device_transform: As in the constructor.
             mode: As in the constructor.
             ordered: As in the constructor.
@@ -250,6 +252,8 @@ class CachedDataset(Dataset[Any]):
             if found is None:
                 self._manifest.write(self._path)
             build(self._maker, self._path, self._manifest, self._workers, progress)
+        if is_first():
+            send_copy(self._path, self._place)
         self._reader = None
 
     def verify(self) -> list[str]:

@@ -1,0 +1,203 @@
+"""Folders behind URLs: checkpoints, logs and caches go there and come back, whole or not at all."""
+
+import csv
+import io
+import json
+import os
+import shutil
+from functools import cache
+from uuid import uuid4
+
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, TensorBoard
+from tpufit.checkpoint.directory import CheckpointDirectory
+from tpufit.checkpoint.format import Checkpoint
+from tpufit.checkpoint.resume import named_checkpoint
+from tpufit.data import CachedDataset, presize
+from tpufit.errors import ArgumentError, CheckpointDamagedError, CheckpointMissingError
+from tpufit.utils.urls import Url, kept_copy
+
+X, Y = torch.randn(48, 4), torch.randint(0, 2, (48,))
+
+
+@cache
+def s3_server():
+    """A server of S3's protocol, as long as this process runs: s3fs remembers where it is."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    os.environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+    os.environ["AWS_ENDPOINT_URL"] = f"http://{host}:{port}"
+
+
+def bucket():
+    import s3fs
+
+    s3_server()
+    name = f"bucket-{uuid4().hex}"
+    s3fs.S3FileSystem().mkdir(name)
+    return f"s3://{name}"
+
+
+@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=pytest.mark.soak)])
+def place(request, tmp_path):
+    """A folder behind a URL."""
+    if request.param == "s3":
+        yield bucket()
+        return
+    url = f"memory://{uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}/there"
+    yield url
+    Url(url).remove()
+
+
+@pytest.fixture(autouse=True)
+def own_copies(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+
+
+def compiled():
+    torch.manual_seed(3)
+    model = tpufit.Model(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.1), nn.Linear(6, 2)))
+    model.compile("adamw", "cross_entropy")
+    return model
+
+
+def fit(*callbacks, epochs=3, **how):
+    model = compiled()
+    model.fit(X, Y, batch_size=8, epochs=epochs, verbose=0, callbacks=list(callbacks), **how)
+    return model
+
+
+def weights_of(model):
+    return [value.tolist() for value in model.state_dict().values()]
+
+
+def checkpoint(step=1):
+    return Checkpoint(step, {"weight": torch.ones(2)}, {}, {"epoch": 1})
+
+
+class Stopped(tpufit.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            raise RuntimeError("broken off")
+
+
+@pytest.mark.cores(1)
+def test_a_training_goes_on_from_a_url(cores, place):
+    logs = CSVLogger(f"{place}/logs/log.csv"), TensorBoard(f"{place}/board")
+    whole = fit(ModelCheckpoint(f"{place}/whole", monitor="loss"))
+    with pytest.raises(tpufit.errors.CallbackError, match="broken off"):
+        fit(ModelCheckpoint(f"{place}/run", monitor="loss"), *logs, Stopped())
+    assert [step for step in CheckpointDirectory(f"{place}/run").steps()] == [6]
+    logs = CSVLogger(f"{place}/logs/log.csv"), TensorBoard(f"{place}/board")
+    model = fit(ModelCheckpoint(f"{place}/run", monitor="loss"), *logs, resume=True)
+    assert weights_of(model) == weights_of(whole)
+    rows = list(csv.reader(io.StringIO((Url(place) / "logs/log.csv").read_bytes().decode())))
+    assert [row[0] for row in rows] == ["epoch", "0", "1", "2"]
+    assert CheckpointDirectory(f"{place}/run").steps() == [6, 12, 18]
+    assert len([name for name in Url(f"{place}/board").sizes() if "tfevents" in name]) == 2
+    with pytest.warns(UserWarning, match="callbacks that are no longer there"):
+        assert weights_of(fit(resume=f"{place}/run")) == weights_of(whole)
+
+
+@pytest.mark.cores(1)
+def test_a_backup_is_deleted_at_the_end(cores, place):
+    with pytest.raises(tpufit.errors.CallbackError, match="broken off"):
+        fit(BackupAndRestore(f"{place}/backup"), Stopped())
+    assert CheckpointDirectory(f"{place}/backup").steps() == [6]
+    fit(BackupAndRestore(f"{place}/backup"))
+    assert not Url(f"{place}/backup").names()
+
+
+@pytest.mark.cores(1)
+def test_models_and_weights(cores, place):
+    model = fit(ModelCheckpoint(f"{place}/weights/{{epoch}}.safetensors", monitor="loss"), epochs=2)
+    assert Url(f"{place}/weights").names() == ["1.safetensors", "2.safetensors"]
+    model.save(f"{place}/saved")
+    again = tpufit.load(f"{place}/saved", nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.1), nn.Linear(6, 2)))
+    other = compiled()
+    other.load_weights(f"{place}/weights/2.safetensors")
+    assert weights_of(again) == weights_of(other) == weights_of(model)
+    with pytest.raises(FileNotFoundError, match="no weights at"):
+        other.load_weights(f"{place}/weights/3.safetensors")
+
+
+def test_a_checkpoint_counts_once_its_manifest_is_there(place):
+    run = CheckpointDirectory(place, keep_last=2)
+    for step in (1, 2):
+        run.write(checkpoint(step))
+    (Url(place) / "step-0000000002/manifest.json").remove()  # as if it had been broken off
+    assert run.steps() == [1] and run.newest().step == 1
+    with pytest.warns(UserWarning, match="dropped from .*: step-0000000002"):
+        run.open()
+    assert Url(place).names() == ["step-0000000001"]
+    run.write(checkpoint(1))  # replaced
+    assert run.newest().step == 1
+
+
+def test_a_damaged_checkpoint_is_named_by_its_url(place):
+    run = CheckpointDirectory(place)
+    run.write(checkpoint())
+    (Url(place) / "step-0000000001/state.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointDamagedError, match=f"{place}/step-0000000001/state.json is damaged"):
+        run.newest()
+    with pytest.raises(CheckpointMissingError, match="there is no checkpoint"):
+        named_checkpoint(f"{place}/none")
+
+
+def test_a_cache_is_copied_once(place, tmp_path):
+    rows = [(torch.full((3,), float(i)), i) for i in range(10)]
+    made = CachedDataset(rows, f"{place}/cache", workers=0)
+    made.warm_up(progress=False)
+    shutil.rmtree(kept_copy(f"{place}/cache"))
+    opened = CachedDataset.open(f"{place}/cache")
+    assert [int(label) for _, label in opened] == list(range(10))
+    copies = [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]
+    assert copies and CachedDataset.open(f"{place}/cache")[3][0].tolist() == [3.0] * 3
+
+
+def test_images_behind_a_url(place, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        image.new("RGB", (20, 10)).save(tmp_path / name / "1.png")
+        (Url(place) / f"photos/{name}/1.png").send(tmp_path / name / "1.png")
+    cached = presize(f"{place}/photos", 8, f"{place}/small", progress=False, workers=0)
+    assert [int(label) for _, label in cached] == [0, 1]
+    assert any(name.endswith("meta.json") for name in Url(f"{place}/small").sizes())
+
+
+def test_a_url_that_nothing_knows():
+    with pytest.raises(ArgumentError, match="nowhere://.*install its fsspec library"):
+        ModelCheckpoint("nowhere://bucket/run")
+
+
+def test_a_library_that_is_missing(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    with pytest.raises(ArgumentError, match=r"pip install 'tpufit\[gcs\]'"):
+        Url("gs://bucket/run")
+
+
+@pytest.mark.slow
+def test_hosts_whose_disks_are_their_own_go_on_from_a_url(tmp_path):
+    from pods import Pod
+    from test_pod_together import COMMON, said
+
+    there = f"file://{tmp_path}/there"
+    code = f"""
+os.makedirs(f"disk{{me}}", exist_ok=True)
+os.chdir(f"disk{{me}}")
+model = fit(None, ModelCheckpoint("{there}", monitor="loss"), resume=True, epochs=EPOCHS)
+json.dump([model.steps_taken, [v.tolist() for v in model.state_dict().values()]], open(f"../end{{me}}.json", "w"))
+"""
+    for epochs in (1, 2):
+        ended = Pod(2, 2, tmp_path).run(COMMON + code.replace("EPOCHS", str(epochs)))
+        assert [host.code for host in ended] == [0, 0], said(ended)
+    first, second = (json.loads((tmp_path / f"end{host}.json").read_text()) for host in (0, 1))
+    assert first == second and first[0] == 16
