@@ -24,7 +24,7 @@ class ReadTimes:
     """The work of a reader so far, in seconds.
 
     Attributes:
-        batches: The number of batches that it has given.
+        batches: The number of batches, or groups of them, that it has given.
         waited: The time that `next` has waited for data.
         busy: The time spent on reading and preparing.
         prepared: The part of `busy` that was spent on preparing.
@@ -101,14 +101,15 @@ class InlineReader(BatchReader[T_co]):
         self._prepare = prepare
 
     def __next__(self) -> T_co:
-        began = perf_counter()
+        began, computed = perf_counter(), thread_time()
         batch = next(self._batches)
         read = perf_counter()
         prepared = prepared_by(self._prepare, batch)
         ended, times = perf_counter(), self.times
+        times.computed += thread_time() - computed
         times.waited += read - began
         times.prepared += ended - read
-        times.busy = times.computed = times.busy + ended - began
+        times.busy += ended - began
         times.batches += 1
         return prepared
 

@@ -222,8 +222,9 @@ class DeviceMetric:
         self._add(twin, arguments)
         for key, default in twin._defaults.items():
             # Some metrics' sums change their shape with the first batch, from () to (1,). A graph's inputs may not.
-            like = torch.as_tensor(default)
-            sums.set((slot, key), getattr(twin, key).reshape(like.shape).to(like.dtype))
+            value, like = getattr(twin, key), torch.as_tensor(default)
+            value = value if value.shape == like.shape else value.reshape(like.shape)  # a view keeps its origin alive
+            sums.set((slot, key), value.to(like.dtype))
             setattr(twin, key, default)
         return None
 

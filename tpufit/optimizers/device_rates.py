@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..runtime import Placement, to_device
 from .build import counts_on_device
-from .rates import rates
 
 
 class DeviceRates:
@@ -29,28 +28,27 @@ class DeviceRates:
     def __init__(self, optimizer: Optimizer, placement: Placement) -> None:
         self._optimizer, self._placement = optimizer, placement
         self._sent: list[list[float]] = []
-        self._vectors: list[Tensor] = []
-        self.send([rates(optimizer)])
+        self._rates = torch.empty(0)
 
-    def send(self, steps: list[list[float]]) -> list[Tensor]:
+    def send(self, steps: list[list[float]]) -> Tensor:
         """Send the rates of the next steps, if they are not there yet: called before steps, never inside one.
 
         Args:
             steps: The rates of the groups, for each step.
 
         Returns:
-            A vector of rates for each step, each in memory of its own.
+            The vector of the only step's rates, or a row for each step.
         """
-        if steps != self._sent[: len(steps)]:
+        if steps != self._sent:
             self._sent = steps
-            self._vectors = to_device([torch.tensor(rates) for rates in steps], self._placement)
-        return self._vectors[: len(steps)]
+            host = torch.tensor(steps if len(steps) > 1 else steps[0])
+            (self._rates,) = to_device([host], self._placement)
+        return self._rates
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """A context in which steps are traced: the groups point at the device's rates, and get their numbers back."""
         with self._restoring("lr"):
-            self.use(self._vectors[0])
             yield
 
     def use(self, vector: Tensor) -> None:

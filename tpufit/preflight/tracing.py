@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import PreflightError, TpufitError
 from ..runtime import Recorded, Recorder, Strict, like_a_tpu, start
-from ..step import Engine, FitOptions, StepRunner
+from ..step import Engine, FitOptions, StepRunner, joined
 from ..utils.users_code import raising_line
 from .plan import FAULT, PLAN, TRACED, Batch, Pass, Plan
 from .scopes import Scopes
@@ -57,7 +57,7 @@ class Tracer:
                 run = StepRunner(self._engine, one.role, one.transform)
                 self._plan.model.module.train(one.role == "train")
                 for group in one.groups:
-                    batches = [run.send(batch.nest, batch.labels) for batch in group]
+                    (batches,) = joined(run.send([batch.nest for batch in group], group[0].labels), len(group))
                     with like_a_tpu():
                         for last in self._until_known(one, group):
                             run(batches, last=last)

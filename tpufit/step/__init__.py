@@ -11,7 +11,7 @@
 | expose | write back before user code may read the weights |
 """
 
-from .batch import DeviceBatch
+from .batch import DeviceGroup, joined
 from .config import CompileConfig
 from .engine import Engine, FitOptions
 from .habits import instead

@@ -1,9 +1,10 @@
-"""`DeviceBatch`: a batch on the device, and `BatchSender`, which puts it there ahead of its step."""
+"""`DeviceGroup`: the batches of steps that run as one, on the device, and `BatchSender`, which puts them there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -14,38 +15,74 @@ from ..losses import targets_of
 from ..runtime import Placement, Sharding, Strict, send_rows, to_device
 from .graph_key import GraphKeys
 
-
-class DeviceBatch(NamedTuple):
-    """A batch on the device, and the facts about it that the host keeps.
-
-    Attributes:
-        tensors: The tensors, on the device.
-        leaves: All leaves in order, with a mark in place of each tensor.
-        spec: The structure of the nest.
-        rows: The number of rows, over all cores.
-        nbytes: The size of the tensors, in bytes.
-        labels: The smallest and largest class label, by output if there are several; None if nothing checks labels.
-        signature: The number of the structure, shapes and dtypes, see `GraphKeys.signature`.
-    """
-
-    tensors: list[Tensor]
-    leaves: list[Any]
-    spec: TreeSpec
-    rows: int
-    nbytes: int
-    labels: Any
-    signature: int
-
-    def unpack(self, tensors: Iterator[Tensor]) -> Any:
-        """Return the nest of this batch, with an iterator's tensors in place of its own."""
-        return tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
-
+# Batches of so few bytes go to the device as one: each tensor that is sent costs as much as to copy such a one.
+_SMALL = 1 << 16
 
 _TENSOR = object()
 
 
+class BatchForm(NamedTuple):
+    """The facts that batches of one structure share.
+
+    Attributes:
+        tensors: The shape and dtype of each tensor.
+        leaves: All leaves in order, with a mark in place of each tensor.
+        spec: The structure of the nest.
+        rows: The number of rows, over all cores.
+        nbytes: The size of the tensors, in bytes.
+        signature: The number of the structure, shapes and dtypes, see `GraphKeys.signature`.
+    """
+
+    tensors: list[tuple[torch.Size, torch.dtype]]
+    leaves: list[Any]
+    spec: TreeSpec
+    rows: int
+    nbytes: int
+    signature: int
+
+
+class DeviceGroup(NamedTuple):
+    """The batches of some steps that run as one graph, on the device.
+
+    Attributes:
+        forms: The form of each batch. Their signatures are the same.
+        tensors: The tensors on the device, batch after batch; or each with those of all batches in a new first
+            dimension, if they were sent as one.
+        stacked: True if they were.
+        labels: The smallest and largest class label of each batch, or of all of them if they were sent as one; a dict
+            by output if there are several, None if nothing checks labels.
+    """
+
+    forms: list[BatchForm]
+    tensors: list[Tensor]
+    stacked: bool
+    labels: list[Any]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of all batches."""
+        return self.forms[0].rows * len(self.forms)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all batches, in bytes."""
+        return self.forms[0].nbytes * len(self.forms)
+
+    def unpack(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, BatchForm, Any]]:
+        """Give the nest of each batch, its form and the range of its labels.
+
+        Args:
+            tensors: Tensors to use in place of its own.
+        """
+        each = len(self.forms[0].tensors)
+        for i, form in enumerate(self.forms):
+            own = iter([tensor[i] for tensor in tensors] if self.stacked else tensors[i * each : (i + 1) * each])
+            nest = tree_unflatten([next(own) if leaf is _TENSOR else leaf for leaf in form.leaves], form.spec)
+            yield nest, form, self.labels[0 if self.stacked else i]
+
+
 class BatchSender:
-    """Sends the batches of one pass to the device, in the prefetcher's thread.
+    """Sends the batches of one pass to the device, in the prefetcher's thread if there is one.
 
     Args:
         placement: The cores that share a batch.
@@ -65,23 +102,62 @@ class BatchSender:
     ) -> None:
         self._placement, self._keys, self._role, self._strict = placement, keys, role, strict
         self._label_range = label_range
+        self._known: dict[type, BatchForm] = {}  # of the last plain batch
 
-    def __call__(self, batch: Any, labels: Any = None) -> DeviceBatch:
-        """Start the transfer of a batch.
+    def __call__(self, batches: Sequence[Any], join: bool = False, labels: Any = None) -> list[DeviceGroup]:
+        """Start the transfer of batches.
 
         Args:
-            batch: A nest of host tensors, with the rows of all cores; on a pod a `Part` with those of this host.
-            labels: The range of its class labels, if it is known (default: it is looked for).
+            batches: Nests of host tensors, each with the rows of all cores; on a pod each a `Part` with those of this
+                host.
+            join: True to send them as one if they are small and alike (default False).
+            labels: The range of their class labels, if it is known (default: it is looked for).
+
+        Returns:
+            One group with all of them, or else one for each.
 
         Raises:
-            BatchError: The batch has no rows.
-            StrictError: The batch's shape is new, and the pass is strict.
+            BatchError: A batch has no rows.
+            StrictError: A batch's shape is new, and the pass is strict.
         """
+        found = [self._examined(batch) for batch in batches]
+        first, small = found[0][1].signature, found[0][1].nbytes <= _SMALL
+        if join and small and len(found) > 1 and all(form.signature == first for _, form in found):
+            own = [tensors for tensors, _ in found]
+            if all(t.is_cpu or t.is_meta for tensors in own for t in tensors) and self._placement.hosts == 1:
+                return [self._stacked(own, [form for _, form in found], labels)]
+        return [self._send(batch, *one, labels) for batch, one in zip(batches, found, strict=True)]
+
+    def _send(self, batch: Any, tensors: list[Tensor], form: BatchForm, labels: Any) -> DeviceGroup:
+        if isinstance(batch, Part):
+            batch, sent = batch.batch, send_rows(tensors, form.rows, self._placement)
+        else:
+            sent = to_device(tensors, self._placement, Sharding.ROWS)
+        return DeviceGroup([form], sent, False, [labels or self._labels(batch)])
+
+    def _stacked(self, tensors: list[list[Tensor]], forms: list[BatchForm], labels: Any) -> DeviceGroup:
+        columns = [torch.stack(column) for column in zip(*tensors, strict=True)]
+        if labels is None and self._label_range is not None:
+            rows = iter([column.flatten(0, 1) for column in columns])
+            leaves = [next(rows) if leaf is _TENSOR else leaf for leaf in forms[0].leaves]
+            labels = self._labels(tree_unflatten(leaves, forms[0].spec))
+        return DeviceGroup(forms, to_device(columns, self._placement, Sharding(1)), True, [labels])
+
+    def _examined(self, batch: Any) -> tuple[list[Tensor], BatchForm]:
+        """Return the tensors of a batch and its form."""
+        known = self._known.get(type(batch))
+        if known is not None and len(batch) == len(known.tensors):
+            for leaf, (shape, dtype) in zip(batch, known.tensors, strict=True):
+                if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
+                    break
+            else:
+                return list(batch), known
         part = batch if isinstance(batch, Part) else None
         batch = batch if part is None else part.batch
         leaves, spec = _flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        signature = self._keys.signature((spec, part and part.rows, [(t.shape, t.dtype) for t in tensors]))
+        facts = [(t.shape, t.dtype) for t in tensors]
+        signature = self._keys.signature((spec, part and part.rows, facts))
         # Before the transfer, so that a refused batch never reaches the device.
         self._keys.note_shape(self._role, signature, batch, self._strict)
         rows = count_rows(tensors) if part is None else part.rows
@@ -90,17 +166,12 @@ class BatchSender:
                 f"a batch must have rows, but the data gave {listed(fields(batch))}: an empty batch has no mean. "
                 "Leave empty batches out"
             )
-        return DeviceBatch(
-            to_device(tensors, self._placement, Sharding.ROWS)
-            if part is None
-            else send_rows(tensors, rows, self._placement),
-            [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-            spec,
-            rows,
-            sum(t.nbytes for t in tensors) * self._placement.hosts,
-            labels or self._labels(batch),
-            signature,
-        )
+        marked = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        nbytes = sum(t.nbytes for t in tensors) * self._placement.hosts
+        form = BatchForm(facts, marked, spec, rows, nbytes, signature)
+        if part is None and is_plain(batch):
+            self._known[type(batch)] = form
+        return tensors, form
 
     def _labels(self, batch: Any) -> Any:
         # Only the usual forms are sure to have the labels there; a custom step may take any other form.
@@ -108,6 +179,24 @@ class BatchSender:
             return None
         x, y, _ = unpack(batch)
         return self._label_range(targets_of(x, y))
+
+
+def joined(groups: list[DeviceGroup], size: int) -> list[DeviceGroup]:
+    """The batches that run as one graph: all of them, if they are `size` and alike, else each by itself.
+
+    Batches that don't fill a group run one by one: each smaller size would need a graph of its own.
+    """
+    signature = groups[0].forms[0].signature
+    if len(groups) < max(size, 2) or any(group.forms[0].signature != signature for group in groups):
+        return groups
+    return [
+        DeviceGroup(
+            [form for group in groups for form in group.forms],
+            [tensor for group in groups for tensor in group.tensors],
+            False,
+            [labels for group in groups for labels in group.labels],
+        )
+    ]
 
 
 def _flatten(batch: Any) -> tuple[list[Any], TreeSpec]:

@@ -6,7 +6,7 @@ A program captures a step (traces and compiles it), then replays its graph witho
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -38,7 +38,7 @@ from ..runtime import (
 )
 from ..utils.random import draw_seed, step_seed
 from ..utils.users_code import warn
-from .batch import DeviceBatch
+from .batch import DeviceGroup
 from .config import UNCOMPILED, CompileConfig
 from .context import StepContext
 from .failures import may_be_of_device, weights_lost
@@ -84,7 +84,7 @@ class Runner(Protocol):
     """The part of a `StepRunner` that error messages use."""
 
     role: str
-    group: Sequence[DeviceBatch]
+    group: DeviceGroup | None
 
     def computed(self) -> dict[str, Any]:
         """Compute the logs of its pass so far."""
@@ -288,17 +288,17 @@ class Engine:
         """Return the sizes of the current step, or of the last one, in bytes per core."""
         cores = self.state.placement.count
         runner = self.latest
-        group = () if runner is None else runner.group
+        group = None if runner is None else runner.group
         module = [*self.model.module.parameters(), *self.model.module.buffers()]
         weights = sum(tensor.nbytes for tensor in module)
         return Load(
             role="train" if runner is None else runner.role,
-            rows=max((batch.rows for batch in group), default=0),
+            rows=0 if group is None else group.forms[0].rows,
             cores=cores,
             weights=weights,
             learns=sum(tensor.nbytes for tensor in module if tensor.requires_grad),
             optimizer=sum(tensor.nbytes for tensor in self.state.device.tensors) - weights,
-            batch=sum(batch.nbytes for batch in group) // cores,
+            batch=0 if group is None else group.nbytes // cores,
             precision=self.config.precision,
         )
 

@@ -227,14 +227,16 @@ class PassKeys:
                 "leave out strict"
             )
 
-    def of(self, signatures: Iterable[int], updates: Iterable[Hashable]) -> tuple[Any, ...]:
+    def of(self, signature: int, steps: int, stacked: bool, updates: Iterable[Hashable]) -> tuple[Any, ...]:
         """Return the key of the graph of some steps.
 
         Args:
-            signatures: The signature of each step's batch.
+            signature: The signature of each step's batch.
+            steps: The number of steps.
+            stacked: True if their batches were sent as one.
             updates: The update plan of each step; empty if all steps do the same.
         """
-        return (self._number, self._transform, *signatures, *updates)
+        return (self._number, self._transform, signature, steps, stacked, *updates)
 
     def cause(self, key: tuple[Any, ...], steps: int, met: set[Any]) -> str:
         """Explain why a call needs a graph of its own, for the report.
@@ -255,7 +257,7 @@ class PassKeys:
             return "the data have another device_transform"
         if signature not in {other[2] for other in met}:
             return self._keys.shape_change(self._role, signature)
-        if len(key) not in {len(other) for other in met}:
+        if steps not in {other[3] for other in met}:
             return f"{steps} step{'s run' if steps > 1 else ' runs'} as one graph"
         return "it does something else with its gradients"
 

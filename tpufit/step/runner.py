@@ -3,8 +3,8 @@
 A group of steps runs as one graph. Its first two calls capture it: their Python is traced, compiled and compared. Later
 calls replay it: no Python of the step runs, and the weights' values are held apart from the user's tensors.
 
-The graph's inputs are one flat list of tensors. For each step in turn, the list has the batch's tensors, in the order
-of the nest's leaves, and then a vector of learning rates for each attached optimizer.
+The graph's inputs are one flat list of tensors: those of the batches, see `DeviceGroup`, and then for each attached
+optimizer its learning rates, a vector a step.
 `StepRunner._inputs` writes that list, and `StepRunner._body`, the Python that is traced, reads it.
 """
 
@@ -24,7 +24,7 @@ from ..metrics import LazyLogs, PassMetrics, TrackedMetric, first_bad, metrics_i
 from ..optimizers import UpdatePlan
 from ..runtime import LENIENT, InFlight, Program, own_kernels, to_host
 from ..utils.random import step_seed
-from .batch import BatchSender, DeviceBatch
+from .batch import BatchSender, DeviceGroup
 from .context import StepContext
 from .engine import Engine
 from .graph_key import PassKeys
@@ -63,9 +63,8 @@ class StepRunner:
 
     Attributes:
         role: The role.
-        send: The function that sends a batch to the device, ahead of its step.
         tally: The steps and rows of the pass so far.
-        group: The batches of the steps started last, or being started.
+        group: The batches of the steps started last, or being started; None before the first.
         inside: True while steps are being started. It stays True after an error: a step may be half done.
         before_step: The function called before each training step with the optimizer's steps so far; it may set rates.
             None if there is none.
@@ -76,7 +75,7 @@ class StepRunner:
     ) -> None:
         self._engine, self.role, self._transform = engine, role, transform
         self.tally = Tally()
-        self.group: Sequence[DeviceBatch] = ()
+        self.group: DeviceGroup | None = None
         self.inside = False
         self.before_step: Callable[[int], None] | None = None
         state, loss = engine.state, engine.config.loss
@@ -84,7 +83,7 @@ class StepRunner:
         strict = engine.options.strict if role != "predict" else LENIENT
         label_range = loss.label_range if loss is not None and role != "predict" else None
         now = strict if warm else LENIENT
-        self.send = BatchSender(state.placement, engine.keys, role, now, label_range)
+        self._sender = BatchSender(state.placement, engine.keys, role, now, label_range)
         # Before the program is built: optimizer state is an input of the first step's graph.
         if role == "train":
             state.drop_gradients()
@@ -111,16 +110,25 @@ class StepRunner:
         """True if no other pass of this role has begun since: passes of a role share their sums."""
         return self._engine.runners.get(self.role) is self
 
+    def send(self, batches: Sequence[Any], labels: Any = None) -> list[DeviceGroup]:
+        """Send batches to the device, ahead of their steps, see `BatchSender`.
+
+        Args:
+            batches: The batches: `group_size` of them to run as one graph, if they are alike.
+            labels: The range of their class labels, if it is known (default: it is looked for).
+        """
+        return self._sender(batches, len(batches) >= self.group_size, labels)
+
     def __call__(
         self,
-        group: Sequence[DeviceBatch],
+        group: DeviceGroup,
         pause: Callable[[], AbstractContextManager[object]] = nullcontext,
         last: bool = False,
     ) -> Any:
         """Run a step for each batch of a group, as one graph.
 
         Args:
-            group: Batches on the device; several must be of one structure.
+            group: The batches on the device.
             pause: The function that returns a context in which nothing else is sent to the device.
             last: True if no batch of the pass comes after these.
 
@@ -132,22 +140,23 @@ class StepRunner:
         """
         engine, program, state = self._engine, self._program, self._engine.state
         # First: `before_step` may change options that `refresh` looks at, and a bad label must raise before any change.
-        updates = state.next_updates(len(group), last) if self.role == "train" else []
-        inputs, seeds = self._inputs(group, updates), self._seeds(len(group))
+        steps, rows = len(group.forms), group.rows
+        updates = state.next_updates(steps, last) if self.role == "train" else []
+        inputs, seeds = self._inputs(group, updates), self._seeds(steps)
         if not program.traced_because and not state.placement.on_host:
             used = [optimizer for optimizer, _ in state.attached]
             self._keys.refresh(used, state.device.held, program.met)
         # From here on an error may leave the step half done, and nothing is saved: even `count_updates` already counts.
         self.inside, self.group, engine.latest = True, group, self
         state.count_updates(updates)
-        key = self._keys.of([batch.signature for batch in group], updates)
+        key = self._keys.of(group.forms[0].signature, steps, group.stacked, updates)
         body = partial(self._body, group, updates)
         if program.knows(key):
             outputs = program(key, inputs, seeds, body, pause)
             if program.replays(key):
                 state.counters.replayed((self.role, key))
         else:
-            program.cause = self._keys.cause(key, len(group), program.met)
+            program.cause = self._keys.cause(key, steps, program.met)
             with state.counters.traced((self.role, key), state.named_optimizers().values()):
                 outputs = program(key, inputs, seeds, body, pause)
             engine.take_in_new_state()  # here only: a replayed step runs no Python that could create state
@@ -155,14 +164,13 @@ class StepRunner:
             engine.note_formats(program.products)
         self.inside = False
         # Counted last: after an error the counts are those of the last whole group.
-        rows = sum(batch.rows for batch in group)
         tally, numbers = self.tally, state.numbers
-        tally.steps += len(group)
-        tally.batches += len(group)
+        tally.steps += steps
+        tally.batches += steps
         tally.rows += rows
         numbers.rows_seen += rows
         if self.role == "train":
-            numbers.step += len(group)
+            numbers.step += steps
         if self.role == "predict":
             return outputs
         self._metrics.count(rows, outputs)
@@ -251,20 +259,18 @@ class StepRunner:
 
     # One group of steps
 
-    def _inputs(self, group: Sequence[DeviceBatch], updates: Sequence[UpdatePlan]) -> list[Tensor]:
+    def _inputs(self, group: DeviceGroup, updates: Sequence[UpdatePlan]) -> list[Tensor]:
         """Return the inputs of a group's graph (see the top of this file), after checking the batches' labels."""
-        loss, inputs = self._engine.config.loss, []
+        loss = self._engine.config.loss
         # Rates first: `before_step` may set the rate of the very step it is called for, and precedes its errors.
-        vectors = self._send_rates(len(group), updates)
-        for i, batch in enumerate(group):
-            if batch.labels is not None and loss is not None:
-                loss.check_labels(batch.labels)
-            inputs += batch.tensors
-            inputs += [vector[i] for vector in vectors]
-        return inputs
+        rates = self._send_rates(len(group.forms), updates)
+        for labels in group.labels:
+            if labels is not None and loss is not None:
+                loss.check_labels(labels)
+        return [*group.tensors, *rates]
 
-    def _send_rates(self, steps: int, updates: Sequence[UpdatePlan]) -> list[list[Tensor]]:
-        """Send the rates of the next steps to the device: for each attached optimizer, a vector a step."""
+    def _send_rates(self, steps: int, updates: Sequence[UpdatePlan]) -> list[Tensor]:
+        """Send the rates of the next steps to the device, see `DeviceRates.send`."""
         attached = self._engine.state.attached
         if self.before_step is None:
             return [sent.send([optimizers.rates(optimizer)] * steps) for optimizer, sent in attached]
@@ -287,7 +293,7 @@ class StepRunner:
 
     def _body(
         self,
-        group: Sequence[DeviceBatch],
+        group: DeviceGroup,
         updates: Sequence[UpdatePlan],
         inputs: list[Tensor],
         seed: Callable[[int], None],
@@ -295,7 +301,7 @@ class StepRunner:
         """Run the Python of a group's steps. A program traces this method.
 
         Args:
-            group: The batches, for their structure; their tensors are among the inputs.
+            group: The batches, for their structure; their tensors are the first inputs.
             updates: The update plan of each step; empty if every step is a whole update.
             inputs: See the top of this file.
             seed: The function that seeds the random numbers of the step with this number.
@@ -303,29 +309,27 @@ class StepRunner:
         Returns:
             For `"predict"` the outputs of each batch, else the batches that metrics keep.
         """
-        engine, tensors = self._engine, iter(inputs)
+        engine, sent = self._engine, len(group.tensors)
         outputs = []
         with ExitStack() as stack:
             if not engine.observed.shapes:
                 stack.enter_context(noting_outputs(engine.model.module, engine.observed.shapes))
-            vectors = [rates for _, rates in engine.state.attached]
-            for rates in vectors:
+            attached = [rates for _, rates in engine.state.attached]
+            for rates in attached:
                 stack.enter_context(rates.in_step())
-            for i, sent in enumerate(group):
+            for i, (batch, form, labels) in enumerate(group.unpack(inputs[:sent])):
                 seed(i)  # first, because the transform may draw random numbers
-                batch = sent.unpack(tensors)
                 if self._transform is not None:
                     batch = self._transform(batch)
                 # After the transform, which may change the labels.
                 if engine.options.class_weight is not None and self.role == "train":
                     batch = engine.options.class_weight.weigh(batch, engine.state.placement)
-                # In the order of `_inputs`: a batch's tensors, then its rates.
-                for rates in vectors:
-                    rates.use(next(tensors))
-                context = StepContext(self._metrics, sent.rows, sent.labels, updates[i] if updates else UpdatePlan())
+                for rates, vectors in zip(attached, inputs[sent:], strict=True):
+                    rates.use(vectors if len(group.forms) == 1 else vectors[i])
+                context = StepContext(self._metrics, form.rows, labels, updates[i] if updates else UpdatePlan())
                 steps = engine.state.taking_steps(context) if self.role == "train" else nullcontext()
                 with engine.tracing(context), steps:
-                    outputs.append(self._step(batch, sent.rows))
+                    outputs.append(self._step(batch, form.rows))
         return outputs if self.role == "predict" else self._metrics.kept
 
     def _step(self, batch: Any, rows: int) -> Any:
@@ -345,7 +349,7 @@ class StepRunner:
             metrics.add_means(logs, rows)
             return None
 
-    def _hold_back(self, group: Sequence[DeviceBatch]) -> None:
+    def _hold_back(self, group: DeviceGroup) -> None:
         """Limit the steps under way, and note if the logs were finite up to the step that was waited for."""
         metrics = self._metrics
         if self._in_flight is None:
@@ -353,7 +357,7 @@ class StepRunner:
         finite = metrics.finite
         if metrics.tensors and not self._engine.state.placement.on_host:
             small = metrics.tensors[0] if finite is None else finite
-            reached = self._in_flight.add(small, sum(batch.nbytes for batch in group))
+            reached = self._in_flight.add(small, group.nbytes)
             finite = None if finite is None else reached
         if finite is not None:
             metrics.on_finite(finite)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointMissingError, HostError
 from ..runtime import Cores, CoresArgument, agree, at, broadcast, platform, settled, start
-from ..step import DeviceBatch
+from ..step import DeviceGroup
 
 
 def started_with(cores: CoresArgument, find: Callable[[], Checkpoint | None]) -> tuple[Cores, Checkpoint | None]:
@@ -33,7 +33,7 @@ def started_with(cores: CoresArgument, find: Callable[[], Checkpoint | None]) ->
     return now, found
 
 
-def in_step(groups: Iterator[list[DeviceBatch]], place: str, per_host: bool) -> Iterator[list[DeviceBatch]]:
+def in_step(groups: Iterator[list[DeviceGroup]], place: str, per_host: bool) -> Iterator[list[DeviceGroup]]:
     """Yield groups of batches as long as every host has one, and make sure that they are alike.
 
     Args:

@@ -18,7 +18,7 @@ from ..diagnostics.plots import new_axes
 from ..errors import ArgumentError, require_whole
 from ..optimizers import set_rate
 from ..runtime import agree, fetch
-from ..step import DeviceBatch, Engine, StepRunner
+from ..step import DeviceGroup, Engine, StepRunner
 from ..utils.users_code import warn
 
 # The number of steps between two waits for their losses; diverged training wastes at most so many.
@@ -163,7 +163,8 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
         engine.state.numbers.seed = seed
         run = StepRunner(engine, "train", data.device_transform, warm=data.passed)
         engine.model.module.train()
-        with Prefetcher(islice(_whole_batches(data), len(rates)), run.send, _WINDOW) as feed:
+        batches = ([batch] for batch in islice(_whole_batches(data), len(rates)))
+        with Prefetcher(batches, run.send, _WINDOW) as feed:
             curve = LRCurve.of(rates, _losses(engine, run, feed, rates), sweep.smoothing, sweep.stop_factor)
     finally:
         engine.put_back(before)
@@ -177,15 +178,17 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
     return curve
 
 
-def _losses(engine: Engine, run: StepRunner, feed: Prefetcher[DeviceBatch], rates: Sequence[float]) -> Iterator[float]:
+def _losses(
+    engine: Engine, run: StepRunner, feed: Prefetcher[list[DeviceGroup]], rates: Sequence[float]
+) -> Iterator[float]:
     """Yield the loss of a step at each rate. **This waits** for the device, once for several steps."""
     optimizer = engine.model.optimizer
     assert optimizer is not None
     for first in range(0, len(rates), _WINDOW):
         started = []
-        for rate, batch in zip(rates[first : first + _WINDOW], feed, strict=False):
+        for rate, (group,) in zip(rates[first : first + _WINDOW], feed, strict=False):
             set_rate(optimizer, rate)
-            run([batch], feed.paused)
+            run(group, feed.paused)
             sums, rows = run.take_sums()
             if "loss" not in sums:
                 step = f"{type(engine.model).__name__}.train_step"

@@ -48,10 +48,10 @@ def run_on_batch(
                 placement = engine.state.placement
                 if placement.hosts > 1:
                     batch = Share(placement.local_shards or (), placement.count).of(batch)
-                group = [run.send(batch)]
+                groups = run.send([batch])
                 if placement.hosts > 1:
-                    group = next(in_step(iter([group]), method, per_host=False))
-                return run, gather_rows(run(group), placement)
+                    groups = next(in_step(iter([groups]), method, per_host=False))
+                return run, gather_rows(run(groups[0]), placement)
         finally:
             engine.expose()
 

@@ -23,7 +23,7 @@ from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..data.sampling import rows_of
 from ..diagnostics.report import Pass
 from ..runtime import add_seconds, agree, fetch, fetch_rows, gather_rows, process_count, timing, together
-from ..step import DeviceBatch, Engine, StepRunner, modes_kept
+from ..step import DeviceGroup, Engine, StepRunner, joined, modes_kept
 from .alike import same_random_numbers
 from .hosts import in_step
 from .interruption import Interruption
@@ -75,31 +75,32 @@ class PassLoop:
         step = timing("steps", run.__call__) if callbacks.measures else run.__call__
         if self.name == "train" and callbacks.has("on_train_step_begin"):
             run.before_step = self._step_hook()
-        batches, inline, began = data.epoch(epoch), data.pace.inline, thread_time()
-        feed: BatchReader[DeviceBatch] = (
-            InlineReader(batches, run.send) if inline else Prefetcher(batches, run.send, max(4, 2 * run.group_size))
+        inline, began = data.pace.inline, thread_time()
+        batches = _groups(data.epoch(epoch), lambda: run.group_size)
+        feed: BatchReader[list[DeviceGroup]] = (
+            InlineReader(batches, run.send) if inline else Prefetcher(batches, run.send, max(2, 4 // run.group_size))
         )
         with feed, _ending(feed, self.interruption):
-            groups = _groups(feed, lambda: run.group_size)
+            groups: Iterator[list[DeviceGroup]] = feed
             if process_count() > 1:
                 groups = in_step(groups, f"{self.name} of epoch {epoch + 1}", data.per_host)
             for group, last in _knowing_the_last(groups, look_ahead):
                 if tells_begin:
                     callbacks.call(begin, run.tally.batches)
                     run.note_hooks()
-                parts = _joined(group, run.group_size)
+                before, parts = run.tally.batches, joined(group, run.group_size)
                 outputs = [made for part in parts for made in step(part, feed.paused, last and part is parts[-1]) or ()]
                 if tells_end:
                     if self.waited is not None:  # first, because the hook may read `input_bound`
                         self.waited(feed.times.waited)
-                    self._tell_end(end, len(group), outputs)
+                    self._tell_end(end, run.tally.batches - before, outputs)
                     run.note_hooks()
                 if self.collect:  # before `stop`, which may leave the pass
-                    self.collect(outputs, [batch.rows for batch in group])
+                    self.collect(outputs, [form.rows for part in parts for form in part.forms])
                 if self.stop(feed.paused):
                     break
         times = feed.times
-        data.pace.note(times, thread_time() - began - times.paused - (times.busy if inline else 0.0))
+        data.pace.note(times, thread_time() - began - times.paused - (times.computed if inline else 0.0))
         add_seconds("data", times.busy if inline else times.waited)
         add_seconds("read", times.busy - times.prepared, beside=True)
         add_seconds("prepare", times.prepared, beside=True)
@@ -231,7 +232,7 @@ def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def _ending(feed: BatchReader[DeviceBatch], interruption: Interruption | None) -> Iterator[None]:
+def _ending(feed: BatchReader[list[DeviceGroup]], interruption: Interruption | None) -> Iterator[None]:
     """Let a signal end a wait for data, which may be long. Batches already read are not run."""
     if interruption is None or process_count() > 1:  # which all hosts wait for, and so end together
         yield
@@ -244,10 +245,10 @@ def _ending(feed: BatchReader[DeviceBatch], interruption: Interruption | None) -
         interruption.wakes = before
 
 
-def _groups(feed: Iterable[DeviceBatch], size: Callable[[], int]) -> Iterator[list[DeviceBatch]]:
+def _groups(batches: Iterable[Any], size: Callable[[], int]) -> Iterator[list[Any]]:
     """Yield groups of `size()` batches, and at last the rest."""
-    group: list[DeviceBatch] = []
-    for batch in feed:
+    group: list[Any] = []
+    for batch in batches:
         group.append(batch)
         if len(group) >= size():
             yield group
@@ -256,16 +257,7 @@ def _groups(feed: Iterable[DeviceBatch], size: Callable[[], int]) -> Iterator[li
         yield group
 
 
-def _joined(group: list[DeviceBatch], size: int) -> list[list[DeviceBatch]]:
-    """Return the batches that run as one graph: the whole group, if its batches are of one structure.
-
-    Batches that don't fill a group run one by one: each smaller size would need a graph of its own.
-    """
-    whole = len(group) >= size and all(batch.signature == group[0].signature for batch in group)
-    return [group] if whole else [[batch] for batch in group]
-
-
-def _knowing_the_last(groups: Iterator[list[DeviceBatch]], look: bool) -> Iterator[tuple[list[DeviceBatch], bool]]:
+def _knowing_the_last(groups: Iterator[list[DeviceGroup]], look: bool) -> Iterator[tuple[list[DeviceGroup], bool]]:
     """Yield each group, and True with the last one if `look`, which keeps a group back to know it."""
     if not look:
         yield from ((group, False) for group in groups)
