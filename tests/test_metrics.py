@@ -8,7 +8,8 @@ from torch import nn
 import tpufit
 from tpufit import metrics, runtime
 from tpufit.errors import ArgumentError, ReplayError, UnknownNameError
-from tpufit.metrics import LazyLogs, Metric, PassMetrics
+from tpufit.metrics import LazyLogs, PassMetrics
+from tpufit.metrics.metric import Metric
 from tpufit.runtime import HOST
 
 
@@ -478,3 +479,16 @@ def test_a_loss_of_ones_own_need_not_take_training(cores):
 
     logs = [model_of(kind).evaluate(X, Y, 16 // cores, verbose=0, cores=cores) for kind in (Own, tpufit.Model)]
     assert logs[0] == pytest.approx(logs[1] + 1, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_who_uses_no_metric_imports_neither_torchmetrics_nor_torch_xla(run_python):
+    done = run_python(
+        "import sys, torch, tpufit\n"
+        "model = tpufit.Model(torch.nn.Linear(4, 1))\n"
+        "model.compile('sgd', 'mse_loss')\n"
+        "assert not {'torchmetrics', 'torch_xla', 'scipy', 'matplotlib'} & set(sys.modules)\n"
+        "model.compile('sgd', 'mse_loss', metrics=['mae'])\n"
+        "assert 'torchmetrics' in sys.modules"
+    )
+    assert done.returncode == 0, done.stderr

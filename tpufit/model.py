@@ -41,7 +41,6 @@ from .errors import (
 from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
 from .metrics import MetricsArgument, metrics_in
 from .optimizers import OptimizerArgument
-from .preflight import fly
 from .runtime import HOST, CoresArgument, copies, copy_into, fetch, is_first, platform, settled, start, tracing
 from .step import (
     CompileConfig,
@@ -385,6 +384,8 @@ class Model(StepMethods):
 
         Source: MaxText's `train_compile.py`, which does this for JAX.
         """
+        from .preflight import fly  # here, because few who import tpufit will
+
         return fly(self._engine, tpu, {"x": x, "y": y, "batch_size": batch_size} | others)
 
     @torch.inference_mode(False)

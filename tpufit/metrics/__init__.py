@@ -7,7 +7,5 @@ the steps' graphs, and `LazyLogs` reads the sums.
 
 from .build import MetricsArgument, build
 from .lazy_logs import LazyLogs
-from .metric import Metric
-from .named import NAMES
 from .pass_metrics import PassMetrics, first_bad
 from .tracked import TrackedMetric, metrics_in

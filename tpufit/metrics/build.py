@@ -1,13 +1,16 @@
 """`build`: the metrics of a model, from the arguments of `compile`."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from __future__ import annotations
 
-import torchmetrics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
 from ..losses import Output, check_form, output_name, part
-from .metric import Metric, MetricArgument
+from .library import MetricArgument, is_collection
+
+if TYPE_CHECKING:
+    from .metric import Metric
 
 OneOutputs = Sequence[MetricArgument] | Mapping[str, MetricArgument] | MetricArgument | None
 MetricsArgument = OneOutputs | Mapping[str, OneOutputs] | Sequence[OneOutputs]
@@ -36,6 +39,7 @@ def build(
         UnknownNameError, ArgumentError: See `Metric`; or two metrics have one name, or they are not of the loss's form.
 
     Example:
+        >>> import torchmetrics
         >>> [m.name for m in build(["accuracy", torchmetrics.MeanSquaredError()], ["accuracy"])]
         ['accuracy', 'mean_squared_error', 'weighted_accuracy']
         >>> [m.name for m in build({"a": ["accuracy"], "b": "mae"})], [m.name for m in build({"top": "accuracy"})]
@@ -46,6 +50,8 @@ def build(
     for argument, given in (("metrics", metrics), ("weighted_metrics", weighted)):
         taken = {metric.name for metric in built}
         for output, name, metric in _each(given, outputs, argument):
+            from .metric import Metric  # with torchmetrics
+
             one = Metric(metric, name, output, argument == "weighted_metrics", (ignored or {}).get(output))
             if one.name in taken:
                 one.mark_weighted()
@@ -66,7 +72,7 @@ def build(
 def _each(metrics: Any, outputs: Sequence[Output] | None, argument: str) -> Iterator[tuple[Any, str | None, Any]]:
     """Each metric of an argument of `compile`, with its output and the name that a dict gives it."""
     for output, own in _by_output(metrics, outputs, argument):
-        if isinstance(own, (Mapping, torchmetrics.MetricCollection)):
+        if isinstance(own, Mapping) or is_collection(own):
             yield from ((output, name, metric) for name, metric in own.items())
         else:
             several = own if isinstance(own, (list, tuple)) else [own]

@@ -3,7 +3,7 @@
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,11 +16,10 @@ from ..errors import ArgumentError
 from ..losses import Output, aligned, described, output_name, part, spread, weight_of
 from ..runtime import Placement, facts, has_lowering, move
 from ..utils.text import dtype_name
+from .library import MetricArgument
 from .named import TABLE, MetricName
 from .sums import SumTable
 from .weighted import RowMean
-
-MetricArgument = str | torchmetrics.Metric | Callable[[Any, Any], Any]
 
 # The names that torchmetrics' classes give the weights that some of their `update`s take.
 _WEIGHTS = ("sample_weight", "sample_weights", "weight", "weights")

@@ -4,23 +4,28 @@ Sums stay on the device, inside the step's graph; they are read once a pass, or 
 torchmetrics then computes on the host, from sums over exactly the rows that were seen.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torchmetrics
 from torch import Tensor
 
 from ..errors import ArgumentError, DataError
 from ..runtime import Placement, to_device, to_host
 from .lazy_logs import LazyLogs
-from .metric import Metric
 from .sums import Key, SumTable
 from .tracked import TrackedMetric, one_by_one
+
+if TYPE_CHECKING:
+    import torchmetrics
+
+    from .metric import Metric
 
 # The key of a sum that counts the finite steps. The first step that isn't finite makes it negative, and it stays as it
 # is then: one number tells both. A replayed step doesn't know its own number.
@@ -146,7 +151,7 @@ class PassMetrics(SumTable):
     def update_metrics(self, y_pred: Any, y: Any, sample_weight: Any = None) -> None:
         """Add a batch to every metric, inside a step."""
         for slot, metric in enumerate(self._metrics):
-            if isinstance(metric, Metric):
+            if not isinstance(metric, TrackedMetric):
                 self._slots[metric.name] = slot
                 self._keep(slot, metric.update(self, slot, y_pred, y, sample_weight))
 

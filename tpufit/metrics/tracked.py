@@ -1,19 +1,23 @@
 """`TrackedMetric`: a torchmetrics object among a model's attributes, which the model's steps update by hand."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torchmetrics
 from torch import Tensor
 
 from ..errors import ArgumentError
 from ..utils.replaced import replaced
-from .metric import DeviceMetric
+from .library import is_collection, is_metric
 from .sums import SumTable
+
+if TYPE_CHECKING:
+    import torchmetrics
 
 
 def metrics_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.Metric]:
@@ -24,12 +28,13 @@ def metrics_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.Metric]:
             collection's own and `_` come before it.
 
     Example:
+        >>> import torchmetrics
         >>> rows = torchmetrics.SumMetric()
         >>> scores = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()], prefix="own_")
         >>> list(metrics_in({"rows": rows, "scores": scores, "others": scores.clone(), "net": None}))
         ['rows', 'own_MeanSquaredError', 'others_own_MeanSquaredError']
     """
-    found = {name: value for name, value in attributes.items() if isinstance(value, torchmetrics.Metric)}
+    found = {name: value for name, value in attributes.items() if is_metric(value)}
     for name, collection in _collections_in(attributes).items():
         for own, metric in collection.items(copy_state=False):
             found[f"{name}_{own}" if own in found else own] = metric
@@ -54,7 +59,7 @@ def one_by_one(attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _collections_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.MetricCollection]:
-    return {name: value for name, value in attributes.items() if isinstance(value, torchmetrics.MetricCollection)}
+    return {name: value for name, value in attributes.items() if is_collection(value)}
 
 
 class TrackedMetric:
@@ -74,6 +79,8 @@ class TrackedMetric:
     """
 
     def __init__(self, name: str, metric: torchmetrics.Metric) -> None:
+        from .metric import DeviceMetric  # with torchmetrics
+
         self.name, self.metric = name, metric
         self._device_metric = DeviceMetric(metric.clone(), "")
         self._signature = inspect.signature(metric.update)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from .. import losses
 from ..errors import ArgumentError, require_whole
 from ..losses import AnyLoss, LossByOutput
-from ..metrics import Metric
 from ..metrics import build as build_metrics
 from ..optimizers import NAMES, EMAConfig, GradientConfig
 from ..utils.json_codec import is_plain
 from . import precision as precisions
+
+if TYPE_CHECKING:
+    from ..metrics.metric import Metric
 
 _SCALINGS: dict[str | None, Callable[[int], float]] = {
     "linear": float,

@@ -8,14 +8,15 @@ optimizer its learning rates, a vector a step.
 `StepRunner._inputs` writes that list, and `StepRunner._body`, the Python that is traced, reads it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torchmetrics
 from torch import Tensor
 
 from .. import optimizers
@@ -28,6 +29,9 @@ from .batch import BatchSender, DeviceGroup
 from .context import StepContext
 from .engine import Engine
 from .graph_key import PassKeys
+
+if TYPE_CHECKING:
+    import torchmetrics
 
 # For steps_per_execution="auto": starting a graph costs the host about 0.4 ms, little beside so many seconds of steps.
 # The number of steps is bounded because a longer graph takes longer to compile.
