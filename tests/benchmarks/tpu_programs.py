@@ -143,7 +143,7 @@ def compiled(
             for on in slices:
                 key = digest(folder / f"{number}.hlo", traced[number], on)
                 known = kept.get((name, on.name), {})
-                if known.get("hash") != key:
+                if known.get("hash") != key or "failed" in known:  # its process may have been ended
                     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
                     known = {"network": network, "name": name, "slice": on.name, "hash": key, "date": today}
                     try:
