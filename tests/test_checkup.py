@@ -8,7 +8,7 @@ import pytest
 
 from tpufit.diagnostics.checkup import table
 from tpufit.diagnostics.checkup.checks import CHECKS
-from tpufit.diagnostics.checkup.facts import Facts, Process
+from tpufit.diagnostics.checkup.facts import Facts, Pod, Process
 from tpufit.diagnostics.checkup.trial import ALL, Trial
 from tpufit.utils.hardware import CHIPS
 
@@ -54,7 +54,14 @@ def test_a_sound_machine_has_nothing_to_be_cured():
         ({"environ": {"PJRT_DEVICE": "CPU"}, "chips": (V3,) * 4}, "device", "warning", "leaves the TPU idle"),
         ({"place": "Kaggle"}, "device", "warning", "Settings > Accelerator"),
         ({"place": "Colab"}, "device", "warning", "Change runtime type"),
-        ({"environ": {"TPU_WORKER_HOSTNAMES": "a,b,c,d"}}, "hosts", "error", "4 hosts.*one host so far"),
+        ({"process": Process(pod=Pod(("a", "b", "c")))}, "hosts", "ok", "one of 3 hosts of a pod"),
+        (
+            {"process": Process(pod=Pod(("a", "b", "c"), missing=("b",)))},
+            "hosts",
+            "error",
+            "missing: b. Their names lead nowhere",
+        ),
+        ({"process": Process(pod=Pod(doing="process 1 is gone"))}, "hosts now", "ok", "process 1 is gone"),
         (
             {"environ": {"XRT_TPU_CONFIG": "localservice;0;localhost:51011"}},
             "environment",

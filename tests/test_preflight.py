@@ -765,3 +765,16 @@ def test_several_tpus_are_compared_and_steps_are_traced_once_for_as_many_cores(m
     assert first.cost.cycles != last.cost.cycles and first.text != last.text  # each compiled for its own
     assert {path.name for path in tmp_path.iterdir()} > {str(os.getpid())}  # this one tries shapes only
     assert len(list(tmp_path.iterdir())) == 1 + 2  # for 8 cores, and for one
+
+
+@pytest.mark.slow
+def test_more_hosts_send_no_more_bytes_a_core():
+    """The same step is compiled for 1, 4 and 16 hosts, with as many collectives of as many bytes."""
+    model = made()
+    sent = {}
+    for tpu in ("v5e-8", "v5e-16", "v5e-64"):
+        found = model.preflight(X[:256], Y[:256], 4, tpu=tpu, verbose=0)
+        assert found.fits and found.step.rows == 4 * int(tpu[4:])
+        assert not any(one.gathers for one in found.step.collectives)
+        sent[tpu] = sum(one.nbytes for one in found.step.collectives)
+    assert sent["v5e-64"] <= sent["v5e-16"] <= sent["v5e-8"] and sent["v5e-64"] > 0

@@ -1,4 +1,4 @@
-"""Keras's `fit()` for PyTorch on TPUs: compile, fit, evaluate and predict on every core, from one process."""
+"""Keras's `fit()` for PyTorch on TPUs: compile, fit, evaluate and predict on every core of every host."""
 
 from importlib import import_module
 from importlib.util import find_spec

@@ -44,7 +44,7 @@ from .devices import (
     versions,
 )
 from .faults import Load, translate
-from .hosts import agree, at, broadcast, everyone, is_first, together
+from .hosts import agree, at, broadcast, everyone, is_first, together, whereabouts
 from .lazy import launch
 from .ops.kernels import own_kernels
 from .ops.lowerings import has_lowering, runs_on_the_host

@@ -175,6 +175,11 @@ def together() -> AbstractContextManager[None]:
     return nullcontext() if _group is None else _group.together()
 
 
+def whereabouts() -> str:
+    """What each host is doing, or which are gone; nothing without a pod."""
+    return "" if _group is None else _group.pulse.describe()
+
+
 def at(place: str) -> None:
     """Note what this host is doing, to compare it with the others, and for their sentences."""
     if _group is not None:

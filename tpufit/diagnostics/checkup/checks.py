@@ -115,10 +115,16 @@ def device(facts: Facts) -> Iterator[Row]:
 
 
 def hosts(facts: Facts) -> Iterator[Row]:
-    names = [name for name in facts.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
-    if len(names) > 1:
-        cure = "tpufit trains on one host so far: take a slice of one host, such as v5litepod-8 or v6e-8"
-        yield _row("hosts", f"one of {len(names)} hosts of a pod", error=cure)
+    pod = facts.process.pod
+    if pod.doing:
+        yield _row("hosts now", pod.doing)
+    if len(pod.names) < 2:
+        return
+    own = facts.environ.get("TPU_WORKER_ID", "")
+    number = f"host {own} of {len(pod.names)}" if own else f"one of {len(pod.names)} hosts"
+    found = f"{number} of a pod, each with {counted(len(facts.chips), 'chip')}; training is tried on all together only"
+    cure = f"missing: {', '.join(pod.missing)}. Their names lead nowhere: start all hosts before the script"
+    yield _row("hosts", found, error=cure if pod.missing else "")
 
 
 def variables(facts: Facts) -> Iterator[Row]:

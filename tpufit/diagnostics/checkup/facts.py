@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,21 @@ _PACKAGES = ("torch", "torch_xla", "tensorflow", "tensorflow-cpu", *hardware.COM
 
 
 @dataclass(frozen=True)
+class Pod:
+    """The hosts of a pod.
+
+    Attributes:
+        names: Their names; empty if there is no pod, or the environment doesn't have them.
+        missing: Those whose names lead nowhere.
+        doing: What each is doing, or which are gone; nothing before they have met.
+    """
+
+    names: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    doing: str = ""
+
+
+@dataclass(frozen=True)
 class Process:
     """This process.
 
@@ -22,11 +38,13 @@ class Process:
         pid: Its id.
         settled: Its cores, in words, or nothing if none are settled.
         foreign: True if torch_xla was imported in it before tpufit needed it.
+        pod: The pod that it is one host of.
     """
 
     pid: int = 1
     settled: str = ""
     foreign: bool = False
+    pod: Pod = Pod()
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,10 @@ def gather(train: bool, timeout: float) -> Facts:
     # Loading the runtime loads torch, which may be the fault here.
     runtime = sys.modules.get("tpufit.runtime")
     cores = runtime.settled() if runtime else None
+    hosts = tuple(name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name)
+    missing = tuple(name for name in hosts if not _leads_somewhere(name)) if len(hosts) > 1 else ()
+    # On a pod a training that not all hosts begin would wait for them for ever.
+    train = train and cores is None and len(hosts) < 2
     return Facts(
         python=sys.version_info[:3],
         versions={name: version for name in _PACKAGES if (version := hardware.version(name)) is not None},
@@ -80,12 +102,24 @@ def gather(train: bool, timeout: float) -> Facts:
         place=hardware.place(),
         chips=tuple(hardware.chips()),
         holders=hardware.holders(),
-        process=Process(os.getpid(), str(cores or ""), cores is None and "torch_xla" in sys.modules),
+        process=Process(
+            os.getpid(),
+            str(cores or ""),
+            cores is None and "torch_xla" in sys.modules,
+            Pod(hosts, missing, runtime.whereabouts() if runtime and cores else ""),
+        ),
         memory=hardware.memory(),
         cpus=hardware.cpus(),
         disk=shutil.disk_usage(os.getcwd()).free,
-        trials=tuple(run(cores, timeout) for cores in (1, ALL)) if train and cores is None else (),
+        trials=tuple(run(cores, timeout) for cores in (1, ALL)) if train else (),
     )
+
+
+def _leads_somewhere(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
 
 
 def _wanted_libtpu() -> str | None:
