@@ -26,8 +26,8 @@ class CSVFile:
         rows: The number of rows, without the one of names.
 
     Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "log.csv")
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "log.csv")
         >>> table = CSVFile(path)
         >>> table.add({"epoch": 0, "loss": 0.5})
         >>> table.add({"epoch": 1, "loss": 0.25, "val_loss": 0.75})
