@@ -13,6 +13,7 @@
 | `rows` | a host's own rows of a batch |
 | `lazy` | tensors that wait to be computed, and their memory |
 | `device_state` | the tensors that training changes |
+| `packing` | the shapes in which a TPU keeps weights |
 | `graph` | a compiled step: its inputs and outputs |
 | `capture` | one trace of a step, its proof, and its undoing |
 | `program` | trace a step once, then replay its graph |
@@ -48,6 +49,7 @@ from .hosts import agree, at, broadcast, everyone, is_first, together, whereabou
 from .lazy import launch
 from .ops.kernels import own_kernels
 from .ops.lowerings import has_lowering, runs_on_the_host
+from .packing import Packing
 from .placement import HOST, Placement, Sharding
 from .profiler import scope, start_profile, stop_profile
 from .program import Program

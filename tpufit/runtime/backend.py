@@ -30,6 +30,7 @@ class Backend(Protocol):
         Recorder: Takes the place of a device that isn't there, and keeps the programs of steps.
         Recorded: A program that it keeps.
         DeviceState: The tensors that programs change, and their values meanwhile.
+        Packing: The shapes in which cores keep the tensors of a DeviceState.
         InFlight: Lets steps run ahead of the device, but not too far.
         Counts: A snapshot of the counters.
         Compiled: One compilation.
@@ -47,6 +48,7 @@ class Backend(Protocol):
     Recorder: Any
     Recorded: Any
     DeviceState: Any
+    Packing: Any
     InFlight: Any
     Counts: Any
     Compiled: Any

@@ -159,6 +159,7 @@ class Capture:
 
     Args:
         target: The device, state and sums.
+        stored: The state's values, see `DeviceState.begin_trace`.
         inputs: Batches and rates.
         seeds: One for each step.
         watch: Sees what the body reads and draws.
@@ -171,6 +172,7 @@ class Capture:
     def __init__(
         self,
         target: Target,
+        stored: list[Tensor],
         inputs: list[Tensor],
         seeds: list[int],
         watch: Watch,
@@ -179,7 +181,7 @@ class Capture:
         self._target, self._inputs, self._seeds = target, inputs, seeds
         self._watch, self._python_state = watch, python_state
         # Before the trace, which replaces the sums and gives the state's tensors other memory.
-        lists = {"state": target.state.tensors, "sum": target.sums.tensors, "input": inputs}
+        lists = {"state": stored, "sum": target.sums.tensors, "input": inputs}
         self._memory = by_memory(lists)
         self._before = python_state()
         self.outputs: Any = None
@@ -194,12 +196,16 @@ class Capture:
         Returns:
             The reason why no trace of it can be replayed, or nothing.
         """
-        sums = self._target.sums
         self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch)
-        if reads := self._watch.reads():
-            return reads
+        obstacle = self._watch.reads() or self._leftover()
+        if obstacle:
+            self._target.state.end_trace()
+        return obstacle
+
+    def _leftover(self) -> str:
+        state, sums = self._target.state, self._target.sums
         # `hold` would lose them: a tensor's gradient goes with its value.
-        if self._target.role == "train" and any(t.grad is not None for t in self._target.state.tensors if t.is_leaf):
+        if self._target.role == "train" and any(t.grad is not None for t in state.tensors if t.is_leaf):
             return "it leaves gradients to the next one"
         if [(t.shape, t.dtype) for t in sums.begun] != [(t.shape, t.dtype) for t in sums.tensors]:
             return "its running sums change their shape or dtype"
@@ -222,18 +228,19 @@ class Capture:
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
         target = self._target
-        state, sums = target.state.tensors, target.sums
+        state, sums = target.state, target.sums
         # Sums that the step made itself are known only now. They come first: what was known before has the last word.
         memory = by_memory({"sum": sums.begun}) | self._memory
         leaves, spec = tree_flatten(self.outputs)
         template, computed = template_of(leaves, memory)
-        changed, summed = pending(state), pending(sums.tensors)
-        roots = [*(state[i] for i in changed), *(sums.tensors[i] for i in summed), *computed]
+        (changed, replaced), summed = state.traced(), pending(sums.tensors)
+        roots = [*replaced, *(sums.tensors[i] for i in summed), *computed]
         # A tensor that the body left elsewhere becomes an output too. Left pending it would be computed later, from
         # memory that the graph has written over.
-        escaped = pending_elsewhere(roots)
+        escaped = pending_elsewhere([*roots, *state.tensors])
         self._roots = roots = [*roots, *escaped]
         if not roots:
+            state.end_trace()
             return None
         _, self._values = xla()._get_tensors_xla_device_data_node(roots)
         sources, constants = recognise(self._values, memory, self._seeds)
@@ -244,7 +251,12 @@ class Capture:
                     xla()._set_buffer_donation(value, True)
             found = xla()._get_graph_hash(roots)
         graph = Graph(found, sources, constants, changed, summed, (template, spec), len(escaped), target.donates)
-        sizes = {"state": len(state), "sum": len(sums.begun), "input": len(self._inputs), "seed": len(self._seeds)}
+        sizes = {
+            "state": len(state.tensors),
+            "sum": len(sums.begun),
+            "input": len(self._inputs),
+            "seed": len(self._seeds),
+        }
         graph.arrange(sizes | {"constant": len(constants)})
         return graph
 
@@ -287,8 +299,8 @@ class Capture:
         """
         # The history of other tensors may keep the traced state alive, so its objects stay as they are. The others lose
         # their history, which keeps more of the trace alive.
-        for tensor, i in zip(self._taken, graph.changed, strict=True):
-            tensor.data = self._target.state.values[i]
+        for tensor, value in zip(self._taken, self._target.state.shown(graph.changed), strict=True):
+            tensor.data = value
         left = self._roots[len(self._roots) - len(self._results) :]
         for tensor, value in zip(left, self._results, strict=True):
             if (

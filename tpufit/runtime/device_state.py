@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..errors import StateLostError
-from .lazy import handles, launch, pending, wait
+from .lazy import graph_hash, handles, launch, pending, wait
+from .packing import Packing
 from .placement import Placement, Sharding
 from .transfer import copy_into, swap_value, to_host
 
@@ -21,6 +22,7 @@ class DeviceState:
     Args:
         tensors: The user's own tensor objects.
         shardings: The shardings of tensors, by their `id` (default: each is whole on every core).
+        packing: Which of them have another shape on the device (default: none).
 
     Attributes:
         tensors: The user's own tensor objects.
@@ -29,9 +31,16 @@ class DeviceState:
         held: True while they are.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        shardings: Mapping[int, Sharding] | None = None,
+        packing: Packing | None = None,
+    ) -> None:
         self.tensors = list(tensors)
         self.shardings = dict(shardings or {})
+        self._packing = packing or Packing()
+        self._packed: dict[int, tuple[Tensor, int]] = {}  # of the trace under way: the inputs, and what shows them
         self.values: list[Tensor] = []
         self.held = False
         self._lost: list[int] = []
@@ -47,8 +56,10 @@ class DeviceState:
 
     def pin(self, tensors: Iterable[Tensor], placement: Placement) -> None:
         """Keep the sharding of tensors that the step being traced has changed, see `Placement.pin`."""
+        packed = {id(self.tensors[i]) for i in self._packed}  # which `traced` pins as the device keeps them
         for tensor in tensors:
-            placement.pin(tensor, self.shardings.get(id(tensor), Sharding.WHOLE))
+            if id(tensor) not in packed:
+                placement.pin(tensor, self.shardings.get(id(tensor), Sharding.WHOLE))
 
     def hold(self) -> list[Tensor]:
         """Take the values out of the user's tensors. After an interrupt in here, `write_back` restores the order.
@@ -58,10 +69,69 @@ class DeviceState:
         """
         # Not empty_like: like the device's own tensors, its results would drag a longer history along at each exchange.
         empty = self._empty or [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
-        self.values = [tensor.detach() for tensor in self.tensors]
+        self.values = self._stored()
         # The flag before the first exchange: from here on `values` is complete, and the user's tensors may not be.
         self.held, self._empty = True, []
         return [swap_value(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
+
+    def _stored(self) -> list[Tensor]:
+        """The values in the shapes that the device keeps them in."""
+        values = [tensor.detach() for tensor in self.tensors]
+        stored = {i: value for i, (value, _) in self._packed.items()} if self._packed else self._pack(values)
+        self._packed = {}
+        return [stored.get(i, value) for i, value in enumerate(values)]
+
+    def _pack(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The values of those tensors that the device keeps in another shape, in that shape, by their indices."""
+        shapes = self._packing.packs(tensors)
+        values = self._packing.reshaped([tensors[i] for i in shapes], list(shapes.values()))
+        return dict(zip(shapes, values, strict=True))
+
+    def begin_trace(self) -> list[Tensor]:
+        """Let the user's tensors show values in the shapes that the device keeps them in. All must be computed.
+
+        Returns:
+            The values, the inputs of the graph about to be traced.
+        """
+        inputs = list(self.tensors)
+        for i, value in self._pack(self.tensors).items():
+            tensor, inputs[i] = self.tensors[i], value
+            tensor.data = value.view(tensor.shape).clone()  # a view would change the input with it
+            self._packed[i] = value, tensor._version
+        return inputs
+
+    def traced(self) -> tuple[list[int], list[Tensor]]:
+        """The indices of the tensors that the trace has changed, and their new values as the device is to keep them."""
+        changed = [i for i in pending(self.tensors) if i not in self._packed or self._differs(i)]
+        roots = [self.tensors[i] for i in changed]
+        with torch.no_grad():
+            for at, i in enumerate(changed):
+                if i in self._packed:
+                    matrix = roots[at].detach().view(self._packed[i][0].shape).clone()  # a view would keep its base
+                    roots[at] = self._packing.placement.pin(matrix)
+        return changed, roots
+
+    def end_trace(self) -> None:
+        """Go on with what the user's tensors show, as no graph of the trace will replace it."""
+        self._packed = {}
+
+    def _differs(self, i: int) -> bool:
+        """True if a packed tensor no longer shows the value that the trace began with."""
+        (value, version), tensor = self._packed[i], self.tensors[i]
+        # What `tensor.data` is given leaves no trace in the version, but makes another graph.
+        return tensor._version != version or graph_hash(tensor) != graph_hash(value.view(tensor.shape).clone())
+
+    def shown(self, indices: Sequence[int]) -> list[Tensor]:
+        """The held values in the shapes of the user's tensors.
+
+        Args:
+            indices: Their indices.
+        """
+        shapes = self._packing.packs(self.tensors) if self.held else {}
+        packed = [i for i in indices if i in shapes]
+        values = self._packing.reshaped([self.values[i] for i in packed], [self.tensors[i].shape for i in packed])
+        found = dict(zip(packed, values, strict=True))
+        return [found.get(i, self.values[i]) for i in indices]
 
     def replace(self, tensors: Iterable[Tensor]) -> None:
         """Go on with other tensors, while nothing is held."""
@@ -77,7 +147,8 @@ class DeviceState:
             cure = "Load the last good ones with load_weights; the optimizer then starts over"
             raise StateLostError(f"the weights on the device are lost: a step failed that had consumed them. {cure}")
         if self.held:
-            empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, self.values, strict=True)]
+            values = self.shown(range(len(self.values)))
+            empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, values, strict=True)]
             self.values, self.held = [], False
             # After an interrupt some of them were not empty, and can't serve the next `hold`.
             self._empty = empty if all(tensor.is_meta for tensor in empty) else []

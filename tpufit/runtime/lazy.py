@@ -39,6 +39,11 @@ def pending(tensors: Sequence[Tensor]) -> list[int]:
     return [i for i, waits in enumerate(xla()._check_tensor_need_materialization(tensors)) if waits]
 
 
+def graph_hash(tensor: Tensor) -> object:
+    """The identity of the work that a pending tensor waits for."""
+    return xla()._get_graph_hash([tensor])
+
+
 def handles(tensors: Sequence[Tensor]) -> list[int]:
     """The identity of each tensor's memory on the device; it must have been computed."""
     return list(xla()._get_tensors_handle(tensors)) if tensors else []

@@ -186,8 +186,9 @@ class Program:
         target.state.part(target.placement)
         graph = None
         with undoing(target.state):
+            stored = target.state.begin_trace()  # before the watch, which would see it as work of the step
             watch = self._watch()
-            capture = Capture(target, inputs, seeds, watch, self.python_state)
+            capture = Capture(target, stored, inputs, seeds, watch, self.python_state)
             obstacle = capture.trace(body)
             self.products = watch.products
             if obstacle:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointMismatchError, StateLostError, few
 from ..optimizers import DeviceRates, HostCounters, UpdatePlan, device_state
-from ..runtime import HOST, DeviceState, Placement, copies, copy_into, launch, move, swap_value, to_host
+from ..runtime import HOST, DeviceState, Packing, Placement, copies, copy_into, launch, move, swap_value, to_host
 from ..utils.random import RNGState
 from ..utils.replaced import replaced
 from .config import CompileConfig
@@ -187,7 +187,8 @@ class TrainState:
             return False
         if placement != self.placement:
             self._forget_rates()
-        self.placement, self.device = placement, DeviceState(tensors.values())
+        self.placement = placement
+        self.device = DeviceState(tensors.values(), packing=Packing(placement))
         return True
 
     def write_back(self) -> None:

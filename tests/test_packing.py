@@ -1,0 +1,131 @@
+"""1x1 convolutions' weights as matrices, as a TPU keeps them: the same training, and the user sees convolutions."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit import runtime
+from tpufit.runtime import packing
+
+pytestmark = pytest.mark.cores(1, 8)
+
+
+@pytest.fixture
+def packs(monkeypatch):
+    monkeypatch.setattr(packing, "PLATFORMS", {"TPU", "CPU"})
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(8, 6, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4),
+    )  # fmt: skip
+
+
+rng = np.random.default_rng(0)
+X, Y = rng.standard_normal((88, 3, 6, 6), dtype=np.float32), rng.integers(0, 4, 88)
+
+
+def trained(cores, module=None, epochs=3, **options):
+    module = net() if module is None else module
+    model = tpufit.Model(module)
+    options = {"jit_compile": True} | options
+    model.compile(torch.optim.AdamW(module.parameters(), lr=0.01), "cross_entropy", metrics=["accuracy"], **options)
+    history = model.fit(X, Y, batch_size=16 // cores, epochs=epochs, cores=cores, verbose=0, validation_split=0.25)
+    return model, history.history
+
+
+def check_equal(one, other):
+    for a, b in zip(one.module.state_dict().values(), other.module.state_dict().values(), strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a.cpu(), b.cpu())
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ema": True}, {"accumulate_steps": 2}, {"clip_norm": 1.0}], ids=str)
+def test_the_same_training(cores, monkeypatch, options):
+    plain, losses = trained(cores, **options)
+    monkeypatch.setattr(packing, "PLATFORMS", {"TPU", "CPU"})
+    packed, others = trained(cores, **options)
+    assert others.keys() == losses.keys()
+    for name, values in losses.items():
+        np.testing.assert_allclose(others[name], values, rtol=1e-5)
+    check_equal(plain, packed)
+
+
+def test_the_device_keeps_matrices_and_the_user_sees_convolutions(cores, packs):
+    placement = runtime.Placement(runtime.start(cores, "a test"))
+    host = [torch.randn(shape) for shape in ((8, 3, 1, 1), (8, 8, 3, 3), (8, 3, 1), (8, 3), (8,))]
+    tensors = runtime.to_device(host, placement)
+    state = runtime.DeviceState(tensors, packing=runtime.Packing(placement))
+    for _ in range(2):
+        state.hold()
+        assert [tuple(value.shape) for value in state.values] == [(8, 3), (8, 8, 3, 3), (8, 3), (8, 3), (8,)]
+        state.write_back()
+        for tensor, value in zip(runtime.to_host(tensors, "a test"), host, strict=True):
+            assert torch.equal(tensor, value)
+
+
+def test_a_change_by_the_user_counts(cores, packs):
+    model, _ = trained(cores, epochs=1)
+    model.write_back()
+    with torch.no_grad():
+        model.module[0].weight.zero_()
+    model.module[5].weight.data = torch.zeros_like(model.module[5].weight)
+    model.compile(torch.optim.SGD(model.module.parameters(), lr=0.0), "cross_entropy")
+    model.fit(X, Y, batch_size=16 // cores, epochs=1, verbose=0)
+    model.write_back()
+    assert not model.module[0].weight.any()
+    assert not model.module[5].weight.any()
+
+
+def test_weights_that_a_step_leaves_are_not_replaced(cores, packs):
+    module = net()
+    module[0].requires_grad_(False)
+    before = copy.deepcopy(module[0].weight)
+    model, _ = trained(cores, module)
+    graph = next(iter(model._engine.programs["train"][0]._graphs.values()))
+    named = dict(zip(map(id, model._engine.state.device.tensors), range(99), strict=False))
+    assert named[id(module[0].weight)] not in graph.changed
+    assert named[id(module[5].weight)] in graph.changed
+    assert torch.equal(module[0].weight.cpu(), before)
+
+
+@pytest.mark.parametrize("jit_compile", [False, "auto"])
+def test_traced_steps(cores, packs, jit_compile):
+    class Reading(nn.Sequential):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * (1 if jit_compile is False or float(y.detach().sum()) else 2)
+
+    module = Reading(*net())
+    reference = trained(cores)[0]
+    context = pytest.warns(UserWarning, match="is traced anew") if jit_compile == "auto" else torch.enable_grad()
+    with context:
+        model, _ = trained(cores, module, jit_compile=jit_compile)
+    check_equal(model, reference)
+
+
+def test_a_failed_step_leaves_the_weights(cores, packs):
+    class Failing(nn.Sequential):
+        fails = False
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.fails:
+                raise ZeroDivisionError
+            return y
+
+    module = Failing(*net())
+    model, _ = trained(cores, module, epochs=1)
+    before = {name: value.cpu().clone() for name, value in module.state_dict().items()}
+    module.fails = True
+    model.compile(torch.optim.SGD(module.parameters()), "cross_entropy")
+    with pytest.raises(ZeroDivisionError):
+        model.fit(X, Y, batch_size=16 // cores, verbose=0)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value.cpu(), before[name])
