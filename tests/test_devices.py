@@ -246,3 +246,16 @@ def test_predicting_first_does_not_settle_the_cores(run_python):
     """
     process = run_python(FIT + textwrap.dedent(code))
     assert "done" in process.stdout, process.stderr
+
+
+@pytest.mark.slow
+def test_torch_compile_for_xla_is_imported_by_who_uses_it(run_python):
+    done = run_python(
+        "import sys, torch, tpufit\n"
+        "tpufit.init(1)\n"
+        "assert 'torch._inductor.lowering' not in sys.modules\n"
+        "twice = torch.compile(lambda x: x * 2, backend='openxla')\n"
+        "print(twice(torch.ones(3, device='xla')).tolist())",
+        env={"PJRT_DEVICE": "CPU"},
+    )
+    assert done.stdout.split("\n")[-2] == "[2.0, 2.0, 2.0]", done.stderr

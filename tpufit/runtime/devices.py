@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import ArgumentError, CoresError
 from ..utils import hardware
+from ..utils.deferred import deferred
 from ..utils.users_code import users_line
 from . import hosts
 from .bindings import xla
@@ -216,7 +217,9 @@ def _import_runtime() -> Any:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
         logging.disable(logging.WARNING)
         try:
-            importlib.import_module("torch_xla")
+            # It needs half of PyTorch's compiler, for `torch.compile` only, which takes half of the time of the import.
+            with deferred("torch_xla._dynamo.dynamo_bridge"):
+                importlib.import_module("torch_xla")
         finally:
             logging.disable(logging.NOTSET)
     torch_xla = sys.modules["torch_xla"]

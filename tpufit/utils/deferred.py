@@ -1,0 +1,67 @@
+"""`deferred`: a module of somebody else's that is imported without being run, until a name in it is asked for.
+
+`importlib.util.LazyLoader` does the same, but runs its module as soon as `inspect` walks over all modules.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+@contextmanager
+def deferred(name: str) -> Iterator[None]:
+    """A context in which an import of this module doesn't run it.
+
+    Args:
+        name: The module's full name.
+
+    Example:
+        >>> with deferred("this"):  # which would print something
+        ...     import this
+        >>> this.c  # doctest: +ELLIPSIS
+        The Zen of Python, by Tim Peters
+        ...
+    """
+    finder = _Finder(name)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == self._name else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Later(spec.loader)
+        return spec
+
+
+class _Later(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Waiting(spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader
+
+
+class _Waiting(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        # `import *` asks for __all__; Python and inspect ask every module for other names of this kind.
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(name)
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None and self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
