@@ -147,7 +147,7 @@ def test_each_tensor_of_state_that_a_step_replaces_is_written_over(programs, nam
 # The sums between cores in a training step: of gradients, of each batch norm's statistics (forward and backward), of
 # the loss and of the accuracy's counts. Everything else stays with the rows.
 ALL_REDUCES = {"mlp": (5, 5), "mlp in float32": (5, 5), "convnet": (5, 5), "transformer": (3, 3)}
-# Where (rows, words) becomes (rows * words,) or back, as in an embedding, the partitioner can divide it only if the rows
+# Where (rows, words) becomes (rows * words,) or back, as in an embedding, the partitioner divides it only if the rows
 # divide evenly. So there the last batch of an epoch is gathered, in training and in validation.
 GATHERED_AT_LAST = {"transformer": (6, 2)}
 
