@@ -104,3 +104,15 @@ def test_a_restart_with_one_host_fewer(tmp_path):
     ended = Pod(1, 2, tmp_path).run(TRAIN)
     assert ended[0].code == 0, said(ended)
     assert "going on from step 6 is not bit-exact: cores: 4 -> 2" in ended[0].err
+
+
+@pytest.mark.soak
+def test_a_host_that_lives_but_does_not_come_is_named(tmp_path):
+    code = """
+    fit(None, At(4, lambda model: time.sleep(1000 * me)))
+    """
+    ended = Pod(2, 2, tmp_path, env={"TPUFIT_HOST_TIMEOUT": "3"}).run(COMMON + textwrap.dedent(code))
+    assert [host.code for host in ended] == [1, 75], said(ended)
+    assert "don't answer: process 0: train of epoch 1, batch 4, where it waits for the others, process" in ended[0].err
+    assert "process 1: train of epoch 1, batch 4. Start" in ended[0].err
+    assert "tpufit: process 0 has ended with HostError" in ended[1].err

@@ -23,11 +23,11 @@ torch.manual_seed(1)
 X, Y, W = torch.randn(75, 6), torch.randint(0, 3, (75,)), torch.rand(75)
 
 
-def compiled(steps_per_execution=1):
+def compiled(**options):
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
     model = tpufit.Model(net)
-    model.compile("adamw", "cross_entropy", metrics=["accuracy"], steps_per_execution=steps_per_execution)
+    model.compile("adamw", "cross_entropy", metrics=["accuracy"], **options)
     return model
 
 
@@ -116,6 +116,20 @@ def batches_of_each_hosts_own():
     batches = [(X[i : i + 2], Y[i : i + 2]) for i in range(0, 4 * cores, 2)]
     own = [batch for i, batch in enumerate(batches) if i % cores in shards]
     return result(model, model.fit(PerHost(own), epochs=2, verbose=0))
+
+
+@scenario
+def many_options():
+    model = compiled(accumulate_steps=2, use_ema=True, precision="bf16")
+    how = {"validation_data": (X[:13], Y[:13]), "validation_step_freq": 2, "class_weight": {0: 1.0, 1: 2.0, 2: 1.0}}
+    return result(model, model.fit(X, Y, batch_size=2, epochs=2, steps_per_epoch=4, verbose=0, **how))
+
+
+@scenario
+def a_learning_rate():
+    model = compiled()
+    curve = model.lr_find(X, Y, batch_size=4, steps=8)
+    return curve.losses, curve.suggestion, model.state_dict()
 
 
 @scenario

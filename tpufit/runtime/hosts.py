@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import HostError
-from .pulse import Pulse
+from .pulse import Pulse, patience
 
-# Seconds that a host waits for another one that lives: it may read slow data, or write a large checkpoint.
-_PATIENCE = 1800.0
+# How much longer a host waits for another one that lives than for one that is silent: it may read slow data, or write a
+# large checkpoint.
+_PATIENCE = 30
 
 
 class Group:
@@ -44,7 +45,7 @@ class Group:
         self.index, self.count = index, count
         store, _, _ = next(iter(rendezvous("xla://")))
         self._gloo: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("tpufit/gloo", store), index, count, timedelta(seconds=_PATIENCE)
+            dist.PrefixStore("tpufit/gloo", store), index, count, timedelta(seconds=_PATIENCE * patience())
         )
         self.pulse = Pulse(index, count, store, store.host)
         self._depth = 0
@@ -112,6 +113,7 @@ class Group:
         return sent.numpy().tobytes()
 
     def _wait(self, start: Any) -> None:
+        self.pulse.waits = True
         try:
             start().wait()
         except RuntimeError as error:
@@ -119,6 +121,8 @@ class Group:
                 f"the other hosts don't answer: {self.pulse.describe()}. Start all hosts again; fit(resume=True) goes "
                 "on from the last checkpoint"
             ) from error
+        finally:
+            self.pulse.waits = False
 
 
 _group: Group | None = None

@@ -38,12 +38,13 @@ class Pulse:
     Attributes:
         place: What this host is doing, for the sentences of others.
         busy: True while this host needs all others.
+        waits: True while it waits for them.
         gone: The hosts that are gone, by number, each with the reason.
         places: What each host was doing when it was last heard of.
     """
 
     def __init__(self, index: int, count: int, store: Store, address: str) -> None:
-        self.place, self.busy = "starting", False
+        self.place, self.busy, self.waits = "starting", False, False
         self.gone: dict[int, str] = {}
         self.places: dict[int, str] = {}
         self._index = index
@@ -77,7 +78,7 @@ class Pulse:
         return ", ".join(f"process {index}: {place}" for index, place in sorted(self._everywhere().items()))
 
     def _everywhere(self) -> dict[int, str]:
-        return {**self.places, self._index: self.place}
+        return {**self.places, self._index: self.place + ", where it waits for the others" * self.waits}
 
     def _add(self, line: socket.socket) -> None:
         line.setblocking(False)
