@@ -98,7 +98,8 @@ class PerHost(Generic[T]):
     """Marks an iterable that gives each host batches of its own, such as a stream split by `tpufit.process_index()`.
 
     Any other iterable is taken to give all hosts the same batches, of which each keeps its own rows. All hosts must
-    give batches of as many rows; a pass ends with the first host that has no more.
+    give batches of as many rows; a pass ends with the first host that has no more. A training that is resumed skips as
+    many batches on each host; data that keep their own position get that of process 0.
 
     Args:
         data: An iterable of batches, or a `DataLoader`.

@@ -7,6 +7,7 @@ run, is ended by its own pulse, with a sentence.
 
 import json
 import os
+import secrets
 import select
 import socket
 import sys
@@ -52,13 +53,18 @@ class Pulse:
         self._lines: dict[socket.socket, _Line] = {}
         if index == 0:
             listener = socket.create_server(("", 0), backlog=count)
-            store.set("tpufit/pulse", str(listener.getsockname()[1]))
-            for _ in range(count - 1):
-                self._add(listener.accept()[0])
+            word = secrets.token_hex(16)
+            store.set("tpufit/pulse", f"{listener.getsockname()[1]} {word}")
+            while len(self._lines) < count - 1:
+                line, _ = listener.accept()
+                if _says(line, word):
+                    self._add(line)
             listener.close()
         else:
-            port = int(store.get("tpufit/pulse"))
-            self._add(socket.create_connection((address, port)))
+            port, word = store.get("tpufit/pulse").decode().split()
+            line = socket.create_connection((address, int(port)))
+            line.sendall(word.encode())
+            self._add(line)
         # A daemon: it ends with the process, whatever the main thread does.
         threading.Thread(target=self._beat, name="tpufit-pulse", daemon=True).start()
 
@@ -147,6 +153,19 @@ class Pulse:
         if self._farewell is None:
             place = self.places.get(host)
             self.gone.setdefault(host, why + (f" (last: {place})" if place else ""))
+
+
+def _says(line: socket.socket, word: str) -> bool:
+    """True if whoever calls knows the word: anything in the network may call."""
+    line.settimeout(_PERIOD * 10)
+    try:
+        said = line.recv(len(word), socket.MSG_WAITALL)
+    except OSError:
+        said = b""
+    if secrets.compare_digest(said, word.encode()):
+        return True
+    line.close()
+    return False
 
 
 class _Line:

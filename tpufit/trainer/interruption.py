@@ -55,6 +55,8 @@ class Interruption:
         Args:
             flags: Flags, each of which counts if any host has set it.
         """
+        if self._alone:
+            return list(flags)
         *agreed, signal_of_any = agree([*flags, self._signal])
         self._settled = int(signal_of_any)
         return [bool(flag) for flag in agreed]

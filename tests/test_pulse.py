@@ -1,0 +1,30 @@
+"""The signs of life of a pod's hosts, here in threads of one process."""
+
+import socket
+import threading
+import time
+
+from torch.distributed import HashStore
+
+from tpufit.runtime.pulse import Pulse
+
+
+def test_hosts_hear_of_each_other_and_of_no_stranger():
+    store, hosts = HashStore(), {}
+    first = threading.Thread(target=lambda: hosts.update({0: Pulse(0, 2, store, "localhost")}))
+    first.start()
+    port = int(store.get("tpufit/pulse").decode().split()[0])
+    with socket.create_connection(("localhost", port)) as stranger:
+        stranger.sendall(b"a scanner of ports that knows no word")
+    hosts[1] = Pulse(1, 2, store, "localhost")
+    first.join()
+    hosts[1].place = "train of epoch 1"
+    deadline = time.monotonic() + 20
+    while hosts[0].places.get(1) != "train of epoch 1" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert hosts[0].describe() == "process 0: starting, process 1: train of epoch 1"
+    hosts[1].leave("has ended")
+    while not hosts[0].gone and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert hosts[0].describe() == "process 1 has ended"
+    hosts[0].leave("has ended")
