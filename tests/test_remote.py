@@ -45,7 +45,7 @@ def bucket():
     return f"s3://{name}"
 
 
-@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=pytest.mark.soak)])
+@pytest.fixture(params=["memory", *(pytest.param(name, marks=pytest.mark.soak) for name in ("file", "s3"))])
 def place(request, tmp_path):
     """A folder behind a URL."""
     if request.param == "s3":
