@@ -241,6 +241,62 @@ def test_a_transformer_layer_of_pytorch(training):
     check(lambda x, *_: copy.copy(layer)(x), randn(3, 5, 8), *parameters)
 
 
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_cells_of_recurrent_layers(cell):
+    layer = cell(5, 4).double()
+    state = randn(3, 4)
+
+    def last(x, state, *_):
+        for one in x.unbind(1):
+            hidden = layer(one, (state, state) if cell is nn.LSTMCell else state)
+            state = hidden[1] if cell is nn.LSTMCell else hidden
+        return state
+
+    check(last, randn(3, 6, 5), state, *layer.parameters())
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_chunks(chunks, dim):
+    native, own = both(
+        lambda x: torch.cat([one * i for i, one in enumerate(x.unsafe_chunk(chunks, dim))], dim), randn(7, 7)
+    )
+    for ours, theirs in zip(own, native, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+TRIANGLE = torch.ones(4, 4, dtype=torch.bool).triu(1)
+PADDING = torch.tensor([[False, False, True, True], [False, False, False, False], [False, True, True, True]])
+MULTIHEAD = {
+    "plain": {},
+    "with weights of each head": {"average_attn_weights": False},
+    "without weights": {"need_weights": False},
+    "causal": {"attn_mask": TRIANGLE, "is_causal": True, "need_weights": False},
+    "causal, of padded rows": {"attn_mask": TRIANGLE, "key_padding_mask": PADDING, "is_causal": True},
+    "of padded rows": {"key_padding_mask": PADDING, "need_weights": False},
+    "a mask for each head": {"attn_mask": torch.rand(6, 4, 4) > 0.8},
+    "other keys": {},
+}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"add_bias_kv": True}, {"kdim": 6}], ids=str)
+@pytest.mark.parametrize("name", MULTIHEAD)
+def test_multihead_attention(name, options, batch_first):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, batch_first=batch_first, **options).double()
+    x, other = randn(3, 4, 8), randn(3, 4, options.get("kdim", 8))
+    turned = other if name == "other keys" or "kdim" in options else x
+
+    def outputs(x, other, *_):
+        q, k = (one if batch_first else one.transpose(0, 1) for one in (x, other))
+        v = k if k.shape[-1] == 8 else q
+        y, weights = layer(q, q if other is x else k, q if other is x else v, **MULTIHEAD[name])
+        return y.sum() + (0 if weights is None else weights.square().sum()) + y.square().sum()
+
+    check(outputs, x, turned, *layer.parameters())
+
+
 @pytest.mark.parametrize("shape", [(6, 5), (6, 5, 3), (2, 5, 3, 4)], ids=str)
 def test_the_best_class_is_argmax(shape):
     scores = torch.randint(4, shape).float()  # with equal ones

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from .attention import attention
 from .classes import cross_entropy
+from .multihead import own_multihead
 from .norms import batch_norm, group_norm, instance_norm, layer_norm, weight_norm
 from .products import linear, matmul
+from .views import chunks
 
 # Each takes the arguments of its native operation. It returns None for those that it leaves to the native one, such as
 # all that PyTorch refuses: the error is then PyTorch's own.
-_KERNELS: dict[str, Callable[..., Tensor | None]] = {
+_KERNELS: dict[str, Callable[..., Tensor | list[Tensor] | None]] = {
     "_weight_norm": weight_norm,
     "batch_norm": batch_norm,
     "cross_entropy_loss": cross_entropy,
@@ -24,6 +26,7 @@ _KERNELS: dict[str, Callable[..., Tensor | None]] = {
     "linear": linear,
     "matmul": matmul,
     "scaled_dot_product_attention": attention,
+    "unsafe_chunk": chunks,
 }
 
 _depth = 0
@@ -58,12 +61,13 @@ def own_kernels(backend: str = "XLA") -> Iterator[None]:
             library.impl(name, kernel, backend)  # of torch.inference_mode
     _depth += 1
     try:
-        yield
+        with own_multihead():
+            yield
     finally:
         _depth -= 1
 
 
-def _kernel(native: Any, own: Callable[..., Tensor | None]) -> Callable[..., Any]:
+def _kernel(native: Any, own: Callable[..., Tensor | list[Tensor] | None]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         result = own(*args, **kwargs) if _depth else None
         return native.decompose(*args, **kwargs) if result is None else result

@@ -69,6 +69,15 @@ def direct(x: Tensor) -> Tensor:
     return part.permute(order)
 
 
+def chunks(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor] | None:
+    """`torch.unsafe_chunk`, of the gates of a recurrent cell. torch_xla picks them by indices, one by one."""
+    if x.dim() == 0 or chunks < 1 or not -x.dim() <= dim < x.dim() or not x.shape[dim]:
+        return None
+    # Copies, as their owner may write into them.
+    parts: list[Tensor] = torch.ops.aten.split_copy.Tensor(x, -(-x.shape[dim] // chunks), dim)
+    return parts
+
+
 def _layout(x: Tensor) -> tuple[Tensor, int, tuple[int, ...]] | None:
     """Where a view's elements lie: in which tensor, from which element on, and how far apart along each dimension.
 
