@@ -124,6 +124,7 @@ def test_a_rate_in_a_tensor_gives_what_the_number_gives(form, monkeypatch):
         optimizer.zero_grad()
         ours(x).square().sum().backward()
         with rates.in_step(), rates.stepping():
+            rates.use(rates.send([[0.05]]))
             assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
             optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 0.05

@@ -69,7 +69,7 @@ def test_a_hook_that_raises(cores, model, tmp_path, hook):
     with pytest.raises(CallbackError, match=rf"^Raising\.{hook} raised ZeroDivisionError: in the hook$") as error:
         model.fit(X, Y, 16 // cores, 2, verbose=0, cores=cores, validation_data=(X, Y), callbacks=callbacks)
     assert "in in_the_hook" in "".join(traceback.format_exception(error.value))
-    assert before.file.closed and after.file.closed and not board._writers
+    assert before.file.closed and after.file.closed and not board._files._writers
     assert np.isfinite(model.fit(X, Y, 16 // cores, 1, verbose=0).history["loss"]).all()
 
 

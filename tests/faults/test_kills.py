@@ -91,7 +91,7 @@ def one_of_both(run):
     found = run.newest()
     # A reader who comes between two renames finds the one before; whoever opens the folder puts it back.
     assert (found.step, found.state["value"]) in ((2, 2), (2, 9), (1, 1)), found
-    if run._lock is not None:
+    if run._store._lock is not None:
         assert found.step == 2, found
 
 case("same step", two, again, one_of_both)
