@@ -6,6 +6,7 @@ stay split in none of these, so that every core first gathers all of them.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -78,12 +79,12 @@ def _forward(
         parts = zip((query, key, value), in_proj_weight.chunk(3), biases, strict=True)
         projected = tuple(F.linear(*part) for part in parts)
     q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in projected)
-    mask = None
+    masks = []
     if attn_mask is not None and not (is_causal and key_padding_mask is None and not need_weights):
-        mask = _summand(attn_mask, q.dtype).view(*shapes[tuple(attn_mask.shape)], time, len(key))
+        masks.append(_summand(attn_mask, q.dtype).view(*shapes[tuple(attn_mask.shape)], time, len(key)))
     if key_padding_mask is not None:
-        padding = _summand(key_padding_mask, q.dtype)[:, None, None]
-        mask = padding if mask is None else mask + padding
+        masks.append(_summand(key_padding_mask, q.dtype)[:, None, None])
+    mask = reduce(torch.add, masks) if masks else None
     y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal and mask is None)
     output = F.linear(y.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     if not need_weights:
