@@ -63,9 +63,8 @@ def _forward(
     if any(x is not None for x in rare) or in_proj_weight is None or add_zero_attn or (need_weights and dropout):
         return None
     width, (time, rows) = embed_dim_to_check, query.shape[:2]
-    if any(x.dim() != 3 or x.shape[1:] != (rows, width) for x in (query, key, value)) or len(key) != len(value):
-        return None
-    if width % num_heads or (is_causal and attn_mask is None):
+    fits = all(x.dim() == 3 and x.shape[1:] == (rows, width) for x in (query, key, value)) and len(key) == len(value)
+    if not fits or width % num_heads or (is_causal and attn_mask is None):
         return None
     shapes = {(time, len(key)): (1, 1), (rows * num_heads, time, len(key)): (rows, num_heads)}
     if attn_mask is not None and tuple(attn_mask.shape) not in shapes:
