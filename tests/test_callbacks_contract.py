@@ -83,12 +83,11 @@ def url():
 class Job:
     """One model for all, so that its graphs are compiled once; `start` makes it as new."""
 
-    def __init__(self, cores):
+    def __init__(self, cores, shard):
         torch.manual_seed(0)
         self.cores, self.model = cores, tpufit.Model(nn.Linear(4, 3))
-        self.model.compile(
-            partial(torch.optim.SGD, lr=0.1), "cross_entropy", metrics=["accuracy"], scale_lr=None, use_ema=True
-        )
+        sgd, options = partial(torch.optim.SGD, lr=0.1), {"scale_lr": None, "use_ema": True, "shard": shard}
+        self.model.compile(sgd, "cross_entropy", metrics=["accuracy"], **options)
         self.first = self.model.get_weights()
         self.fit()
         self.model.evaluate(X, Y, 8 // cores, verbose=0)
@@ -107,9 +106,12 @@ class Job:
         return history, runtime.counts() - before
 
 
-@pytest.fixture(scope="module")
-def job(cores):
-    return Job(cores)
+SPLIT = pytest.param({"weight": 1}, marks=pytest.mark.soak, id="split")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(None, id="whole"), SPLIT])
+def job(cores, request):
+    return Job(cores, request.param)
 
 
 class Recorder(Callback):

@@ -201,3 +201,21 @@ fit(None, At(4, fail if me == 1 else id))
     assert (
         "HostError: the other hosts don't answer: process 1 has ended with CallbackError: At.on_train" in ended[0].err
     )
+
+
+def test_rows_that_each_host_pads_to_another_length_are_an_error(tmp_path):
+    code = """
+    def padded(samples):  # each host pads its own rows to the longest of them
+        length = max(len(row) for row, _ in samples)
+        rows = torch.stack([nn.functional.pad(row, (0, length - len(row))) for row, _ in samples])
+        return rows, torch.tensor([label for _, label in samples])
+
+    texts = [(torch.ones(4 if i < 12 else 4 + i % 8), i % 2) for i in range(16)]
+    model = tpufit.Model(nn.Sequential(nn.AdaptiveAvgPool1d(4), nn.Linear(4, 2)))
+    model.compile("sgd", "cross_entropy")
+    model.fit(torch.utils.data.DataLoader(texts, batch_size=1, collate_fn=padded), verbose=0)
+    """
+    for host in Pod(2, 2, tmp_path).run(COMMON + "\n" + textwrap.dedent(code)):
+        assert host.code == 1
+        assert "batch 4 (train of epoch 1) has rows of other shapes on other hosts" in host.err
+        assert "process 0: float32 (9,) and int64 (), process 1: float32 (11,) and int64 ()" in host.err

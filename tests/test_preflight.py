@@ -131,6 +131,7 @@ TRACED = {
     "steps": 1,
     "lines": ["train.py:3", "train.py:7"],
     "precision": "bf16",
+    "remat": False,
     "arguments": [argument(name="0.weight"), argument(), argument("input"), argument("sum")],
 }
 STATS = {"argument": 1600, "output": 900, "alias": 800, "temp": 5000, "generated_code": 70}
@@ -192,6 +193,7 @@ FULL = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 24.50G o
         (GIB, 4, (), 0, 4, "smaller batch_size"),  # without dimensions, which is always whole
         (GIB, 0, (0, 6), 0, 0, "smaller batch_size"),
         (16 * GIB, 20 * GIB, (20, 1 << 28), 0, 3 * GIB, "state alone are too large, whatever the batch"),
+        (16 * GIB, 20 * GIB, (20, 1 << 28), 0, 3 * GIB, "Try compile(shard='fsdp'), with 2 GiB instead of 16 GiB of"),
     ],
 )
 def test_of_what_does_not_fit_the_batch_is_that_of_a_core(weights, batch, shape, axis, own, advice):

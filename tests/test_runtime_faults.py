@@ -1,6 +1,7 @@
 """Errors of the runtime: each text that XLA, libtpu and torch_xla are known to write, and the sentence for it."""
 
 import re
+from dataclasses import replace
 from types import MappingProxyType
 
 import fake_torch_xla
@@ -82,7 +83,13 @@ def test_a_full_memory_says_what_is_in_it_and_what_to_try():
     said = str(translate(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), LOAD))
     assert "weights 2 GiB, optimizer 4 GiB, gradients 2 GiB, batch 256 MiB; the rest are activations" in said
     assert "a smaller batch_size (32) with compile(accumulate_steps=2)" in said
+    assert "Try compile(shard='fsdp'), with 1 GiB instead of 8 GiB of state on a core, or compile(remat=True)" in said
     assert "compile(precision='bf16')" in said and "an optimizer with less state" in said
+    split = replace(LOAD, weights=GB, learns=GB, optimizer=2 * GB, split=True)
+    assert "shard" not in str(translate(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), split))
+    little = replace(LOAD, weights=9, learns=9, optimizer=9)
+    said = str(translate(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), little))
+    assert "shard" not in said and "Try compile(remat=True)" in said
     small = Load(role="predict", rows=8, cores=8, weights=1, learns=1, optimizer=0, batch=1, precision="bf16")
     said = str(translate(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), small))
     assert "predict step of 1 row a core" in said and "optimizer" not in said and "bf16" not in said

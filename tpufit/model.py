@@ -18,13 +18,12 @@ from .checkpoint import (
     AsyncCheckpointWriter,
     Score,
     export,
-    first_broken,
     named_checkpoint,
     outside_of_fit,
     read_weights,
     restore,
+    save_weights,
     take,
-    write_weights,
 )
 from .checkpoint import save as save_checkpoint
 from .data import stream
@@ -33,7 +32,6 @@ from .diagnostics.summary import memory, noting_outputs, table
 from .errors import (
     ArgumentError,
     CheckpointMismatchError,
-    CheckpointNotWrittenError,
     NotPicklableError,
     WeightsError,
     counted,
@@ -46,6 +44,8 @@ from .step import (
     CompileConfig,
     CompileOption,
     Engine,
+    RematArgument,
+    ShardArgument,
     StepMethods,
     check_weights,
     instead,
@@ -166,6 +166,8 @@ class Model(StepMethods):
         use_ema: bool = False,
         ema_momentum: float = 0.99,
         ema_overwrite_frequency: int | None = None,
+        shard: ShardArgument = None,
+        remat: RematArgument = None,
     ) -> None:
         """Set the optimizer, the loss, the metrics and the options of training.
 
@@ -221,6 +223,17 @@ class Model(StepMethods):
             ema_momentum: The share of the average that each step keeps (default 0.99).
             ema_overwrite_frequency: Replace the weights by the average after every so many steps of the optimizer
                 (default: only at the end).
+            shard: The parameters that are split over the cores, for a network that a core has no room for. None
+                (default): each core has all of them. `"fsdp"`: each large one is split along its best dimension, and
+                its gradient, the optimizer's state, sums and averages alike; small ones and buffers stay whole. A step
+                gathers a weight where it computes with it. Or the dimension, or None, by patterns of parameters'
+                names, of which the first that fits counts: `{"head.weight": None, "blocks.*.weight": 0}`; a parameter
+                that no pattern fits stays whole. On one core nothing is split.
+            remat: Compute the activations of these blocks again in the backward pass, instead of keeping them from the
+                forward pass: less memory for about a third more work, and more with dropout, which draws its random
+                numbers twice. True: the blocks that the module repeats in a `ModuleList` or `Sequential`, such as a
+                transformer's; or patterns of module names, such as `"encoder.layer.*"`, or a list of them (default
+                None). Results stay the same; the blocks' Python runs twice when the step is traced.
 
         Raises:
             UnknownNameError: A name is unknown; the nearest ones are suggested.
@@ -740,7 +753,8 @@ class Model(StepMethods):
                 self(x, training=False)
         own = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
         state = [t for key, t in engine.state.tensors()[0].items() if key not in own]
-        lines = [table(self.module, seen.shapes), memory(self.module, state)]
+        split = {key: sharding.axis for key, sharding in engine.state.device.shardings.items()}
+        lines = [table(self.module, seen.shapes, split), memory(self.module, state, engine.state.of_a_core)]
         lines += [f"precision {engine.config.precision}: {seen.formats}"] if seen.formats else []
         (print_fn or print)("\n".join(lines))
 
@@ -872,7 +886,8 @@ class Model(StepMethods):
             warn("the optimizer starts without state: it was lost with a step that failed")
             return
         engine.state.write_back()
-        copy_into([own[name] for name in fitting], list(fitting.values()), engine.state.placement)
+        targets, shardings = [own[name] for name in fitting], engine.state.device.shardings
+        copy_into(targets, list(fitting.values()), engine.state.placement, shardings)
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """Return the parameters and buffers as arrays, in the order of `state_dict`. This waits for the device, once.
@@ -938,12 +953,7 @@ class Model(StepMethods):
 
         Source: `keras.Model.save_weights`.
         """
-        weights = self.state_dict()
-        learned = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        bad = first_broken(weights, learned) if finite_only else None
-        if bad is not None:
-            raise CheckpointNotWrittenError(f"{filepath} was not written: {bad} holds NaN or infinities")
-        write_weights(filepath, weights)
+        save_weights(self._engine, filepath, finite_only)
         self._engine.log.last_saved = os.fspath(filepath)
 
     def load_weights(self, filepath: str | os.PathLike[str], skip_mismatch: bool = False) -> None:

@@ -35,7 +35,7 @@ def kill_at(n):
             return result
         return call
     store.flush = counted("flush", store.flush)
-    ck.write_tensors = counted("write", ck.write_tensors)
+    ck.write_file = counted("write", ck.write_file)
     Path.write_text = counted("write", Path.write_text)
     for name in ("rename", "unlink", "rmdir", "mkdir"):
         setattr(os, name, counted(name, getattr(os, name)))

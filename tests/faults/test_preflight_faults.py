@@ -104,7 +104,8 @@ def when(word, action):
     threading.Thread(target=wait, daemon=True).start()
 
 def little(pid):
-    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 30, 1 << 30))
+    # Less than PyTorch's libraries take, so that it ends while they are loaded, and not anywhere in their C++.
+    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 28, 1 << 28))
 
 def kill(pid):
     os.kill(pid, signal.SIGKILL)

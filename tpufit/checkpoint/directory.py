@@ -15,7 +15,7 @@ from ..utils.urls import Url
 from ..utils.users_code import warn
 from .format import Checkpoint, Score, read, read_manifest, write
 from .store import name_of, step_of, store_at
-from .weights import first_broken
+from .weights import NotFiniteError
 
 
 class CheckpointDirectory:
@@ -85,7 +85,8 @@ class CheckpointDirectory:
         """Write a checkpoint, then remove those that are no longer to be kept.
 
         Args:
-            checkpoint: The checkpoint; one of the same step is replaced.
+            checkpoint: The checkpoint; one of the same step is replaced. If it is on the device, all hosts of a pod
+                call this.
 
         Returns:
             The checkpoint's folder.
@@ -95,16 +96,16 @@ class CheckpointDirectory:
                 checkpoints are untouched.
         """
         name = name_of(checkpoint.step)
-        bad = first_broken(checkpoint.weights, checkpoint.learned)
-        if bad is not None:
-            raise self._not_written(checkpoint, f"{bad} holds NaN or infinities")
         try:
             numbers = [manifest["number"] for manifest in self._manifests().values()]
             write(self._store, name, checkpoint, 1 + max(numbers, default=0))
+        except NotFiniteError as error:
+            raise self._not_written(checkpoint, f"{error} holds NaN or infinities") from error
         except OSError as error:
             why = self._no_room(checkpoint) if error.errno in DISK_FULL else str(error)
             raise self._not_written(checkpoint, why) from error
-        self._prune()  # only now: a failed write leaves the older ones
+        if is_first():
+            self._prune()  # only now: a failed write leaves the older ones
         return self.path / name
 
     def newest(self) -> Checkpoint | None:

@@ -16,8 +16,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -30,11 +31,11 @@ from torch import Tensor
 from ..errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError, CheckpointNotWrittenError
 from ..runtime import is_first
 from ..runtime import versions as runtime_versions
-from ..utils.files import write_tensors
 from ..utils.text import dtype_name
 from ..utils.urls import Url, fetched, is_url
 from .store import MANIFEST, Store, is_step, store_at
-from .weights import NO_PICKLES, read_weights, untied
+from .weights import NO_PICKLES, NotFiniteError, are_here, arriving, read_weights, untied, widest_first
+from .weights import write as write_file
 
 FORMAT = 1
 _STATE, _WEIGHTS, _TRAINING = "state.json", "model.safetensors", "training.safetensors"
@@ -42,7 +43,7 @@ _STATE, _WEIGHTS, _TRAINING = "state.json", "model.safetensors", "training.safet
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of training at one moment, on the host.
+    """The state of training at one moment.
 
     Attributes:
         step: The number of training steps so far.
@@ -63,6 +64,11 @@ class Checkpoint:
     metric: Score | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=lambda: {"tpufit": version("tpufit"), **runtime_versions()})
+
+    @property
+    def is_here(self) -> bool:
+        """True if it is on the host. One that is still on the device must be written before the next step."""
+        return are_here((*self.weights.values(), *self.training.values()))
 
 
 @dataclass(frozen=True)
@@ -85,41 +91,57 @@ class Score:
         return math.inf if math.isnan(self.value) else self.value if self.mode == "min" else -self.value
 
 
-def write(store: Store, name: str, checkpoint: Checkpoint, number: int = 1) -> None:
+def write(
+    store: Store, name: str, checkpoint: Checkpoint, number: int = 1, check: Callable[[], None] = lambda: None
+) -> None:
     """Write one checkpoint.
 
     Args:
         store: The store to write to.
         name: The checkpoint's name in the store.
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint. If it is on the device, all hosts of a pod call this, and process 0 writes.
         number: The count of checkpoints written into the run's folder, with this one (default 1).
+        check: The function called first where it is written, to refuse it (default: none).
 
     Raises:
+        NotFiniteError: A learned weight has NaN or infinities.
         OSError: The store refused.
     """
     weights, metadata = untied(checkpoint.weights)
-    training = _apart(checkpoint.training)
+    training = _apart(checkpoint.training) if checkpoint.is_here else widest_first(checkpoint.training)
+    with arriving(weights, checkpoint.learned, training.values()) as values:
+        if is_first():
+            check()
+            store.commit(name, partial(_fill, checkpoint, weights, training, values, metadata, number))
 
-    def fill(folder: Path) -> None:
-        write_tensors(folder / _WEIGHTS, weights, metadata)
-        write_tensors(folder / _TRAINING, training, {"format": "pt"})
-        (folder / _STATE).write_text(json.dumps(checkpoint.state))
-        manifest = {
-            "format": FORMAT,
-            "step": checkpoint.step,
-            "number": number,
-            "metric": None if checkpoint.metric is None else vars(checkpoint.metric),
-            "mesh": dict(checkpoint.mesh),
-            "versions": dict(checkpoint.versions),
-            "files": _fingerprints(folder, (_WEIGHTS, _TRAINING, _STATE)),
-            "tensors": {
-                file: {name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape)} for name, t in tensors.items()}
-                for file, tensors in ((_WEIGHTS, weights), (_TRAINING, training))
-            },
-        }
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
-    store.commit(name, fill)
+def _fill(
+    checkpoint: Checkpoint,
+    weights: Mapping[str, Tensor],
+    training: Mapping[str, Tensor],
+    values: Iterator[Tensor],
+    metadata: Mapping[str, str],
+    number: int,
+    folder: Path,
+) -> None:
+    """Write the files of a checkpoint."""
+    write_file(folder / _WEIGHTS, weights, metadata, values)
+    write_file(folder / _TRAINING, training, {"format": "pt"}, values)
+    (folder / _STATE).write_text(json.dumps(checkpoint.state))
+    manifest = {
+        "format": FORMAT,
+        "step": checkpoint.step,
+        "number": number,
+        "metric": None if checkpoint.metric is None else vars(checkpoint.metric),
+        "mesh": dict(checkpoint.mesh),
+        "versions": dict(checkpoint.versions),
+        "files": _fingerprints(folder, (_WEIGHTS, _TRAINING, _STATE)),
+        "tensors": {
+            file: {name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape)} for name, t in tensors.items()}
+            for file, tensors in ((_WEIGHTS, weights), (_TRAINING, training))
+        },
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -192,13 +214,18 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointNotWrittenError: Something else is there, or the file system refused.
     """
-    if not is_first():  # of a pod only process 0 writes
+    if not is_first() and checkpoint.is_here:  # of a pod only process 0 writes
         return
     place = Url(os.fspath(folder)) if is_url(folder) else Path(folder).absolute()
-    if place.exists() and not (place / MANIFEST).is_file():
-        raise CheckpointNotWrittenError(f"{folder} exists and is no checkpoint of tpufit: pass a path that is free")
+
+    def check() -> None:
+        if place.exists() and not (place / MANIFEST).is_file():
+            raise CheckpointNotWrittenError(f"{folder} exists and is no checkpoint of tpufit: pass a path that is free")
+
     try:
-        write(store_at(place.parent), place.name, checkpoint)
+        write(store_at(place.parent), place.name, checkpoint, check=check)
+    except NotFiniteError as error:
+        raise CheckpointNotWrittenError(f"{folder} was not written: {error} holds NaN or infinities") from error
     except OSError as error:
         raise CheckpointNotWrittenError(f"the checkpoint was not written to {folder}: {error}") from error
 

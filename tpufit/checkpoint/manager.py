@@ -1,5 +1,6 @@
 """`CheckpointManager`: takes the checkpoints of a `fit` between its steps, and resumes a `fit` from one."""
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -8,16 +9,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..data import Stream
-from ..errors import CheckpointError, CheckpointMismatchError, DataError
+from ..errors import CheckpointError, CheckpointMismatchError, CheckpointNotWrittenError, DataError
 from ..runtime import copies
 from ..runtime import versions as runtime_versions
-from ..step import Engine, SavedState, StepRunner
+from ..step import Engine, SavedState, StepRunner, named_tensors
 from ..utils.json_codec import decode, encode
 from ..utils.random import RNGState
 from ..utils.users_code import warn
 from .format import Checkpoint, Score
 from .resume import keepers
 from .store import step_of
+from .weights import NotFiniteError, write_weights
 from .writer import AsyncCheckpointWriter
 
 
@@ -59,6 +61,8 @@ def take(
 ) -> Checkpoint:
     """Copy all that training changes to the host. **This waits** for the device, once.
 
+    A state that is split over the cores is left on them, and must be written before the next step.
+
     Args:
         engine: The engine that trains.
         state: The other entries of the checkpoint's `state`, as JSON holds them.
@@ -71,7 +75,9 @@ def take(
     own = engine.state.state_dict()
     training = {**own.training, **(extra or {})}
     unique = {id(tensor): tensor for tensor in (*own.weights.values(), *training.values())}
-    host = dict(zip(unique, copies(list(unique.values()), "checkpoint"), strict=True))
+    host = unique
+    if not engine.state.device.shardings:
+        host = dict(zip(unique, copies(list(unique.values()), "checkpoint"), strict=True))
     learned = {id(parameter) for parameter in engine.model.module.parameters() if parameter.requires_grad}
     return Checkpoint(
         step=engine.state.numbers.step,
@@ -82,6 +88,29 @@ def take(
         metric=score,
         mesh={"cores": engine.state.placement.count},
     )
+
+
+def save_weights(engine: Engine, path: str | os.PathLike[str], finite_only: bool) -> None:
+    """Write a model's weights to a file, see `Model.save_weights`. Those that are split come one by one.
+
+    Args:
+        engine: The engine of the model.
+        path: The file.
+        finite_only: Refuse to save weights that aren't finite.
+    """
+    engine.state.write_back()
+    module = engine.model.module
+    weights = named_tensors(module)
+    learned = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    with engine.noticing_loss():
+        if not engine.state.device.shardings:
+            unique = {id(tensor): tensor for tensor in weights.values()}
+            host = dict(zip(unique, copies(list(unique.values()), "state"), strict=True))
+            weights = {name: host[id(tensor)] for name, tensor in weights.items()}
+        try:
+            write_weights(path, weights, learned if finite_only else ())
+        except NotFiniteError as error:
+            raise CheckpointNotWrittenError(f"{path} was not written: {error} holds NaN or infinities") from error
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:

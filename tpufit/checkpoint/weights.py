@@ -2,40 +2,101 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors
 from torch import Tensor
 
 from ..errors import ArgumentError, WeightsError
-from ..runtime import is_first
-from ..utils.files import replacing, write_tensors
+from ..runtime import fetched, is_first
+from ..utils.files import replacing, write_one_by_one, write_tensors
 from ..utils.urls import Mirror
 
 NO_PICKLES = "Only safetensors are read; a pickle made by torch.save is not, because it could run any code"
 _SUFFIX = ".safetensors"
 
 
-def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor]) -> None:
-    """Write host tensors to a file. It is whole or not there, whenever the process may die.
+def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], finite: Collection[str] = ()) -> None:
+    """Write tensors to a file. It is whole or not there, whenever the process may die.
 
     Args:
         path: The file, `*.safetensors`, or its URL. Missing folders are made; a file there is replaced.
-        weights: Tensors by name. A tied tensor is stored once, with its other names under `tied` in the metadata.
+        weights: Tensors by name, on the host, or on the device, from where they come one by one. A tied tensor is
+            stored once, with its other names under `tied` in the metadata.
+        finite: The names of those that must be finite (default: none).
 
     Raises:
         ArgumentError: The path has another suffix.
+        NotFiniteError: A weight has NaN or infinities.
         OSError: The file system refused.
     """
-    if not is_first():  # of a pod only process 0 writes
-        return
-    mirror = Mirror(weights_path(path), file=True)
-    mirror.path.parent.mkdir(parents=True, exist_ok=True)
+    where = weights_path(path)
     stored, metadata = untied(weights)
-    with replacing(mirror.path) as draft:
-        write_tensors(draft, stored, metadata)
-    mirror.push()
+    with arriving(stored, finite) as values:
+        if not is_first():  # of a pod only process 0 writes
+            return
+        mirror = Mirror(where, file=True)
+        mirror.path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(mirror.path) as draft:
+            write(draft, stored, metadata, values)
+        mirror.push()
+
+
+class NotFiniteError(ValueError):
+    """A weight has NaN or infinities; the message is its name."""
+
+
+@contextmanager
+def arriving(
+    weights: Mapping[str, Tensor], finite: Collection[str] = (), others: Iterable[Tensor] = ()
+) -> Iterator[Iterator[Tensor]]:
+    """Give an iterator over the values of tensors, in their order, which come from the device one by one.
+
+    On a pod all hosts take part in that, so that on leaving the rest comes too.
+
+    Args:
+        weights: Tensors by name, on the host or the device.
+        finite: The names of those that must be finite (default: none). The iterator raises `NotFiniteError`.
+        others: Tensors that come after them (default: none).
+    """
+    fetching = fetched([*weights.values(), *others], "checkpoint")
+
+    def checked() -> Iterator[Tensor]:
+        for name in weights:
+            value = next(fetching)
+            if name in finite and not bool(value.isfinite().all()):
+                raise NotFiniteError(name)
+            yield value
+            del value  # before the next one comes
+        yield from fetching
+
+    try:
+        yield checked()
+    finally:
+        deque(fetching, maxlen=0)  # unlike a loop it keeps none while the next one comes
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], values: Iterator[Tensor]) -> None:
+    """Write a file of tensors, see `write_tensors`; of those on the device one by one.
+
+    Args:
+        path: The file.
+        tensors: Tensors by name, as `untied` gives them.
+        metadata: The file's own words about itself.
+        values: What `arriving` gives for them.
+    """
+    if are_here(tensors.values()):
+        write_tensors(path, dict(zip(tensors, values, strict=False)), metadata)
+    else:
+        write_one_by_one(path, tensors, values, metadata)
+
+
+def are_here(tensors: Iterable[Tensor]) -> bool:
+    """True if all tensors are on the host."""
+    return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -63,23 +124,11 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return weights | {name: weights[owner] for name, owner in tied.items() if owner in weights}
 
 
-def first_broken(weights: Mapping[str, Tensor], learned: Iterable[str]) -> str | None:
-    """Return the first learned weight that has NaN or infinities, or None. A mask may have some.
-
-    Args:
-        weights: Host tensors by name.
-        learned: The names to look at.
-
-    Example:
-        >>> import torch
-        >>> first_broken({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}, ["a", "b"])
-        'b'
-    """
-    return next((name for name in learned if not bool(weights[name].isfinite().all())), None)
-
-
 def untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the content of a file of weights: each tensor once, and the metadata with other names of tied ones."""
+    """Return the content of a file of weights: each tensor once, and the metadata with other names of tied ones.
+
+    The widest dtypes come first.
+    """
     stored: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -89,7 +138,12 @@ def untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
             stored[name] = tensor.contiguous()
         else:
             tied[name] = owner
-    return stored, {"format": "pt", "tied": json.dumps(tied)}
+    return widest_first(stored), {"format": "pt", "tied": json.dumps(tied)}
+
+
+def widest_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same tensors in the order in which a file can hold them."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
 def weights_path(path: str | os.PathLike[str]) -> str:

@@ -29,11 +29,14 @@ class AsyncCheckpointWriter:
 
     def __init__(self, run: CheckpointDirectory, max_failures: int = 3) -> None:
         self.run, self._max_failures = run, max_failures
-        self._writing: Future[Path | Url] | None = None
+        # The thread is None if this one has written it.
+        self._writing: tuple[threading.Thread | None, Future[Path | Url]] | None = None
         self._failures = 0
 
     def submit(self, checkpoint: Checkpoint) -> Path | Url | None:
         """Begin to write a checkpoint. **This waits** until the one before is written.
+
+        One that is still on the device is written at once, tensor by tensor.
 
         Args:
             checkpoint: The checkpoint. Its tensors mustn't change until it is written.
@@ -44,13 +47,20 @@ class AsyncCheckpointWriter:
         Raises:
             CheckpointNotWrittenError: The one before has failed, as the last of too many.
         """
+        if not checkpoint.is_here:
+            before = self.wait()
+            written = Future[Path | Url]()
+            self._write(checkpoint, written)
+            self._writing = None, written
+            return before
         if not is_first():
             return None
         before = self.wait()
         work = checkpoint, Future[Path | Url]()
         # A daemon: the process can end without waiting for a slow disk. The next run drops the unfinished draft.
-        threading.Thread(target=self._write, args=work, name="tpufit-checkpoint", daemon=True).start()
-        self._writing = work[1]  # only now: nobody would end the wait for one that has no thread
+        thread = threading.Thread(target=self._write, args=work, name="tpufit-checkpoint", daemon=True)
+        thread.start()
+        self._writing = thread, work[1]  # only now: nobody would end the wait for one that has no thread
         return before
 
     def poll(self) -> Path | Url | None:
@@ -59,14 +69,16 @@ class AsyncCheckpointWriter:
         Raises:
             CheckpointNotWrittenError: The checkpoint has failed, as the last of too many.
         """
-        return self.wait() if self._writing is not None and self._writing.done() else None
+        return self.wait() if self._writing is not None and self._writing[1].done() else None
 
     def wait(self) -> Path | Url | None:
         """Wait for the checkpoint under way, then return what `poll` returns."""
-        writing = self._writing
-        if writing is None:
+        if self._writing is None:
             return None
+        thread, writing = self._writing
         error = writing.exception()  # waits
+        if thread is not None:
+            thread.join()  # it may still be dropping its tensors, in C++, which must not meet the interpreter's end
         self._writing = None
         if error is None:
             self._failures = 0

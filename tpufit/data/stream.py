@@ -175,6 +175,11 @@ class Stream:
         return self._source.per_host
 
     @property
+    def foreseen(self) -> bool:
+        """True if the shapes of all batches are known: `sizes`, and no code of the user's makes the rows."""
+        return self.sizes() is not None and not self.per_host and not self._source.draws
+
+    @property
     def passed(self) -> bool:
         """True once there has been a pass."""
         return self.pace.passed

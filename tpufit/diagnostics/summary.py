@@ -1,6 +1,6 @@
 """The table of a module's layers: their outputs, their parameters, and the memory that these take."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.table import Table
@@ -12,14 +12,22 @@ from ..errors import counted
 from ..utils.text import dtype_name, rendered, size
 
 _WIDTH = 120  # columns
+_NOTHING: Mapping[int, int | None] = {}
 
 
-def table(module: nn.Module, outputs: Mapping[str, str] | None = None) -> str:
+def _whole(tensors: Iterable[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+def table(
+    module: nn.Module, outputs: Mapping[str, str] | None = None, split: Mapping[int, int | None] = _NOTHING
+) -> str:
     """Make a table of the layers that hold parameters or contain no other layer, and of the totals, as text.
 
     Args:
         module: Any module. A tensor that several layers share is counted at the first.
         outputs: The shapes of the layers' outputs, from `noting_outputs` (default: not known yet).
+        split: The dimension along which a parameter is split over the cores, by its `id` (default: none is).
 
     Example:
         >>> print(table(nn.Linear(2, 3), {"": "8x3"}))
@@ -31,13 +39,17 @@ def table(module: nn.Module, outputs: Mapping[str, str] | None = None) -> str:
     owners: dict[int, str] = {}
     for name, layer in module.named_modules():
         named = dict(layer.named_parameters(recurse=False, remove_duplicate=False))
-        own = {id(p): p for p in named.values() if id(p) not in owners}.values()
+        own = {n: p for n, p in layer.named_parameters(recurse=False) if id(p) not in owners}
         notes = _notes(name, named, owners)
+        parts = [f"{n} split along {split[id(p)]}" for n, p in own.items() if id(p) in split]
+        notes = ", ".join(filter(None, [notes, *parts]))
         if named or not any(True for _ in layer.children()):
             dtypes = ", ".join(sorted({dtype_name(p.dtype) for p in named.values()}))
             output = (outputs or {}).get(name, "?")
-            takes = _size(own) if own else ""
-            rows.add_row(name or "(module)", type(layer).__name__, output, f"{_count(own):,}", takes, dtypes, notes)
+            takes = _size(own.values()) if own else ""
+            rows.add_row(
+                name or "(module)", type(layer).__name__, output, f"{_count(own.values()):,}", takes, dtypes, notes
+            )
     parameters = list(module.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     totals = (
@@ -46,12 +58,13 @@ def table(module: nn.Module, outputs: Mapping[str, str] | None = None) -> str:
     return f"{rendered(rows, _WIDTH)}\n{totals}"
 
 
-def memory(module: nn.Module, state: Iterable[Tensor]) -> str:
+def memory(module: nn.Module, state: Iterable[Tensor], of_a_core: Callable[[Iterable[Tensor]], int] = _whole) -> str:
     """The memory that a training keeps on each core, without the activations and batches of its steps.
 
     Args:
-        module: The module, whole on every core.
+        module: The module.
         state: The rest of the training's state: the optimizer's, sums of gradients, averages; empty if not known yet.
+        of_a_core: Gives the bytes that a core holds of some tensors (default: all of them).
 
     Example:
         >>> memory(nn.Linear(2, 3), [])
@@ -60,10 +73,11 @@ def memory(module: nn.Module, state: Iterable[Tensor]) -> str:
     weights = list({id(t): t for t in (*module.parameters(), *module.buffers())}.values())
     gradients = [p for p in module.parameters() if p.requires_grad]
     rest = list(state)
-    optimizer = f"{_size(rest)} optimizer" if rest else "? optimizer (known after a step)"
+    sizes = [of_a_core(tensors) for tensors in (weights, gradients, rest)]
+    optimizer = f"{size(sizes[2])} optimizer" if rest else "? optimizer (known after a step)"
     return (
-        f"memory per core: {_size([*weights, *gradients, *rest])} = {_size(weights)} weights + {_size(gradients)} "
-        f"gradients + {optimizer}; activations apart"
+        f"memory per core: {size(sum(sizes))} = {size(sizes[0])} weights + {size(sizes[1])} gradients + {optimizer}; "
+        "activations apart"
     )
 
 
@@ -116,4 +130,4 @@ def _count(tensors: Iterable[Tensor]) -> int:
 
 
 def _size(tensors: Iterable[Tensor]) -> str:
-    return size(sum(t.nbytes for t in tensors))
+    return size(_whole(tensors))

@@ -156,6 +156,11 @@ class PerParameter:
         """All its tensors."""
         return [self._number, *self._beside.values()]
 
+    @property
+    def beside(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Each parameter that learns, and the tensor beside it."""
+        return self._beside.items()
+
     def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
         """All its tensors, by name.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import counted, few
+from ..utils.less_memory import measures
 from ..utils.text import size
 from .hlo import COLLECTIVES, Array, Operation, arguments_of, operations, scopes_of
 from .slices import Slice
@@ -87,17 +88,29 @@ class Collective:
         where: The layer, with the user's line.
         count: The number of them in a step.
         nbytes: The size of their results, in bytes.
+        of_weights: True if it puts together weights that are split over the cores, or parts their gradients.
     """
 
     kind: str
     where: str
     count: int
     nbytes: int
+    of_weights: bool = False
+
+    @property
+    def adds(self) -> bool:
+        """True if it adds up, for which each byte is sent twice."""
+        return self.kind not in (*_GATHERS, "reduce-scatter")
+
+    @property
+    def said_of(self) -> str:
+        """What it is of, in words for people: split weights or their gradients; nothing if it is of something else."""
+        return "" if not self.of_weights else " of gradients" if self.adds else " of weights"
 
     @property
     def gathers(self) -> bool:
         """True if it brings rows to other cores, where sums are enough to train."""
-        return self.kind in _GATHERS
+        return self.kind in _GATHERS and not self.of_weights
 
 
 @dataclass(frozen=True)
@@ -157,7 +170,7 @@ def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str,
         temporary = _HLO_TEMP.search(words)
         temporaries = _bytes(*temporary.groups()) if temporary else 0
         memory = Memory(**held, temporaries=temporaries, needed=used[0])
-        said = too_large(words, on, held["weights"] + held["optimizer"])
+        said = too_large(words, on, held["weights"] + held["optimizer"], traced)
         return Program(**plain, fits=False, memory=memory, warnings={"memory": said}, text=words)
     own, layouts = list(operations(after)), arguments_of(after)
     stats = compiled["memory"]
@@ -171,7 +184,7 @@ def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str,
     for operation, _ in own:
         if operation.cycles:
             layers[operation.phase, operation.layer] += operation.cycles
-    collectives = _collectives([operation for operation, _ in own], traced["lines"])
+    collectives = _collectives([operation for operation, _ in own], traced["lines"], _split_shapes(traced, on.devices))
     return Program(
         **plain,
         fits=True,
@@ -197,13 +210,14 @@ def where(layer: str, line: int | None = None, lines: Sequence[str] = ()) -> str
     return " at ".join(part for part in (layer, "" if line is None else lines[line]) if part) or "the step"
 
 
-def too_large(words: str, on: Slice, held: int) -> str:
+def too_large(words: str, on: Slice, held: int, traced: Mapping[str, Any]) -> str:
     """The compiler's own account of too large a program, in sentences: how much, what is largest, and what to try.
 
     Args:
         words: The compiler's error.
         on: The slice.
         held: The bytes of weights and optimizer state on a core, whatever the batch.
+        traced: What the program's trace tells.
     """
     used = _used(words)
     assert used is not None
@@ -221,13 +235,18 @@ def too_large(words: str, on: Slice, held: int) -> str:
         f"{len(places[array])} x {array} of {few(sorted(set(places[array])))} ({size(nbytes)})"
         for array, nbytes in groups.most_common(3)
     ]
+    rows = -(-traced["rows"] // traced["steps"] // on.devices)
+    split = any(one["source"] == "state" and one["axis"] is not None for one in traced["arguments"])
+    training = traced["role"] == "train"
+    cures = measures(held, needs, rows, on.devices, split, traced["remat"]) if training else ["a smaller batch_size"]
     if held > has:
-        cure = (
-            "The weights and the optimizer's state alone are too large, whatever the batch. Try a TPU with more memory "
-        )
-        cure += "a core, an optimizer with less state (SGD), or precision='bf16-true'"
+        # Fewer rows don't help.
+        cures = cures[: not split and on.devices > 1]
+        cures += ["a TPU with more memory a core", "an optimizer with less state (SGD)", "precision='bf16-true'"]
+        cure = "The weights and the optimizer's state alone are too large, whatever the batch. "
     else:
-        cure = "Try a smaller batch_size (with accumulate_steps for the same updates; 'auto' finds the largest)"
+        cure = ""
+    cure += f"Try {', or '.join(cures or ['a TPU with more memory a core'])}"
     largest = f"The largest: {', '.join(most)}. " if most else ""
     return f"it needs {size(needs)} of a core's {size(has)}, {size(needs - has)} too much. {largest}{cure}"
 
@@ -264,7 +283,27 @@ def _bytes(number: str, unit: str) -> int:
     return int(float(number) * _UNITS[unit])
 
 
-def _collectives(own: Sequence[Operation], lines: Sequence[str]) -> list[Collective]:
+def _split_shapes(traced: Mapping[str, Any], cores: int) -> set[tuple[int, ...]]:
+    """The shapes in which weights that are split over the cores travel between them: whole, and one or two parts."""
+    shapes = set()
+    for argument in traced["arguments"]:
+        axis = argument.get("axis")
+        if argument["source"] == "state" and axis is not None:
+            shape = list(argument["shape"])
+            part = math.ceil(shape[axis] / cores)
+            for size_of_axis in (shape[axis], part, 2 * part, part * cores):
+                shapes.add(_in_any_order([*shape[:axis], size_of_axis, *shape[axis + 1 :]]))
+    return shapes
+
+
+def _in_any_order(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape as it is for any order of its dimensions, as compilers transpose."""
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+def _collectives(
+    own: Sequence[Operation], lines: Sequence[str], split: Collection[tuple[int, ...]] = ()
+) -> list[Collective]:
     """The communication between cores. One may stand in several parts of the text, with one number."""
     made = {operation.name: operation for operation in own}
     found: dict[tuple[str, int | str], Operation] = {}
@@ -273,14 +312,18 @@ def _collectives(own: Sequence[Operation], lines: Sequence[str]) -> list[Collect
             if operation.kind in (kind, f"{kind}-start"):
                 kind = _BY_SUMS if kind == "all-reduce" and _adds_rows(operation, made) else kind
                 found.setdefault((kind, operation.channel or operation.name), operation)
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str, bool]] = Counter()
+    sizes: Counter[tuple[str, str, bool]] = Counter()
     for (kind, _), operation in found.items():
         layer = f"{operation.layer} ({operation.phase})" if operation.phase == "backward" else operation.layer
-        place = kind, where(layer, operation.line, lines)
+        of_weights = all(_in_any_order(a.shape) in split for a in operation.arrays if math.prod(a.shape) > 1)
+        place = kind, where(layer, operation.line, lines), bool(split) and of_weights
         counts[place] += 1
         sizes[place] += operation.nbytes
-    return [Collective(kind, place, counts[kind, place], nbytes) for (kind, place), nbytes in sizes.most_common()]
+    return [
+        Collective(kind, place, counts[kind, place, of_weights], nbytes, of_weights)
+        for (kind, place, of_weights), nbytes in sizes.most_common()
+    ]
 
 
 def _adds_rows(operation: Operation, made: Mapping[str, Operation]) -> bool:

@@ -70,10 +70,13 @@ def _reason(status: int, said: str) -> str:
     if "buffer is null" in said:  # a placeholder was read, which torch_xla ends the process for
         return f"the step reads a value from the device, or runs an operation on the host{_users_place(lines)}"
     stack = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
-    marks = ("Error", "ERROR", "Check failed")
+    marks = ("Error", "ERROR", "Check failed", "bad_alloc")
     words = [line for line in lines[:stack] if line[0] != " " and any(mark in line for mark in marks)]
     last = "\n".join(words[-1:] or lines[:stack][-5:])
-    if any(words in said for words in LACKS_MEMORY):
+    # Without memory a library may also end in a fault while it is loaded, and says nothing then.
+    loading = status == -signal.SIGSEGV and "<frozen importlib" in said
+    if loading or any(words in said for words in LACKS_MEMORY):
+        last = last or f"signal {-status} ended it, as it loaded libraries"
         limits = "a container's limit, ulimit -v or ulimit -u"
         return (
             f"its process may not use enough host memory. Raise {limits}, or use a machine with more. It said:\n{last}"

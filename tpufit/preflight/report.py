@@ -190,7 +190,7 @@ class PreflightReport:
         """The work of one step, of which a program may join several."""
         step, count = self.step, self.tpu.devices
         # A sum over n cores sends each byte (n - 1) / n times to be added, and as often to be spread.
-        sent = sum(one.nbytes * (1 if one.gathers else 2) for one in step.collectives) * (count - 1) / count
+        sent = sum(one.nbytes * (1 + one.adds) for one in step.collectives) * (count - 1) / count
         amounts = (step.cost.flops, step.cost.nbytes, step.cost.cycles, sent, step.rows)
         return _Work(*(amount / step.steps for amount in amounts))
 
@@ -248,7 +248,7 @@ class PreflightReport:
         for program in self.programs:
             sums: Counter[str] = Counter()
             for one in program.collectives:
-                sums[one.kind] += one.count
+                sums[one.kind + one.said_of] += one.count
             between = ", ".join(f"{count} {kind}" for kind, count in sums.items())
             cycles = f"{program.cost.cycles:,}" if program.cost.cycles else "?"
             memory = size(program.memory.total)

@@ -87,6 +87,7 @@ class Tracer:
         _, names = self._engine.state.tensors()
         state = [names.get(id(tensor), "") for tensor in device.tensors]
         lines, precision = list(self._scopes.lines), self._engine.config.precision
+        remat = bool(self._engine.blocks)
         return {
             str(number): {
                 "role": one.role,
@@ -96,6 +97,7 @@ class Tracer:
                 "arguments": _described(one, state),
                 "lines": lines,
                 "precision": precision,
+                "remat": remat,
             }
             for number, (one, group) in enumerate(zip(self.recorder.programs, self._groups, strict=True))
         }

@@ -13,10 +13,13 @@
 | `rows` | a host's own rows of a batch |
 | `lazy` | tensors that wait to be computed, and their memory |
 | `device_state` | the tensors that training changes |
+| `gathering` | whole weights where a step computes with split ones |
 | `packing` | the shapes in which a TPU keeps weights |
 | `graph` | a compiled step: its inputs and outputs |
 | `capture` | one trace of a step, its proof, and its undoing |
 | `program` | trace a step once, then replay its graph |
+| `draws` | the random numbers of a trace |
+| `recompute` | blocks that are computed again in the backward pass |
 | `trace_watch` | sees what a traced step reads, draws and leaves to the host |
 | `recorder` | takes the place of a device that isn't there |
 | `python_state` | the numbers and flags that user code keeps between steps |
@@ -44,7 +47,9 @@ from .devices import (
     start,
     versions,
 )
+from .draws import Draws
 from .faults import Load, translate
+from .gathering import ungathered
 from .hosts import agree, at, broadcast, everyone, is_first, together, whereabouts
 from .lazy import launch
 from .ops.kernels import own_kernels
@@ -54,8 +59,9 @@ from .placement import HOST, Placement, Sharding
 from .profiler import scope, start_profile, stop_profile
 from .program import Program
 from .python_state import facts
+from .recompute import recomputing
 from .recorder import Recorded, Recorder, like_a_tpu
 from .rows import fetch_rows, gather_rows, send_rows
 from .strict import LENIENT, Strict
 from .trace_watch import cure_of
-from .transfer import InFlight, copies, copy_into, fetch, move, swap_value, to_device, to_host
+from .transfer import InFlight, copies, copy_into, fetch, fetched, lie_over, move, swap_value, to_device, to_host

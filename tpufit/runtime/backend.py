@@ -4,7 +4,7 @@ Nothing else of the package is used outside, and nothing outside names torch_xla
 `tests/test_backend.py` holds the package to it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ class Backend(Protocol):
         Program: A step, which is traced and compiled, and then replayed.
         Recorder: Takes the place of a device that isn't there, and keeps the programs of steps.
         Recorded: A program that it keeps.
+        Draws: The random numbers of a trace.
         DeviceState: The tensors that programs change, and their values meanwhile.
         Packing: The shapes in which cores keep the tensors of a DeviceState.
         InFlight: Lets steps run ahead of the device, but not too far.
@@ -47,6 +48,7 @@ class Backend(Protocol):
     Program: Any
     Recorder: Any
     Recorded: Any
+    Draws: Any
     DeviceState: Any
     Packing: Any
     InFlight: Any
@@ -124,11 +126,14 @@ class Backend(Protocol):
     ) -> list[Tensor]:
         """Copy host tensors to the device, without waiting."""
 
-    def to_host(self, tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
+    def to_host(self, tensors: Sequence[Tensor], reason: str, together: bool = ...) -> list[Tensor]:
         """Copy tensors to the host, which waits."""
 
     def fetch(self, nest: Any, reason: str) -> Any:
         """Copy the tensors of a nest to the host, which waits once."""
+
+    def fetched(self, tensors: Iterable[Tensor], reason: str) -> Iterator[Tensor]:
+        """Copy tensors to the host one after the other, which waits."""
 
     def copies(self, tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
         """Copy tensors to host memory of their own, which waits once."""
@@ -140,6 +145,12 @@ class Backend(Protocol):
 
     def swap_value(self, tensor: Tensor, value: Tensor, requires_grad: bool | None = ...) -> Tensor:
         """Give a tensor object another value."""
+
+    def lie_over(self, tensors: Iterable[Tensor], placement: Placement, shardings: Shardings) -> None:
+        """Let tensors lie over the cores as they should from now on, which may wait."""
+
+    def ungathered(self) -> AbstractContextManager[None]:
+        """A context in which split weights are computed with as they are."""
 
     def copy_into(
         self, targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement, shardings: Shardings = ...
@@ -159,6 +170,9 @@ class Backend(Protocol):
 
     def own_kernels(self, backend: str = ...) -> Any:
         """A context in which norms are computed where their rows are."""
+
+    def recomputing(self, blocks: Iterable[Any], draws: Any) -> AbstractContextManager[None]:
+        """A context in which blocks are computed again in the backward pass."""
 
     def has_lowering(self, operation: str) -> bool:
         """True if the device computes an operation itself."""

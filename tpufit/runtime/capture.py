@@ -19,6 +19,8 @@ from ..utils.compiling import compiling
 from . import counters
 from .bindings import xla
 from .device_state import DeviceState
+from .draws import Draws
+from .gathering import gathering
 from .graph import Graph, Sums, recognise, template_of
 from .lazy import by_memory, drop, launch, pending, pending_elsewhere, same_memory
 from .placement import Placement
@@ -26,8 +28,8 @@ from .trace_watch import Watch
 from .transfer import starter, swap_value
 
 Body = Callable[[list[Tensor], Callable[[int], None]], Any]
-"""`body(inputs, seed)`: the Python of one step or several. `seed(i)` begins the random numbers of the i-th. It changes
-the state's tensors in place, replaces the sums, and returns a nest of tensors."""
+"""`body(inputs, seed)`: the Python of one step or several. `seed(i)` begins the random numbers of the i-th; on a device
+it is a `Draws`. The body changes the state's tensors in place, replaces the sums, and returns a nest of tensors."""
 
 
 class _Now:
@@ -90,23 +92,30 @@ class Target:
         """The function that starts graphs, see `starter`: found once, as each replay asks for it."""
         return starter(self.placement)
 
-    def trace(self, body: Body, inputs: list[Tensor], seeds: list[int], watch: AbstractContextManager[object]) -> Any:
+    def draws(self, seeds: list[int]) -> Draws:
+        """Return the random numbers of a trace."""
+        return Draws(str(self.placement.device), seeds)
+
+    def trace(self, body: Body, inputs: list[Tensor], draws: Draws, watch: AbstractContextManager[object]) -> Any:
         """Run the body over lazy tensors.
 
         Args:
             body: The Python of the steps.
             inputs: Batches and rates.
-            seeds: One for each step.
+            draws: The random numbers of the steps.
             watch: Sees what the body does.
         """
-        device = str(self.placement.device)
         self.sums.begin()
         _now.tracing = True
         try:
             # In this thread: if a backward pass ran on the CPU before torch_xla was imported, autograd has no thread
             # for its device, and ends in an internal error.
-            with self.inside(), watch, compiling(True), torch.autograd.set_multithreading_enabled(False):
-                return body(inputs, lambda i: xla()._xla_set_rng_seed(seeds[i], device))
+            whole = gathering(self.state.shardings, self.placement)
+            with self.inside(), whole, watch, compiling(True), torch.autograd.set_multithreading_enabled(False):
+                result = body(inputs, draws)
+                if self.state.shardings:
+                    self.state.pin(self.state.tensors, self.placement)
+                return result
         finally:
             _now.tracing = False
 
@@ -178,7 +187,7 @@ class Capture:
         watch: Watch,
         python_state: Callable[[], dict[str, Any]],
     ) -> None:
-        self._target, self._inputs, self._seeds = target, inputs, seeds
+        self._target, self._inputs, self._draws = target, inputs, target.draws(seeds)
         self._watch, self._python_state = watch, python_state
         # Before the trace, which replaces the sums and gives the state's tensors other memory.
         lists = {"state": stored, "sum": target.sums.tensors, "input": inputs}
@@ -196,7 +205,7 @@ class Capture:
         Returns:
             The reason why no trace of it can be replayed, or nothing.
         """
-        self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch)
+        self.outputs = self._target.trace(body, self._inputs, self._draws, self._watch)
         obstacle = self._watch.reads() or self._leftover()
         if obstacle:
             self._target.state.end_trace()
@@ -243,19 +252,20 @@ class Capture:
             state.end_trace()
             return None
         _, self._values = xla()._get_tensors_xla_device_data_node(roots)
-        sources, constants = recognise(self._values, memory, self._seeds)
+        sources, constants, places = recognise(self._values, memory, self._draws.places)
         with alias_with_buffer_donor_config():
             # Before the hash, of which donation is a part. Only memory that is replaced: a donated tensor is gone.
             for value, (name, i) in zip(self._values, sources, strict=True) if target.donates else ():
                 if name == "state" and i in changed:
                     xla()._set_buffer_donation(value, True)
             found = xla()._get_graph_hash(roots)
-        graph = Graph(found, sources, constants, changed, summed, (template, spec), len(escaped), target.donates)
+        result = template, spec
+        graph = Graph(found, sources, constants, places, changed, summed, result, len(escaped), target.donates)
         sizes = {
             "state": len(state.tensors),
             "sum": len(sums.begun),
             "input": len(self._inputs),
-            "seed": len(self._seeds),
+            "seed": len(places),
         }
         graph.arrange(sizes | {"constant": len(constants)})
         return graph
@@ -271,7 +281,7 @@ class Capture:
 
         role, recorder = self._target.role, self._target.placement.recorder
         if recorder is not None:
-            recorder.keep(self._roots, self._values, graph, role, cause)
+            recorder.keep(self._roots, self._values, graph, role, cause, self._target.state.axes)
             return
         with counters.role(role, cause), alias_with_buffer_donor_config():
             xla()._xla_warm_up_cache(self._roots, [])

@@ -54,6 +54,11 @@ class DeviceState:
         self.collect()
         return self._lost
 
+    @property
+    def axes(self) -> list[int | None]:
+        """The dimension of each tensor that is split over the cores, or None."""
+        return [self.shardings.get(id(tensor), Sharding.WHOLE).axis for tensor in self.tensors]
+
     def pin(self, tensors: Iterable[Tensor], placement: Placement) -> None:
         """Keep the sharding of tensors that the step being traced has changed, see `Placement.pin`."""
         packed = {id(self.tensors[i]) for i in self._packed}  # which `traced` pins as the device keeps them
@@ -83,9 +88,14 @@ class DeviceState:
 
     def _pack(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """The values of those tensors that the device keeps in another shape, in that shape, by their indices."""
-        shapes = self._packing.packs(tensors)
+        shapes = self._packs(tensors)
         values = self._packing.reshaped([tensors[i] for i in shapes], list(shapes.values()))
         return dict(zip(shapes, values, strict=True))
+
+    def _packs(self, tensors: Sequence[Tensor]) -> dict[int, torch.Size]:
+        """The other shapes of tensors on the device. One that is split over the cores keeps its own."""
+        packs = self._packing.packs(tensors)
+        return {i: shape for i, shape in packs.items() if id(self.tensors[i]) not in self.shardings}
 
     def begin_trace(self) -> list[Tensor]:
         """Let the user's tensors show values in the shapes that the device keeps them in. All must be computed.
@@ -127,15 +137,20 @@ class DeviceState:
         Args:
             indices: Their indices.
         """
-        shapes = self._packing.packs(self.tensors) if self.held else {}
+        shapes = self._packs(self.tensors) if self.held else {}
         packed = [i for i in indices if i in shapes]
         values = self._packing.reshaped([self.values[i] for i in packed], [self.tensors[i].shape for i in packed])
         found = dict(zip(packed, values, strict=True))
         return [found.get(i, self.values[i]) for i in indices]
 
-    def replace(self, tensors: Iterable[Tensor]) -> None:
-        """Go on with other tensors, while nothing is held."""
-        self.tensors, self._empty = list(tensors), []
+    def replace(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding]) -> None:
+        """Go on with other tensors, while nothing is held.
+
+        Args:
+            tensors: The tensors.
+            shardings: Their shardings, see `DeviceState`.
+        """
+        self.tensors, self.shardings, self._empty = list(tensors), dict(shardings), []
 
     def write_back(self) -> None:
         """Put the values back into the user's tensors. After an interrupt in here it may be called again.

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from .. import errors
 from ..errors import StartError, TpufitError, counted
 from ..utils import hardware
-from ..utils.text import size
+from ..utils.less_memory import measures
+from ..utils.text import bytes_of, size
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Load:
         optimizer: The size of the optimizer's state, accumulated gradients and averages.
         batch: The size of the batches.
         precision: The `precision` of `compile`.
+        split: True if weights and optimizer state are split over the cores (default False).
+        remat: True if activations are computed again in the backward pass (default False).
     """
 
     role: str
@@ -32,8 +35,12 @@ class Load:
     optimizer: int
     batch: int
     precision: str
+    split: bool = False
+    remat: bool = False
 
 
+# The memory of a core, where an error doesn't name it: that of most TPUs.
+_ROOM = 1 << 34
 # As the runtimes write them: XLA:CPU; XLA:TPU at compile time; libtpu loading a program, or making room for a tensor.
 _FULL = re.compile(r"RESOURCE_EXHAUSTED|out of memory|std::bad_alloc|cannot allocate memory", re.IGNORECASE)
 _SCRATCH = re.compile(r"memory space (vmem|smem)")
@@ -169,9 +176,11 @@ def _full(text: str, load: Load | None) -> str:
             f"weights {size(load.weights)}, optimizer {size(load.optimizer)}, gradients "
             f"{size(load.learns)}, batch {size(load.batch)}; the rest are activations"
         )
-        cures = [f"a smaller batch_size ({max(1, each // 2)}) with compile(accumulate_steps=2)"] if each > 1 else []
+        state = load.weights + load.optimizer + load.learns
+        known = asked.get("of") or asked.get("used")
+        room = bytes_of(known) if known else _ROOM
+        cures = measures(state, max(room, state), each, load.cores, load.split, load.remat)
         cures += ["compile(precision='bf16')"] if load.precision == "fp32" else []
-        cures += ["torch_xla.utils.checkpoint.checkpoint around each large layer but the first, to keep less of it"]
         cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
     else:
         have = f"weights {size(load.weights)}, batch {size(load.batch)}; the rest are activations and outputs"

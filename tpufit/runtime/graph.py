@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from .bindings import xla
 from .device_state import DeviceState, replaced
+from .draws import Place
 from .lazy import handles, pending
 from .transfer import reach
 
@@ -49,6 +50,7 @@ class Graph:
         hash: Its name in torch_xla's cache.
         sources: The list that each input is in, `"state"`, `"sum"`, `"input"`, `"seed"` or `"constant"`, and its index.
         constants: The inputs that are the same at every call.
+        places: The places of the seeds that are inputs, see `Draws`.
         changed: The state tensors that its first outputs replace.
         summed: The sums that its next outputs replace.
         result: The leaves of the body's result, a mark for a computed tensor or an input, or else the value itself;
@@ -58,12 +60,12 @@ class Graph:
         proven: True once a second trace has given the same graph.
         differed: The number of traces in a row that gave another graph than the one before.
         pick: Picks its inputs out of one list, in C.
-        seeds: The indices of the seeds that it uses.
     """
 
     hash: Any
     sources: list[tuple[str, int]]
     constants: list[Tensor]
+    places: list[Place]
     changed: list[int]
     summed: list[int]
     result: tuple[list[Any], TreeSpec]
@@ -72,7 +74,6 @@ class Graph:
     proven: bool = False
     differed: int = 0
     pick: Callable[[list[Any]], Sequence[Tensor]] = field(init=False)
-    seeds: list[int] = field(init=False)
 
     def arrange(self, sizes: Mapping[str, int]) -> None:
         """Turn the sources into indices of one list.
@@ -85,13 +86,12 @@ class Graph:
             first[name], total = total, total + size
         at = [first[name] + i for name, i in self.sources]
         self.pick = itemgetter(*at) if len(at) > 1 else lambda pool: [pool[i] for i in at]
-        self.seeds = sorted({i for name, i in self.sources if name == "seed"})
 
     def difference(self, later: Graph) -> str:
         """The difference to the next trace of the same step, in words, or nothing."""
         if self.hash != later.hash:
             return "two traces of it gave different graphs: its Python depends on something that changes"
-        parts = ("sources", "changed", "summed", "escaped")
+        parts = ("sources", "changed", "summed", "escaped", "places")
         if any(getattr(self, part) != getattr(later, part) for part in parts):
             return "two traces of it used different tensors"
         for one, other in zip(self.constants, later.constants, strict=True):
@@ -174,30 +174,33 @@ def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) ->
 
 
 def recognise(
-    values: Sequence[Tensor], memory: Mapping[int, tuple[str, int]], seeds: Sequence[int]
-) -> tuple[list[tuple[str, int]], list[Tensor]]:
+    values: Sequence[Tensor], memory: Mapping[int, tuple[str, int]], seeds: Mapping[int, Place]
+) -> tuple[list[tuple[str, int]], list[Tensor], list[Place]]:
     """Find the source of each input of a graph: known by its memory, a seed by its value, or else a constant.
 
     Args:
         values: The inputs.
         memory: The known tensors, see `by_memory`.
-        seeds: The seeds of this trace.
+        seeds: The seeds of this trace, with their places.
 
     Returns:
-        The sources and the constants.
+        The sources, the constants, and the places of the seeds.
     """
     sources: list[tuple[str, int]] = []
     constants: list[Tensor] = []
+    places: list[Place] = []
     for value, handle in zip(values, handles(values), strict=True):
         source = memory.get(handle)
         if source is None and value.dtype is torch.int64 and value.dim() == 0:
-            number = int(_peek(value))
-            source = ("seed", seeds.index(number)) if number in seeds else None
+            place = seeds.get(int(_peek(value)))
+            if place is not None:
+                source = ("seed", len(places))
+                places.append(place)
         if source is None:
             source = ("constant", len(constants))
             constants.append(value)
         sources.append(source)
-    return sources, constants
+    return sources, constants, places
 
 
 def _bits(constant: Tensor) -> Tensor:

@@ -144,11 +144,20 @@ class Placement:
         Args:
             tensor: Any tensor of a traced step, such as rows that are split over the cores.
         """
+        return self.laid_out(tensor, Sharding.WHOLE)
+
+    def laid_out(self, tensor: Tensor, sharding: Sharding) -> Tensor:
+        """The same values with a sharding of their own, in the graph being traced; `tensor` keeps its own.
+
+        Args:
+            tensor: Any tensor of a traced step.
+            sharding: How the result lies over the cores.
+        """
         if not self.has_mesh:
             return tensor
-        gathered = tensor.clone()  # `tensor` stays split
-        xla()._xla_annotate_custom_sharding(gathered, self.layout(Sharding.WHOLE, tensor.dim()))
-        return gathered
+        result = tensor.clone()
+        xla()._xla_annotate_custom_sharding(result, self.layout(sharding, tensor.dim()))
+        return result
 
 
 HOST = Placement(None)

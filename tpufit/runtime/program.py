@@ -16,10 +16,10 @@ from torch import Tensor
 from ..errors import ReplayError
 from ..utils.users_code import warn
 from . import counters
-from .bindings import xla
 from .capture import Body, Capture, Target, capturing, undoing
 from .device_state import DeviceState
 from .devices import platform
+from .draws import draw_seeds
 from .graph import Graph, Sums
 from .lazy import launch, wait
 from .placement import Placement
@@ -158,12 +158,7 @@ class Program:
         if not state.held:
             state.settle(target.placement)
             state.hold()
-        drawn: list[Any] = [None] * len(seeds)
-        if graph.seeds:
-            device = str(target.placement.device)
-            for i in graph.seeds:
-                xla()._xla_set_rng_seed(seeds[i], device)
-                drawn[i] = xla()._get_base_seed_as_tensor(device)
+        drawn = draw_seeds(str(target.placement.device), seeds, graph.places) if graph.places else []
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
         outputs = graph.run(state, sums, list(graph.pick(pool)), start=target.start)
         return graph.returned(outputs, inputs)
@@ -174,9 +169,10 @@ class Program:
         if self._strict:
             self._finish()
             with undoing(target.state):
-                outputs = target.trace(body, inputs, seeds, self._watch())
+                outputs = target.trace(body, inputs, target.draws(seeds), self._watch())
         else:
-            outputs = target.trace(body, inputs, seeds, nullcontext())  # to watch takes time, and nobody wants to know
+            # To watch takes time, and nobody wants to know.
+            outputs = target.trace(body, inputs, target.draws(seeds), nullcontext())
         return target.launch(outputs, self.traced_because)
 
     def _capture(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:

@@ -82,7 +82,15 @@ class Recorder:
         """
         self._axes |= zip(xla()._get_tensors_handle(list(tensors)), axes, strict=True)
 
-    def keep(self, roots: Sequence[Tensor], values: Sequence[Tensor], graph: Any, role: str, cause: str) -> None:
+    def keep(
+        self,
+        roots: Sequence[Tensor],
+        values: Sequence[Tensor],
+        graph: Any,
+        role: str,
+        cause: str,
+        axes_of_state: Sequence[int | None],
+    ) -> None:
         """Keep the program of a trace, unless it is known: a device would have it compiled already.
 
         Args:
@@ -91,11 +99,12 @@ class Recorder:
             graph: The graph.
             role: See `Recorded`.
             cause: See `Recorded`.
+            axes_of_state: The dimension of each tensor of the state that is split, or None.
         """
         if graph.hash in self.outputs:
             return
         changed = set(graph.changed) if graph.donates else set()
-        # Of inputs only: the others are whole, and seeds and constants may have the freed memory of a batch.
+        # Sums are whole, as are seeds and constants, which may have the freed memory of a batch.
         axes = [self._axes.get(handle) for handle in xla()._get_tensors_handle(list(values))]
         arguments = [
             Argument(
@@ -104,7 +113,7 @@ class Recorder:
                 tuple(value.shape),
                 value.dtype,
                 donated=name == "state" and i in changed,
-                axis=axis if name == "input" else None,
+                axis=axis if name == "input" else axes_of_state[i] if name == "state" else None,
                 nbytes=value.nbytes,
             )
             for value, (name, i), axis in zip(values, graph.sources, axes, strict=True)

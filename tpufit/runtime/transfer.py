@@ -6,7 +6,8 @@ as a constant, frozen at its first value, where a transferred one is an input of
 
 import copyreg
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..errors import PlacementError
 from . import counters
 from .bindings import xla
+from .hosts import agree
 from .placement import Placement, Sharding
 from .recorder import stand_in
 
@@ -25,6 +27,9 @@ Shardings = Mapping[int, Sharding]
 
 Names = Mapping[int, str]
 """The names of tensors, by their `id`."""
+
+# The bytes of a large state that are on the host at once, on their way from the device or to it. No tensor is parted.
+AT_ONCE = 1 << 28
 
 _ALL_WHOLE: Shardings = {}
 _NAMELESS: Names = {}
@@ -76,12 +81,14 @@ def starter(placement: Placement) -> Callable[[Any, list[Tensor]], list[Tensor]]
     return None if recorder is None else lambda name, inputs: to_device(recorder.outputs[name], placement)
 
 
-def to_host(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
+def to_host(tensors: Sequence[Tensor], reason: str, together: bool = False) -> list[Tensor]:
     """Copy tensors to the host. **This waits** until the device has computed them.
 
     Args:
         tensors: Device tensors; a host tensor is returned as it is, and if all are, nothing is waited for.
         reason: The reason that the wait is counted under, e.g. `"logs"`.
+        together: True if all hosts of a pod call this for the same tensors, as parts of a split one may be on others
+            (default False).
 
     Returns:
         Host tensors that share no memory with the device, in the same order.
@@ -98,9 +105,39 @@ def to_host(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
         whole = [i for i in remote if i not in split]
         for i, value in zip(whole, xla()._xla_get_cpu_tensors([here[i] for i in whole]), strict=True):
             here[i] = value
-        for i in split:
-            here[i] = _join_shards(here[i])
+        for i in sorted(split):
+            here[i] = _gathered(here[i]) if together and not _is_here(here[i]) else _join_shards(here[i])
     return here
+
+
+def fetched(tensors: Iterable[Tensor], reason: str) -> Iterator[Tensor]:
+    """Copy tensors to the host one after the other. **This waits** for the device. At most `AT_ONCE` bytes, or one
+    tensor, are on the host at once, if nobody keeps them.
+
+    On a pod all hosts go through all of them, at the same time.
+
+    Args:
+        tensors: Tensors on the device or the host.
+        reason: See `to_host`.
+    """
+    for group in _in_groups(tensors):
+        values = to_host(group, reason, together=True)[::-1]
+        while values:
+            yield values.pop()
+
+
+def _in_groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Take tensors together up to `AT_ONCE` bytes."""
+    group: list[Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if group and nbytes + tensor.nbytes > AT_ONCE:
+            yield group
+            group, nbytes = [], 0
+        group.append(tensor)
+        nbytes += tensor.nbytes
+    if group:
+        yield group
 
 
 def reach(tensor: Tensor, reason: str) -> None:
@@ -130,6 +167,8 @@ def fetch(nest: Any, reason: str) -> Any:
 def copies(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
     """Copy tensors to host memory of their own. **This waits** for the device, once for all of them.
 
+    On a pod all hosts call this for the same tensors, if any is split.
+
     Args:
         tensors: Tensors on the device or the host.
         reason: See `to_host`.
@@ -137,7 +176,7 @@ def copies(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
     # `to_host` returns a host tensor as it is: the very memory that training goes on to change.
     return [
         value.clone() if tensor.device.type == "cpu" else value
-        for tensor, value in zip(tensors, to_host(tensors, reason), strict=True)
+        for tensor, value in zip(tensors, to_host(tensors, reason, together=True), strict=True)
     ]
 
 
@@ -157,9 +196,11 @@ def move(
 ) -> None:
     """Move tensors to a placement in place: each stays the same Python object, so ties and references hold.
 
+    A large state goes in parts, and what has gone takes no memory any more where it was.
+
     Args:
         tensors: Parameters, buffers and optimizer state; each at most once. Those already there stay.
-        placement: The cores to move to, or the host, for which this waits, once.
+        placement: The cores to move to, or the host, for which this waits, once for each part.
         names: The names of tensors for errors, by their `id`.
         shardings: How the tensors lie over the cores.
 
@@ -172,15 +213,37 @@ def move(
     if not moving:
         return
     _refuse_shared_memory(moving, names)
-    wanted = [shardings.get(id(tensor), Sharding.WHOLE) for tensor in moving]
-    values = to_host(moving, "state") if placement.on_host else to_device(moving, placement, wanted)
-    for tensor, value in zip(moving, values, strict=True):
+    for group in _in_groups(moving):
+        _move(group, placement, names, shardings)
+
+
+def _move(tensors: Sequence[Tensor], placement: Placement, names: Names, shardings: Shardings) -> None:
+    if placement.on_host:
+        values = to_host(tensors, "state", together=True)
+    else:
+        values = to_device(tensors, placement, [shardings.get(id(t), Sharding.WHOLE) for t in tensors])
+    for tensor, value in zip(tensors, values, strict=True):
         tensor.grad = None  # of the other device; a step computes its own
         try:
             swap_value(tensor, value)
         except RuntimeError as error:
             name = names.get(id(tensor), "a tensor")
             raise PlacementError(f"{name} can't be moved to {placement.device}. PyTorch says: {error}") from error
+
+
+def lie_over(tensors: Iterable[Tensor], placement: Placement, shardings: Shardings) -> None:
+    """Let tensors lie over the cores as they should from now on. **This waits** for each that lies otherwise.
+
+    Args:
+        tensors: Tensors, those on the device computed or under way.
+        placement: The cores.
+        shardings: How the tensors lie over the cores.
+    """
+    if not placement.has_mesh:
+        return
+    for tensor in tensors:
+        if tensor.device.type == "xla" and _axis_of(tensor) != shardings.get(id(tensor), Sharding.WHOLE).axis:
+            copy_into([tensor], to_host([tensor], "state", together=True), placement, shardings)
 
 
 def swap_value(tensor: Tensor, value: Tensor, requires_grad: bool | None = None) -> Tensor:
@@ -221,14 +284,15 @@ def copy_into(
         for target, value in pairs:
             if target.device.type == "cpu":
                 target.copy_(value)
-    remote = [pair for pair in pairs if pair[0].device.type != "cpu"]
-    wanted = [shardings.get(id(target), Sharding.WHOLE) for target, _ in remote]
-    sent = to_device([value for _, value in remote], placement, wanted) if remote else []
-    for (target, _), value in zip(remote, sent, strict=True):
-        if target.is_meta:  # a step that failed has left nothing of it
-            swap_value(target, value)
-        else:
-            target.data = value
+    remote = iter([pair for pair in pairs if pair[0].device.type != "cpu"])
+    for group in _in_groups(target for target, _ in pairs if target.device.type != "cpu"):
+        own = [next(remote)[1] for _ in group]
+        sent = to_device(own, placement, [shardings.get(id(target), Sharding.WHOLE) for target in group])
+        for target, value in zip(group, sent, strict=True):
+            if target.is_meta:  # a step that failed has left nothing of it
+                swap_value(target, value)
+            else:
+                target.data = value
 
 
 def _refuse_shared_memory(tensors: Sequence[Tensor], names: Names) -> None:
@@ -243,19 +307,46 @@ def _refuse_shared_memory(tensors: Sequence[Tensor], names: Names) -> None:
                 raise PlacementError(f"{first} and {second} are {why}. {cure}")
 
 
+def _axis_of(tensor: Tensor) -> int | None:
+    """The dimension along which a tensor on the device is split; None if it is whole."""
+    tiles = re.search(r"devices=\[([\d,]+)\]", xla()._get_xla_sharding_spec(tensor) or "")
+    counts = [int(count) for count in tiles[1].split(",")] if tiles else []
+    return next((i for i, count in enumerate(counts[: tensor.dim()]) if count > 1), None)
+
+
 def _is_split(tensor: Tensor) -> bool:
     spec = xla()._get_xla_sharding_spec(tensor)
     return bool(spec) and "devices=" in spec
 
 
-def _join_shards(tensor: Tensor) -> Tensor:
-    shards = xla()._get_local_shards([tensor])[0]
+def _is_here(tensor: Tensor) -> bool:
+    """True if this host's cores have all of a tensor that is split."""
     places = xla()._get_local_shard_replica_and_indices([tensor])[0]
-    if sum(math.prod(i.stop - i.start for i in index) for _, index in places) < tensor.numel():
+    here: int = sum(math.prod(i.stop - i.start for i in index) for _, index in places)
+    return here >= tensor.numel()
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """A tensor that lies on the cores of several hosts, put together on each: the same program for each of a shape."""
+    from torch_xla.distributed.spmd import ShardingType
+
+    agree([])  # that all hosts are here
+    whole = tensor.clone()
+    everywhere = xla().OpSharding([], [], [], int(ShardingType.REPLICATED))
+    xla()._xla_annotate_custom_sharding(whole, everywhere)
+    xla()._xla_sync_multi([whole], devices=[], wait=True, sync_xla_data=False)
+    value: Tensor = xla()._xla_get_cpu_tensors([whole])[0]
+    return value
+
+
+def _join_shards(tensor: Tensor) -> Tensor:
+    if not _is_here(tensor):
         raise PlacementError(
             f"rows of shape {tuple(tensor.shape)} lie on the cores of several hosts, and can't be read by one of them "
             "alone. Return means from steps, or use predict, which gathers them"
         )
+    shards = xla()._get_local_shards([tensor])[0]
+    places = xla()._get_local_shard_replica_and_indices([tensor])[0]
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for (shard, _), (_, index) in zip(shards, places, strict=True):
         whole[tuple(index)] = shard[tuple(slice(0, i.stop - i.start) for i in index)]  # the rest of a shard is padding

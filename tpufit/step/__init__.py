@@ -12,12 +12,14 @@
 """
 
 from .batch import DeviceGroup, joined
+from .blocks import RematArgument
 from .config import CompileConfig
 from .engine import Engine, FitOptions
 from .habits import instead
 from .methods import CompileOption, StepMethods
 from .modules import modes_kept, usable
 from .runner import StepRunner
+from .sharding import ShardArgument
 from .state import SavedState
 from .trial import fault_of
 from .weights import check_weights, match_weights, named_tensors

@@ -16,6 +16,8 @@ from ..metrics import build as build_metrics
 from ..optimizers import NAMES, EMAConfig, GradientConfig
 from ..utils.json_codec import is_plain
 from . import precision as precisions
+from .blocks import blocks
+from .sharding import ShardConfig
 
 if TYPE_CHECKING:
     from ..metrics.metric import Metric
@@ -42,6 +44,7 @@ class CompileConfig:
         steps_per_execution: The number of steps in one graph, or `"auto"`.
         gradients: Accumulation and clipping.
         ema: The moving average of the weights, or None.
+        shard: The parameters that are split over the cores.
         arguments: The arguments as given.
     """
 
@@ -55,6 +58,7 @@ class CompileConfig:
     steps_per_execution: int | str = 1
     gradients: GradientConfig = field(default_factory=GradientConfig)
     ema: EMAConfig | None = None
+    shard: ShardConfig = field(default_factory=ShardConfig)
     arguments: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +85,7 @@ class CompileConfig:
         loss = losses.build(given["loss"], given["loss_weights"], module)
         outputs = loss.outputs if isinstance(loss, LossByOutput) else None
         ignored = loss.ignored if loss is not None else {}
+        blocks(given["remat"], module)
         return cls(
             loss=loss,
             metrics=build_metrics(given["metrics"], given["weighted_metrics"], outputs, ignored),
@@ -92,6 +97,7 @@ class CompileConfig:
             steps_per_execution=given["steps_per_execution"],
             gradients=GradientConfig(**clips),
             ema=EMAConfig(given["ema_momentum"], given["ema_overwrite_frequency"]) if given["use_ema"] else None,
+            shard=ShardConfig.of(given["shard"], module),
             arguments=given,
         )
 

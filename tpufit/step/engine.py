@@ -39,6 +39,7 @@ from ..runtime import (
 from ..utils.random import draw_seed, step_seed
 from ..utils.users_code import warn
 from .batch import DeviceGroup
+from .blocks import blocks
 from .config import UNCOMPILED, CompileConfig
 from .context import StepContext
 from .failures import may_be_of_device, weights_lost
@@ -185,6 +186,12 @@ class Engine:
         """True after `compile`."""
         return self.config.arguments is not None
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The modules that compute their activations again in the backward pass."""
+        module, given = self.model.module, self.config.arguments or {}
+        return [module.get_submodule(name) for name in blocks(given.get("remat"), module)]
+
     def place_on(self, cores: Cores, recorder: Recorder | None = None) -> Placement:
         """Return the placement of steps on these cores; with `run_eagerly`, the host.
 
@@ -290,16 +297,19 @@ class Engine:
         runner = self.latest
         group = None if runner is None else runner.group
         module = [*self.model.module.parameters(), *self.model.module.buffers()]
-        weights = sum(tensor.nbytes for tensor in module)
+        of_a_core = self.state.of_a_core
+        weights = of_a_core(module)
         return Load(
             role="train" if runner is None else runner.role,
             rows=0 if group is None else group.forms[0].rows,
             cores=cores,
             weights=weights,
-            learns=sum(tensor.nbytes for tensor in module if tensor.requires_grad),
-            optimizer=sum(tensor.nbytes for tensor in self.state.device.tensors) - weights,
+            learns=of_a_core(tensor for tensor in module if tensor.requires_grad),
+            optimizer=of_a_core(self.state.device.tensors) - weights,
             batch=0 if group is None else group.nbytes // cores,
             precision=self.config.precision,
+            split=bool(self.state.device.shardings),
+            remat=bool(self.blocks),
         )
 
     def python_state(self, transform: Callable[[Any], Any] | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..errors import ArgumentError, CheckpointMismatchError
 from ..optimizers import EMA, Accumulator, DeviceRates, UpdatePlan, create_state, device_state, parameters
+from ..runtime import ungathered
 from ..utils.compiling import compiling
 from ..utils.json_codec import is_plain
 from ..utils.replaced import replaced
@@ -23,6 +24,7 @@ class OptimizerState:
     Args:
         optimizer: The optimizer.
         config: The arguments of `compile`.
+        split: The function that splits the gradients of parameters like these, if they are split (default: none is).
 
     Attributes:
         optimizer: The optimizer.
@@ -31,8 +33,13 @@ class OptimizerState:
         ema: The moving averages of the weights, with `use_ema`.
     """
 
-    def __init__(self, optimizer: Optimizer, config: CompileConfig) -> None:
-        self.optimizer, self._config = optimizer, config
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        config: CompileConfig,
+        split: Callable[[list[nn.Parameter]], None] = lambda parameters: None,
+    ) -> None:
+        self.optimizer, self._config, self._split = optimizer, config, split
         self.rates: DeviceRates | None = None
         self.accumulator: Accumulator | None = None
         self.ema: EMA | None = None
@@ -60,6 +67,13 @@ class OptimizerState:
             *device_state(self.optimizer),
             *(tensor for part in self.kept for tensor in part.tensors),
         ]
+
+    def beside(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what is kept of each parameter, with the parameter."""
+        for parameter, state in self.optimizer.state.items():
+            yield from ((parameter, value) for value in state.values() if isinstance(value, Tensor))
+        for part in self.kept:
+            yield from part.beside
 
     @contextmanager
     def taking_steps(self, context: StepContext, on_step: Callable[[], None]) -> Iterator[Callable[[bool], None]]:
@@ -112,7 +126,13 @@ class OptimizerState:
         Raises:
             ArgumentError: There is a closure, and `accumulate_steps` is above 1.
         """
+        with ungathered():
+            return self._step(context, closure)
+
+    def _step(self, context: StepContext, closure: Callable[[], Any] | None) -> Any:
         plan, loss = context.update, None
+        if closure is None:
+            self._split(parameters(self.optimizer))
         if self.accumulator is not None:
             if closure is not None:
                 raise ArgumentError(

@@ -23,7 +23,7 @@ from .. import optimizers
 from ..diagnostics.summary import noting_outputs
 from ..metrics import LazyLogs, PassMetrics, TrackedMetric, first_bad, metrics_in
 from ..optimizers import UpdatePlan
-from ..runtime import LENIENT, InFlight, Program, own_kernels, to_host
+from ..runtime import LENIENT, Draws, InFlight, Program, own_kernels, recomputing, to_host
 from ..utils.random import step_seed
 from .batch import BatchSender, DeviceGroup
 from .context import StepContext
@@ -321,6 +321,8 @@ class StepRunner:
             attached = [rates for _, rates in engine.state.attached]
             for rates in attached:
                 stack.enter_context(rates.in_step())
+            if isinstance(seed, Draws) and self.role == "train":  # not on the host
+                stack.enter_context(recomputing(engine.blocks, seed))
             for i, (batch, form, labels) in enumerate(group.unpack(inputs[:sent])):
                 seed(i)  # first, because the transform may draw random numbers
                 if self._transform is not None:

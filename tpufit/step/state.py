@@ -18,12 +18,26 @@ from torch.optim import Optimizer
 
 from ..errors import CheckpointMismatchError, StateLostError, few
 from ..optimizers import DeviceRates, HostCounters, UpdatePlan, device_state
-from ..runtime import HOST, DeviceState, Packing, Placement, copies, copy_into, launch, move, swap_value, to_host
+from ..runtime import (
+    HOST,
+    DeviceState,
+    Packing,
+    Placement,
+    Sharding,
+    copies,
+    copy_into,
+    launch,
+    lie_over,
+    move,
+    swap_value,
+    to_host,
+)
 from ..utils.random import RNGState
 from ..utils.replaced import replaced
 from .config import CompileConfig
 from .context import StepContext
 from .optimizer_state import OptimizerState
+from .sharding import bytes_of_a_core
 from .weights import check_weights, named_tensors
 
 
@@ -107,7 +121,7 @@ class TrainState:
     def of(self, optimizer: Optimizer) -> OptimizerState:
         """Return the state of an optimizer."""
         if optimizer not in self.optimizers:
-            self.optimizers[optimizer] = OptimizerState(optimizer, self._config)
+            self.optimizers[optimizer] = OptimizerState(optimizer, self._config, self._split_gradients)
         return self.optimizers[optimizer]
 
     def attach(self, optimizer: Optimizer) -> OptimizerState:
@@ -115,13 +129,21 @@ class TrainState:
         own = self.of(optimizer)
         if own.rates is None and not self.placement.on_host:
             own.create()
-            move(device_state(optimizer), self.placement)
+            self.device.shardings |= self.shardings(self.placement)
+            move(device_state(optimizer), self.placement, shardings=self.device.shardings)
             own.rates = DeviceRates(optimizer, self.placement)  # last: rates mark it as attached
         return own
 
     def pin(self, own: OptimizerState) -> None:
         """Keep the sharding of what a step of an optimizer has changed: else XLA may split the next step's inputs."""
         self.device.pin(own.tensors, self.placement)
+
+    def _split_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Split gradients like their parameters, inside a step."""
+        for parameter in parameters:
+            sharding = self.device.shardings.get(id(parameter))
+            if sharding is not None and parameter.grad is not None:
+                parameter.grad = self.placement.laid_out(parameter.grad, sharding)
 
     @contextmanager
     def taking_steps(self, context: StepContext) -> Iterator[None]:
@@ -167,6 +189,28 @@ class TrainState:
 
     # Where it is
 
+    def of_a_core(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes that each core holds of some tensors."""
+        return bytes_of_a_core(tensors, self.device.shardings, self.placement.count)
+
+    def shardings(self, placement: Placement) -> dict[int, Sharding]:
+        """Return the shardings of the tensors that are split over the cores, by their `id`.
+
+        What an optimizer, an accumulator or an average keeps of a parameter, of its shape, is split like it.
+
+        Args:
+            placement: The cores.
+        """
+        split = self._config.shard.shardings(self._owner.module, placement)
+        if not split:
+            return split
+        found = dict(split)
+        for own in {self.of(o): None for o in (*self.named_optimizers().values(), *self.optimizers)}:
+            for parameter, tensor in own.beside():
+                if id(parameter) in split and tensor.shape == parameter.shape:
+                    found[id(tensor)] = split[id(parameter)]
+        return found
+
     def move_to(self, placement: Placement) -> bool:
         """Move every tensor in place, without compiling anything.
 
@@ -181,14 +225,21 @@ class TrainState:
         for optimizer in self.named_optimizers().values():
             self.of(optimizer).create()
         tensors, names = self.tensors()
-        move(tensors.values(), placement, names)
-        launch(placement, "init")  # a second compile creates state where the weights are, which may be on the device
-        if placement == self.placement and [id(t) for t in self.device.tensors] == list(tensors):
+        shardings = self.shardings(placement)
+        moved = placement != self.placement
+        # A second compile creates state where the weights are, which may be on the device.
+        for tensor in tensors.values():
+            if id(tensor) in shardings and tensor.device.type != "cpu":
+                placement.pin(tensor, shardings[id(tensor)])
+        launch(placement, "init")
+        lie_over(tensors.values(), placement, shardings)
+        move(tensors.values(), placement, names, shardings)
+        if not moved and self.device.shardings == shardings and [id(t) for t in self.device.tensors] == list(tensors):
             return False
-        if placement != self.placement:
+        if moved:
             self._forget_rates()
         self.placement = placement
-        self.device = DeviceState(tensors.values(), packing=Packing(placement))
+        self.device = DeviceState(tensors.values(), shardings, Packing(placement))
         return True
 
     def write_back(self) -> None:
@@ -210,7 +261,7 @@ class TrainState:
         if len(tensors) == len(self.device.tensors):
             return False
         self.write_back()
-        self.device.replace(tensors.values())
+        self.device.replace(tensors.values(), self.shardings(self.placement))
         return True
 
     def reset(self, weights: Mapping[int, Tensor]) -> None:
@@ -235,7 +286,7 @@ class TrainState:
             )
         self.device.revive()  # only now: every lost value is sure to be replaced below
         kept = [tensor for key, (_, tensor) in owned.items() if key not in weights]
-        values = dict(zip(map(id, kept), to_host(kept, "state"), strict=True)) | dict(weights)
+        values = dict(zip(map(id, kept), to_host(kept, "state", together=True), strict=True)) | dict(weights)
         for key, (_, tensor) in owned.items():
             tensor.grad = None
             swap_value(tensor, values[key].detach().clone())
@@ -291,7 +342,8 @@ class TrainState:
         self.write_back()
         for own in self.optimizers.values():
             tensors = own.accumulator.tensors if own.accumulator is not None else []
-            copy_into(tensors, [torch.zeros(t.shape, dtype=t.dtype) for t in tensors], self.placement)
+            zeros = [torch.zeros(t.shape, dtype=t.dtype) for t in tensors]
+            copy_into(tensors, zeros, self.placement, self.device.shardings)
 
     def swap_ema(self, to: bool | None = None) -> None:
         """Swap the weights and their moving averages. Nothing is copied.
@@ -357,10 +409,11 @@ class TrainState:
         parameters = dict(self._owner.module.named_parameters())
         for name, optimizer in named.items():
             self.of(optimizer).adopt(name, parameters, saved.training)
-        move((t for optimizer in named.values() for t in device_state(optimizer)), self.placement)
+        shardings = self.shardings(self.placement)
+        move((t for optimizer in named.values() for t in device_state(optimizer)), self.placement, shardings=shardings)
         training = self._training_tensors()
         values = [saved.weights[name] for name in weights] + [saved.training[name] for name in training]
-        copy_into([*weights.values(), *training.values()], values, self.placement)
+        copy_into([*weights.values(), *training.values()], values, self.placement, shardings)
         for name, optimizer in named.items():
             self.of(optimizer).load_options(names, saved.optimizers[name])
         chosen = self.numbers.chosen_steps | saved.numbers["chosen_steps"]
@@ -436,7 +489,7 @@ class TrainState:
             if own.ema is not None:
                 own.ema.swapped = swapped
         self.numbers = before.numbers
-        copy_into(before.tensors, before.values, self.placement)
+        copy_into(before.tensors, before.values, self.placement, self.device.shardings)
         before.random.restore()
 
 

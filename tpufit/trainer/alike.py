@@ -68,10 +68,12 @@ def move(engine: Engine, placement: Placement, compared: bool = False) -> None:
         placement: The cores.
         compared: True to compare weights that are there already, too (default False).
     """
-    new = engine.state.placement != placement
+    several, new = placement.hosts > 1, engine.state.placement != placement
+    if several and new:  # first, as a split weight is put together of what all hosts send
+        _take_weights(engine)
     engine.move_to(placement)
-    if placement.hosts > 1 and (new or compared):
-        _take_weights(engine, placement)
+    if several and compared and not new:
+        _take_weights(engine)
 
 
 def take_seed() -> None:
@@ -103,9 +105,11 @@ def same_random_numbers(data: Stream | None = None) -> bool:
     return any(everyone(any(differ)))
 
 
-def _take_weights(engine: Engine, placement: Placement) -> None:
+def _take_weights(engine: Engine) -> None:
     engine.state.write_back()
     tensors, names = engine.state.tensors()
+    # A split one is the same on all hosts: each has a part of it.
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in engine.state.device.shardings}
     values = to_host(list(tensors.values()), "state")
     digests = everyone([_digest(value) for value in values])
     if len({len(one) for one in digests}) > 1:
@@ -115,7 +119,7 @@ def _take_weights(engine: Engine, placement: Placement) -> None:
         return
     theirs = broadcast([values[i] for i in differing])
     keys = list(tensors)
-    copy_into([tensors[keys[i]] for i in differing], theirs, placement)
+    copy_into([tensors[keys[i]] for i in differing], theirs, engine.state.placement)
     named = [names.get(keys[i], "state of an optimizer") for i in differing]
     warn(
         f"{counted(len(named), 'tensor')} differed between the hosts, and all have process 0's now: {few(named)}. Seed "

@@ -12,6 +12,7 @@ from ..checkpoint import find_checkpoint, saved_state
 from ..errors import counted
 from ..runtime import Cores, CoresArgument, is_first
 from ..step import Engine, FitOptions
+from ..utils.text import size
 from . import alike, loop
 from .arguments import (
     Schedule,
@@ -110,4 +111,15 @@ def _headline(engine: Engine, cores: Cores, size: int | None, before: list[float
     rate = f"lr {after[0]:g}"
     if before != after:
         rate = f"lr {before[0]:g} x {after[0] / before[0]:.4g} = {after[0]:g} ({engine.config.scale_lr})"
-    return f"{cores} | {batch} | {rate} | {engine.config.precision}"
+    return " | ".join(filter(None, [str(cores), batch, rate, engine.config.precision, _split(engine)]))
+
+
+def _split(engine: Engine) -> str:
+    """Return what is split over the cores, and what each of them holds; nothing if nothing is."""
+    state = engine.state.device
+    if not state.shardings:
+        return ""
+    parameters = list(engine.model.module.parameters())
+    split = sum(id(parameter) in state.shardings for parameter in parameters)
+    held, whole = engine.state.of_a_core(state.tensors), sum(tensor.nbytes for tensor in state.tensors)
+    return f"{split} of {counted(len(parameters), 'parameter')} split, {size(held)} of {size(whole)} state a core"

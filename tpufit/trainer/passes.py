@@ -83,7 +83,7 @@ class PassLoop:
         with feed, _ending(feed, self.interruption):
             groups: Iterator[list[DeviceGroup]] = feed
             if process_count() > 1:
-                groups = in_step(groups, f"{self.name} of epoch {epoch + 1}", data.per_host)
+                groups = in_step(groups, f"{self.name} of epoch {epoch + 1}", data.per_host, data.foreseen)
             for group, last in _knowing_the_last(groups, look_ahead):
                 if tells_begin:
                     callbacks.call(begin, run.tally.batches)

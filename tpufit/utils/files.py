@@ -2,20 +2,37 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
 import socket
+import struct
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from .users_code import warn
 
+# The names of safetensors for dtypes.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 LOCK = ".lock"  # the file in a folder that is locked
 # The errors of a file system that has no room for more, and of one that has no locks.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -74,6 +91,48 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         if found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+
+
+def write_one_by_one(
+    path: Path, tensors: Mapping[str, Tensor], values: Iterator[Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a safetensors file of tensors that need not be in memory together.
+
+    Args:
+        path: The file.
+        tensors: Tensors by name, of which only shape and dtype count. The widest dtypes come first, so that all lie at
+            whole multiples of their width.
+        values: Their values on the host, in the same order.
+        metadata: The file's own words about itself.
+
+    Raises:
+        OSError: The file system refused.
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "a.safetensors")
+        ...     write_one_by_one(file, {"a": torch.zeros(2)}, iter([torch.ones(2)]), {"format": "pt"})
+        ...     safetensors.torch.load_file(file)
+        {'a': tensor([1., 1.])}
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _ in tensors:
+            value = next(values)
+            file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del value  # before the next one comes
 
 
 def drop_drafts(folder: Path) -> None:

@@ -1,12 +1,12 @@
 """`replaced`: other methods for an object, for a while."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 
 @contextmanager
-def replaced(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: object, **methods: Any) -> Iterator[None]:
     """A context in which an object has other methods.
 
     Args:

@@ -19,6 +19,17 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.4g} TiB"
 
 
+def bytes_of(text: str) -> int:
+    """The number of bytes in a number with a unit, as compilers write it.
+
+    Example:
+        >>> bytes_of("1.5K"), bytes_of("20")
+        (1536, 20)
+    """
+    number = text.rstrip("KMGT")
+    return int(float(number) * (1 << 10 * (" KMGT".index(text[len(number) :] or " "))))
+
+
 def dtype_name(dtype: object) -> str:
     """The short name of one of PyTorch's dtypes.
 

@@ -1,5 +1,6 @@
 """`own_kernels`: operations that a TPU does better in other words than torch_xla's, for the time of a step's trace."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,6 +60,10 @@ def own_kernels(backend: str = "XLA") -> Iterator[None]:
             kernel = _kernel(getattr(torch.ops.aten, name).default, own)
             library.impl(name, kernel, f"Autograd{backend}")
             library.impl(name, kernel, backend)  # of torch.inference_mode
+        if backend == "XLA":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch says that it is replaced
+                library.impl("batch_norm", _batch_norm_in_autocast, "AutocastXLA")
     _depth += 1
     try:
         with own_multihead():
@@ -73,3 +78,15 @@ def _kernel(native: Any, own: Callable[..., Tensor | list[Tensor] | None]) -> Ca
         return native.decompose(*args, **kwargs) if result is None else result
 
     return kernel
+
+
+def _batch_norm_in_autocast(*args: Any) -> Tensor:
+    """Batch norm as CUDA's autocast has it: in the format of its input, with statistics in float32.
+
+    XLA's autocast makes the input float32 first, which doubles what a network of convolutions reads and writes.
+    """
+    if not _depth:
+        args = tuple(a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+    with torch.autocast("xla", enabled=False):
+        result: Tensor = torch.ops.aten.batch_norm(*args)
+        return result

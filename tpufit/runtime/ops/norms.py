@@ -49,8 +49,7 @@ def _channel_norm(
         scale = scale if weight is None else scale * weight.view(over_channels)
         y = (_widened(input) - running_mean.view(over_channels)) * scale
         y = y if bias is None else y + bias.view(over_channels)
-    # Autocast has a batch norm in float32, also the one that instance norm natively is.
-    return y if torch.is_autocast_enabled(input.device.type) else y.to(input.dtype)
+    return y.to(input.dtype)
 
 
 def group_norm(

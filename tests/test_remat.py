@@ -1,0 +1,191 @@
+"""`compile(remat=...)`: blocks compute their activations again in the backward pass, and training stays the same."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tpufit
+from tpufit.errors import ArgumentError
+
+
+class Block(nn.Module):
+    """All that a repetition may spoil: random numbers, running statistics, keywords, several outputs, autocast."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        # Without a bias: batch norm takes it out again, so that only rounding would train it.
+        self.narrow, self.batch_norm = nn.Linear(2 * width, width, bias=False), nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.batch_norm(self.narrow(F.gelu(self.wide(self.norm(x)))))
+        return x + self.dropout(y) * scale, y.mean(1, keepdim=True)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.dropout = nn.Linear(16, 4), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x[:, :1].sigmoid()
+        for block in self.blocks:
+            x, scale = block(x, scale=scale.sigmoid())
+        return self.head(self.dropout(x) * scale)
+
+
+class Shared(nn.Module):
+    """One block called three times, as in ALBERT, with a tensor from outside that trains too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.head = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), Outside()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = x + self.block(x)
+        self.head.outside = x.mean(0)
+        return self.head(x)
+
+
+class Outside(nn.Module):
+    """A block that is given a tensor by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+        self.outside: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        outside, self.outside = self.outside, self.outside
+        return self.linear(x * outside)
+
+
+def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.normal(size=(count, 16)).astype("float32"), random.integers(0, 4, count)
+
+
+def trained(net: nn.Module, cores: int, remat: object, **options: object) -> tuple[dict, dict[str, Tensor], int]:
+    """The logs, weights and number of graphs of a training with an uneven last batch."""
+    tpufit.set_random_seed(1)
+    model = tpufit.Model(copy.deepcopy(net))
+    model.compile(**({"optimizer": "adamw", "loss": "cross_entropy"} | options), remat=remat)  # type: ignore[arg-type]
+    model.fit(*rows(8 * cores * 3 + 5), batch_size=8, epochs=3, cores=cores, verbose=0)
+    return model.history.history, model.state_dict(), model.report().counts.graphs
+
+
+def assert_same_training(net: nn.Module, cores: int, remat: object, atol: float = 2e-6, **options: object) -> None:
+    kept, again = trained(net, cores, None, **options), trained(net, cores, remat, **options)
+    for name, values in kept[0].items():
+        np.testing.assert_allclose(again[0][name], values, rtol=1e-6 + atol)
+    for name, tensor in kept[1].items():
+        torch.testing.assert_close(again[1][name], tensor, rtol=0, atol=atol, msg=name)
+    assert again[2] == kept[2]
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.mark.cores(1, 8)
+def test_training_is_the_same(net: Net, cores: int) -> None:
+    assert_same_training(net, cores, True)
+
+
+@pytest.mark.slow
+@pytest.mark.cores(1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps_per_execution": 2},
+        {"accumulate_steps": 2, "use_ema": True, "global_clip_norm": 0.1},
+        {"jit_compile": False},
+        {"optimizer": "sgd", "metrics": ["accuracy"]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_training_is_the_same_with_other_options(net: Net, cores: int, options: dict) -> None:
+    assert_same_training(net, cores, True, **options)
+
+
+@pytest.mark.cores(1, 8)
+def test_in_bfloat16_only_rounding_differs(net: Net, cores: int) -> None:
+    assert_same_training(net, cores, True, atol=2e-3, precision="bf16", optimizer="sgd")
+
+
+@pytest.mark.cores(1)
+def test_the_first_layer_alone(net: Net, cores: int) -> None:
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Tanh()), nn.Linear(32, 4))
+    assert_same_training(mlp, cores, "0")
+
+
+@pytest.mark.cores(1)
+def test_one_block_called_again_and_tensors_from_outside(cores: int) -> None:
+    torch.manual_seed(0)
+    assert_same_training(Shared(), cores, ["block", "head"])
+
+
+@pytest.mark.cores(1)
+def test_a_custom_step_with_two_forward_passes(net: Net, cores: int) -> None:
+    class Own(tpufit.Model):
+        def train_step(self, batch):  # type: ignore[no-untyped-def]
+            x, y = batch
+            with torch.no_grad():
+                teacher = self(x).softmax(1)
+            first, second = self(x), self(x * 0.5)
+            loss = F.cross_entropy(first, y) + F.cross_entropy(second, teacher)
+            self.apply_gradients(loss)
+            return {"loss": loss}
+
+    def run(remat: object) -> dict[str, Tensor]:
+        tpufit.set_random_seed(2)
+        model = Own(copy.deepcopy(net))
+        model.compile("sgd", remat=remat)
+        model.fit(*rows(40), batch_size=8, epochs=2, cores=cores, verbose=0)
+        return model.state_dict()
+
+    kept, again = run(None), run(True)
+    for name, tensor in kept.items():
+        torch.testing.assert_close(again[name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.cores(1)
+def test_eagerly_it_changes_nothing(net: Net, cores: int) -> None:
+    assert_same_training(net, cores, True, atol=0, run_eagerly=True)
+
+
+@pytest.mark.parametrize(
+    ("remat", "net", "words"),
+    [
+        (True, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "finds none: name them, as in remat=\\['0'\\]"),
+        ("blocks.*", nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "has no such module; it has 0, 1"),
+        (["0", "layers.*"], nn.Sequential(nn.Linear(2, 2)), "names 'layers"),
+        (3, nn.Linear(2, 2), "must be None, True or patterns of module names, .* got 3"),
+        ([nn.Linear(2, 2)], nn.Linear(2, 2), "must be None, True or patterns"),
+    ],
+)
+def test_what_it_cannot_find_is_an_error(remat: object, net: nn.Module, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        tpufit.Model(net).compile("sgd", "mse", remat=remat)  # type: ignore[arg-type]
+
+
+@pytest.mark.cores(1)
+def test_the_blocks_python_sees_the_users_weights_afterwards(net: Net, cores: int) -> None:
+    model = tpufit.Model(net)
+    weights = {name: id(parameter) for name, parameter in net.named_parameters()}
+    model.compile("sgd", "cross_entropy", remat=True)
+    model.fit(*rows(16), batch_size=8, cores=cores, verbose=0)
+    assert {name: id(parameter) for name, parameter in net.named_parameters()} == weights
+    assert all("forward" not in vars(block) for block in net.blocks)
+    assert not hasattr(torch, "xla")

@@ -1,0 +1,318 @@
+"""`Gathering`: weights that are split over the cores are put together where a step uses them, and only there.
+
+Left alone, the partitioner may gather activations to compute with a core's own part of a weight. Here each function
+that takes a split weight and something else is given the whole weight, and its gradient is split again as soon as it is
+there: the partitioner then adds up only the part that a core keeps. A product keeps no whole weight for its backward
+pass, which gathers it once more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .bindings import xla
+from .placement import Placement, Sharding
+
+# Functions by name. Products, which autocast computes in its own format.
+_PRODUCTS = re.compile(
+    r"linear|bilinear|(__r?)?matmul(__)?|mm|bmm|mv|addmm|baddbmm|addmv|einsum|tensordot|conv(_transpose)?[123]d"
+)
+# Those that need no result of theirs for their gradient, and draw no random numbers, as products: to trace one a second
+# time costs the device no more than the weight.
+_GATHERED_AGAIN = re.compile(rf"{_PRODUCTS.pattern}|embedding|embedding_bag|index_select|(__r?)?mul(__)?")
+# What gives a weight, or a part of one, in another form.
+_VIEWS = re.compile(
+    r"t|transpose|swapaxes|permute|movedim|adjoint|view|view_as|reshape|flatten|unflatten|squeeze|unsqueeze|expand"
+    r"|__getitem__|narrow|select|chunk|split|tensor_split|unbind|contiguous|to|float|bfloat16|type_as"
+)
+# What computes nothing with a weight, though it is given one.
+_ASIDE = frozenset(("backward", "grad", "_make_subclass"))
+_VIEWING = frozenset((Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A split weight, or a view of one.
+
+    Attributes:
+        weight: The weight.
+        make: Makes the view of the whole weight.
+    """
+
+    weight: Tensor
+    make: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A call of a function that takes split weights.
+
+    Attributes:
+        func: The function.
+        leaves: Its arguments; of its tensors nothing.
+        spec: The nest of its arguments.
+        at: The places of its tensors among the leaves.
+        parts: What it takes of split weights, by the place of a tensor.
+        shardings: The weights' shardings, likewise.
+        placement: The cores.
+        dtype: The format that autocast computes it in; None if it doesn't.
+    """
+
+    func: Callable[..., Any]
+    leaves: Sequence[Any]
+    spec: TreeSpec
+    at: Sequence[int]
+    parts: Mapping[int, _Part]
+    shardings: Mapping[int, Sharding]
+    placement: Placement
+    dtype: torch.dtype | None
+
+    def __call__(self, tensors: Sequence[Tensor], after: Tensor | None = None) -> Any:
+        """Call the function.
+
+        Args:
+            tensors: Its tensors, with the split weights themselves.
+            after: Something that weights are gathered after (default: as early as the compiler likes).
+        """
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.at, tensors, strict=True):
+            part = self.parts.get(place)
+            leaves[place] = tensor if part is None else part.make(self._whole(tensor, self.shardings[place], after))
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.func(*args, **kwargs)
+
+    def _whole(self, weight: Tensor, sharding: Sharding, after: Tensor | None) -> Tensor:
+        if after is not None:
+            weight = _After.apply(self.placement, sharding, weight, after)  # type: ignore[no-untyped-call]
+        if self.dtype is not None and weight.dtype is torch.float32:
+            weight = weight.to(self.dtype)  # here, as it halves what travels
+        whole: Tensor = _Whole.apply(self.placement, sharding, weight)  # type: ignore[no-untyped-call]
+        return whole
+
+
+class _Whole(torch.autograd.Function):
+    """A split weight, whole on every core. Its gradient is split like it."""
+
+    @staticmethod
+    def forward(ctx: Any, placement: Placement, sharding: Sharding, weight: Tensor) -> Tensor:
+        ctx.placement, ctx.sharding = placement, sharding
+        return placement.gather(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, ctx.placement.laid_out(gradient, ctx.sharding)
+
+
+class _After(torch.autograd.Function):
+    """The same weight, for the compiler another one, which isn't there before something else is."""
+
+    @staticmethod
+    def forward(ctx: Any, placement: Placement, sharding: Sharding, weight: Tensor, other: Tensor) -> Tensor:
+        behind = [weight.clone(), other.clone()]
+        xla()._xla_optimization_barrier_(behind)
+        return placement.laid_out(behind[0], sharding)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, gradient, None
+
+
+class _GatheredAgain(torch.autograd.Function):
+    """A function of split weights, which are gathered for its backward pass once more.
+
+    The function is traced again there. Of its results only the weights' gradients are used, so that nothing else of it
+    is computed a second time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, use: _Use, *tensors: Tensor) -> Any:
+        ctx.use, ctx.autocast = use, _autocast(tensors[0].device.type)
+        ctx.save_for_backward(*tensors)
+        return use(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        further = torch.is_grad_enabled()  # if somebody wants a gradient of this gradient
+        needed = ctx.needs_input_grad[1:]
+        with torch.enable_grad(), ctx.autocast():
+            given = [
+                (t.view_as(t) if further else t.detach().requires_grad_()) if needs else t.detach()
+                for t, needs in zip(ctx.saved_tensors, needed, strict=True)
+            ]
+            result = ctx.use(given, after=gradient)
+            wanted = [t for t, needs in zip(given, needed, strict=True) if needs]
+            found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=further, allow_unused=True))
+        return None, *(next(found) if needs else None for needs in needed)
+
+
+def _autocast(kind: str) -> Callable[[], Any]:
+    """Make contexts with the autocast of now."""
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
+
+
+class _Now:
+    """What is traced at the moment.
+
+    Attributes:
+        paused: True while nothing is gathered.
+        mode: The mode of the trace, also where autograd has put it aside; None if nothing is split.
+    """
+
+    paused = False
+    mode: Gathering | None = None
+
+
+_now = _Now()
+
+
+@contextmanager
+def ungathered() -> Iterator[None]:
+    """A context in which split weights are computed with as they are, each core with its own part of them."""
+    before, _now.paused = _now.paused, True
+    try:
+        yield
+    finally:
+        _now.paused = before
+
+
+def gathering(shardings: Mapping[int, Sharding], placement: Placement) -> AbstractContextManager[object]:
+    """A context in which the functions of a step are given whole weights; without split ones it is none.
+
+    Args:
+        shardings: The shardings of split tensors, by their `id`.
+        placement: The cores.
+    """
+    return _gathering(Gathering(shardings, placement)) if shardings else nullcontext()
+
+
+@contextmanager
+def _gathering(mode: Gathering) -> Iterator[None]:
+    before, _now.mode = _now.mode, mode
+    try:
+        with mode:
+            yield
+    finally:
+        _now.mode = before
+
+
+def current() -> Gathering | None:
+    """The mode of the trace under way; None if nothing is split."""
+    return _now.mode
+
+
+class Gathering(TorchFunctionMode):
+    """Gives whole weights to the functions that a step calls.
+
+    Args:
+        shardings: The shardings of split tensors, by their `id`.
+        placement: The cores.
+    """
+
+    def __init__(self, shardings: Mapping[int, Sharding], placement: Placement) -> None:
+        super().__init__()
+        self._shardings, self._placement = dict(shardings), placement
+        self._views: Any = WeakIdKeyDictionary()
+        self._in_block = False
+
+    @contextmanager
+    def in_block(self) -> Iterator[None]:
+        """A context in which a block runs that will be computed again as a whole, its weights gathered with it."""
+        before, self._in_block = self._in_block, True
+        try:
+            yield
+        finally:
+            self._in_block = before
+
+    @contextmanager
+    def computing_again(self, weights: Mapping[str, Tensor], copies: dict[str, Tensor]) -> Iterator[None]:
+        """A context in which a block is computed again, in a backward pass, where function modes are off.
+
+        Args:
+            weights: The block's weights by name.
+            copies: What it is computed with this time. Copies of split weights are laid out like them.
+        """
+        split = {name: self._shardings[id(w)] for name, w in weights.items() if id(w) in self._shardings}
+        for name, sharding in split.items():
+            learns = copies[name].requires_grad
+            copies[name] = self._placement.laid_out(copies[name].detach(), sharding).requires_grad_(learns)
+            self._shardings[id(copies[name])] = sharding
+        try:
+            with self, self.in_block():
+                yield
+        finally:
+            for name in split:
+                del self._shardings[id(copies[name])]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if _now.paused or name in _ASIDE or (name in ("__get__", "__set__") and func not in _VIEWING):
+            return func(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        parts = {i: part for i in at if (part := self._part(leaves[i])) is not None}
+        if not parts:
+            return func(*args, **kwargs)
+        if len(parts) == len(at):
+            result = func(*args, **kwargs)
+            if len(at) == 1 and (_VIEWS.fullmatch(name) or func in _VIEWING):
+                self._note_views(func, leaves, spec, at[0], parts[at[0]], result)
+            return result
+        if (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
+            return func(*args, **kwargs)  # it writes into one of them
+        return self._call(func, name, leaves, spec, at, parts)
+
+    def _part(self, tensor: Tensor) -> _Part | None:
+        if id(tensor) in self._shardings:
+            return _Part(tensor, lambda whole: whole)
+        found: _Part | None = self._views.get(tensor)
+        return found
+
+    def _note_views(self, func: Any, leaves: list[Any], spec: TreeSpec, at: int, part: _Part, result: Any) -> None:
+        """Note how a function makes views of a split weight."""
+        several = isinstance(result, (tuple, list))
+
+        def view(whole: Tensor, index: int) -> Tensor:
+            args, kwargs = tree_unflatten([*leaves[:at], part.make(whole), *leaves[at + 1 :]], spec)
+            made = func(*args, **kwargs)
+            one: Tensor = made[index] if several else made
+            return one
+
+        leaves = [*leaves[:at], None, *leaves[at + 1 :]]
+        for index, tensor in enumerate(result if several else [result]):
+            if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and id(tensor) not in self._shardings:
+                self._views[tensor] = _Part(part.weight, lambda whole, index=index: view(whole, index))  # type: ignore[misc]
+
+    def _call(
+        self, func: Any, name: str, leaves: list[Any], spec: TreeSpec, at: list[int], parts: dict[int, _Part]
+    ) -> Any:
+        tensors = [parts[i].weight if i in parts else leaves[i] for i in at]
+        kind = tensors[0].device.type
+        casts = _PRODUCTS.fullmatch(name) and torch.is_autocast_enabled(kind)
+        use = _Use(
+            func=func,
+            leaves=[None if i in at else leaf for i, leaf in enumerate(leaves)],
+            spec=spec,
+            at=at,
+            parts=parts,
+            shardings={i: self._shardings[id(part.weight)] for i, part in parts.items()},
+            placement=self._placement,
+            dtype=torch.get_autocast_dtype(kind) if casts else None,
+        )
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if learns and not self._in_block and _GATHERED_AGAIN.fullmatch(name):
+            return _GatheredAgain.apply(use, *tensors)  # type: ignore[no-untyped-call]
+        return use(tensors)

@@ -1,0 +1,168 @@
+"""`ShardConfig`: the parameters of a module that are split over the cores, and how."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, few
+from ..runtime import Placement, Sharding
+
+ShardArgument = str | Mapping[str, int | None] | None
+
+# What is smaller than this many bytes stays whole: to gather it takes longer than it saves.
+_SMALL = 1 << 15
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """The parameters that are split over the cores; with the defaults none is.
+
+    Attributes:
+        largest: True to split each large parameter along its best dimension.
+        dims: The dimension of each parameter that a pattern names, by its first name; None for one that stays whole.
+    """
+
+    largest: bool = False
+    dims: Mapping[str, int | None] | None = None
+
+    @classmethod
+    def of(cls, shard: Any, module: nn.Module) -> ShardConfig:
+        """Check the argument of `compile`.
+
+        Args:
+            shard: The argument.
+            module: The module.
+
+        Raises:
+            ArgumentError: It is neither None, nor "fsdp", nor a dict of patterns that fit the module.
+
+        Example:
+            >>> ShardConfig.of({"*.weight": 0}, nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))).dims
+            {'0.weight': 0, '1.weight': 0}
+        """
+        if shard is None or shard == "fsdp":
+            return cls(largest=shard is not None)
+        if not isinstance(shard, Mapping):
+            raise ArgumentError(
+                "shard must be None, 'fsdp' or a dict of dimensions by patterns of parameters' names, such as "
+                f"{{'blocks.*.weight': 0}}, got {shard!r}"
+            )
+        owners: dict[int, str] = {}
+        dims: dict[str, int | None] = {}
+        by: dict[str, tuple[str, int | None]] = {}  # the name and layout that decided a parameter's
+        matched: set[str] = set()
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            fitting = [pattern for pattern in shard if fnmatchcase(name, pattern)]
+            matched.update(fitting)
+            dim = _dimension(fitting[0], shard[fitting[0]], name, parameter) if fitting else None
+            owner = owners.setdefault(id(parameter), name)
+            first, other = by.setdefault(owner, (name, dim))
+            if other != dim:
+                raise ArgumentError(
+                    f"shard gives one tied parameter two layouts: {first} {_said(other)}, {name} {_said(dim)}. Give "
+                    "both names the same dimension"
+                )
+            if dim is not None:
+                dims[owner] = dim
+        _check_matched(shard, matched, module)
+        return cls(dims=dims)
+
+    @property
+    def active(self) -> bool:
+        """True if any parameter may be split."""
+        return self.largest or bool(self.dims)
+
+    def shardings(self, module: nn.Module, placement: Placement) -> dict[int, Sharding]:
+        """The shardings of the parameters that are split, by their `id`.
+
+        Args:
+            module: The module.
+            placement: The cores. One core, and the host, split nothing.
+        """
+        if not placement.has_mesh or placement.count == 1 or not self.active:
+            return {}
+        named = ((p, self._axis(name, p, placement.count)) for name, p in module.named_parameters())
+        return {id(parameter): Sharding(axis) for parameter, axis in named if axis is not None}
+
+    def _axis(self, name: str, parameter: Tensor, cores: int) -> int | None:
+        if not self.largest:
+            return (self.dims or {}).get(name)
+        if parameter.nbytes < _SMALL:
+            return None
+        return best_dimension(parameter.shape, cores)
+
+
+def best_dimension(shape: Iterable[int], cores: int) -> int | None:
+    """The dimension along which a tensor is best split: the largest that the cores divide, else the largest.
+
+    Args:
+        shape: The tensor's shape.
+        cores: The number of cores.
+
+    Returns:
+        The dimension; None if all are smaller than the cores.
+
+    Example:
+        >>> best_dimension((512, 2048), 8), best_dimension((50257, 768), 8), best_dimension((50257, 3), 8)
+        (1, 1, 0)
+    """
+    sizes = [(size % cores == 0, size, -i) for i, size in enumerate(shape) if size >= cores]
+    return -max(sizes)[2] if sizes else None
+
+
+def bytes_of_a_core(tensors: Iterable[Tensor], shardings: Mapping[int, Sharding], cores: int) -> int:
+    """The bytes that each core holds of some tensors.
+
+    Args:
+        tensors: The tensors.
+        shardings: The shardings of those that are split, by their `id`.
+        cores: The number of cores.
+    """
+    total = 0
+    for tensor in tensors:
+        shape, axis = list(tensor.shape), shardings.get(id(tensor), Sharding.WHOLE).axis
+        if axis is not None:
+            shape[axis] = -(-shape[axis] // cores)
+        total += math.prod(shape) * tensor.element_size()
+    return total
+
+
+def _dimension(pattern: str, dim: Any, name: str, parameter: Tensor) -> int | None:
+    if dim is None:
+        return None
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise ArgumentError(f"shard[{pattern!r}] must be a dimension (a whole number) or None, got {dim!r}")
+    if not -parameter.dim() <= dim < parameter.dim():
+        raise ArgumentError(
+            f"shard[{pattern!r}] is dimension {dim}, and {name} of shape {tuple(parameter.shape)} has "
+            f"{parameter.dim()}. Give it another, or None before this pattern: the first that fits a name counts"
+        )
+    return dim % parameter.dim()
+
+
+def _said(dim: int | None) -> str:
+    return "is whole" if dim is None else f"is split along dimension {dim}"
+
+
+def _check_matched(shard: Mapping[str, Any], matched: set[str], module: nn.Module) -> None:
+    for pattern in shard:
+        if pattern in matched:
+            continue
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        buffers = [name for name, _ in module.named_buffers() if fnmatchcase(name, pattern)]
+        if buffers:
+            raise ArgumentError(
+                f"shard[{pattern!r}] names buffers only ({few(buffers)}), which stay whole: leave it out"
+            )
+        near = difflib.get_close_matches(str(pattern), names, 3, 0.3) or names[:3]
+        raise ArgumentError(
+            f"shard[{pattern!r}] fits the name of no parameter. A * stands for anything, as in 'blocks.*.weight'; "
+            f"some names: {', '.join(near) or 'none, as the module has no parameters'}"
+        )
