@@ -3,8 +3,8 @@
     python tests/benchmarks/engine.py [--quick] [--only NAME] [--rounds 3] [--out DIR]
 
 Each measured thing runs in a process of its own, one after the other, and all of them once a round. A complete run
-writes `results/engine.json` and `results/engine.png`; `--quick` and `--only` (a group or a part of a row's name) only
-print, unless `--out` says where to write. What the rows are: README.md in this folder.
+writes `results/engine.json`; `--quick` and `--only` (a group or a part of a row's name) only print, unless `--out` says
+where to write. What the rows are: README.md in this folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Row:
     Attributes:
         group: The table that it stands in.
         name: What `--only` and the JSON call it.
-        label: What the tables and the plot call it.
+        label: What the tables call it.
         contender: The function that runs it, in `contenders_torch.py` or `contender_keras.py`.
         workload: Its name in `workloads.py`.
         options: More for that function: `cores`, `compile`, `fit`, `fits` (a call of `fit` for each epoch, all of which
@@ -312,15 +312,9 @@ def versions() -> dict[str, str]:
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """The numbers, and the plot if matplotlib is there."""
+    """The numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "engine.json").write_text(json.dumps(report, indent=1) + "\n")
-    try:
-        import plot
-    except ModuleNotFoundError as error:
-        print(f"no plot: {error}")
-    else:
-        plot.draw(report, folder / "engine.png")
 
 
 if __name__ == "__main__":

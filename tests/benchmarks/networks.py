@@ -154,6 +154,7 @@ class Training:
         words: True if a row is words of a vocabulary, and not numbers.
         slices: The TPUs that it is compiled for.
         precision: As in `Model.compile`.
+        remat: As in `Model.compile`.
         peer: The name of the same network in `keras_networks.py`; empty if it isn't compared with peers.
     """
 
@@ -164,6 +165,7 @@ class Training:
     words: bool = False
     slices: tuple[str, ...] = ("v5e-8",)
     precision: str = "bf16"
+    remat: bool | None = None
     peer: str = ""
 
     def batch(self, cores: int) -> tuple[Tensor, Tensor]:
@@ -182,6 +184,7 @@ TRAININGS = {
     "GPT 4 x 512 in float32": _text(_gpt, (512,), 8, precision="fp32", peer="GPT"),
     "ResNet-50": Training(resnet50, (3, 224, 224), 16, slices=_ALL, peer="ResNet-50"),
     "GPT-2 small": _text(GPT2, (1024,), 4),
+    "GPT-2 small with remat": _text(GPT2, (1024,), 8, remat=True),
     "BERT base": Training(BERT, (128,), 32, words=True),
     "GPT-2 XL": _text(partial(GPT2, width=1600, depth=48), (1024,), 1),
     "ViT-S/16": Training(ViT, (3, 224, 224), 64, peer="ViT-S/16"),

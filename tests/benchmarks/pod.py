@@ -6,14 +6,17 @@ Pods are played by processes of one machine (`tests/pod/`), each of which comput
 whole step says nothing. What can be measured is the host's own work: to agree over sockets, and to send rows.
 """
 
+import datetime
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+from engine import HERE, machine
 from pods import Pod
 
 CODE = """
@@ -45,15 +48,39 @@ for rows, width in ((128, 784), (256, 3 * 224 * 224)):
         own = whole[: rows * len(shards) // placement.count].clone()
         send = lambda: send_rows([own], rows, placement)
     found[f"send {rows} x {width}"] = median(send, 30)
+
+# A small convolutional net: a step of a fit, and the agreements that it needs.
+from torch import nn
+from tpufit.runtime import hosts
+
+count, agree_of = [0], hosts.Group.agree
+
+def counted(*arguments):
+    count[0] += 1
+    return agree_of(*arguments)
+
+hosts.Group.agree = counted
+torch.manual_seed(0)
+x, y = torch.randn(4096, 1, 28, 28), torch.randint(0, 10, (4096,))
+convs = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)
+model = tpufit.Model(nn.Sequential(*convs, nn.Flatten(), nn.Linear(9216, 10)))
+model.compile("sgd", "cross_entropy", metrics=["accuracy"])
+model.fit(x, y, batch_size=16, verbose=0)
+count[0], began = 0, perf_counter()
+model.fit(x, y, batch_size=16, verbose=0)
+found["step"], found["agreements a step"] = 1e3 * (perf_counter() - began) / 64, count[0] / 64
 json.dump(found, open(f"found{me}.json", "w"))
 """
 
 if __name__ == "__main__":
+    report: dict[str, Any] = {"date": datetime.datetime.now(datetime.timezone.utc).date().isoformat()}
+    report |= {"machine": machine(), "load": os.getloadavg()[0], "milliseconds": {}}
     for hosts, cores in ((1, 4), (2, 2), (4, 1)):
         with tempfile.TemporaryDirectory() as folder:
             ended = Pod(hosts, cores, Path(folder)).run(CODE)
             assert [host.code for host in ended] == [0] * hosts, ended[0].err
             found = [json.loads(Path(folder, f"found{host}.json").read_text()) for host in range(hosts)]
-        print(
-            f"{hosts} hosts x {cores} cores, ms: ", {name: round(max(f[name] for f in found), 3) for name in found[0]}
-        )
+        slowest = {name: round(max(f[name] for f in found), 3) for name in found[0]}
+        report["milliseconds"][f"{hosts} x {cores}"] = slowest
+        print(f"{hosts} hosts x {cores} cores, ms: {slowest}")
+    (HERE / "results" / "pod.json").write_text(json.dumps(report, indent=1) + "\n")

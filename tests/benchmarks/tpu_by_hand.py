@@ -57,7 +57,7 @@ def traced(training: Training) -> tuple[bytes, dict[str, Any]]:
             facts = {"source": source, "name": "", "shape": list(value.shape), "nbytes": value.nbytes}
             arguments.append(facts | {"donated": source == "state", "axis": 0 if source == "input" else None})
         facts = {"role": "train", "cause": "", "rows": len(x), "steps": 1, "arguments": arguments, "lines": []}
-        return xla._get_xla_tensors_hlo_proto(roots), facts | {"precision": training.precision}
+        return xla._get_xla_tensors_hlo_proto(roots), facts | {"precision": training.precision, "remat": False}
 
 
 def main(name: str, folder: Path) -> None:

@@ -76,7 +76,8 @@ def main(name: str, folder: Path, on: Slice, compiles: bool) -> None:
     if not compiles:
         (folder / "0.hlo").write_bytes(program.compiler_ir("hlo").as_serialized_hlo_module_proto())
         facts = {"role": "train", "cause": "", "rows": training.rows * on.devices, "steps": 1, "arguments": []}
-        (folder / TRACED).write_text(json.dumps({"0": facts | {"lines": [], "precision": training.precision}}))
+        facts |= {"lines": [], "precision": training.precision, "remat": False}
+        (folder / TRACED).write_text(json.dumps({"0": facts}))
         return
     began = time.perf_counter()
     compiled = program.compile()

@@ -177,7 +177,9 @@ def flights(network: str, contender: str) -> list[tuple[str, Flight]]:
             net = training.make()
         model = tpufit.Model(net)
         optimizer = torch.optim.AdamW(net.parameters())
-        model.compile(optimizer, training.loss, metrics=["accuracy"], precision=training.precision)
+        model.compile(
+            optimizer, training.loss, metrics=["accuracy"], precision=training.precision, remat=training.remat
+        )
         x, y = training.batch(CORES)
         flight = flight_of(model._engine, {"x": x, "y": y, "batch_size": training.rows} | quiet)
         return [(network, PEERS[contender](**vars(flight), name=network) if contender in PEERS else flight)]

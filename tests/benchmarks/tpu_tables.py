@@ -53,6 +53,7 @@ def comparison(folder: Path) -> None:
     if not rows:
         return
     text = f"# The same training steps by tpufit, by Keras on JAX, and by hand\n\n{_HEAD}\n" + "\n".join(lines) + "\n"
+    text += _precisions(folder)
     (folder / "tpu_peers.md").write_text(text)
     print(text)
     if differ:
@@ -63,6 +64,20 @@ _HEAD = """\
 | network | TPU | step | million cycles | to Keras's | MB read and written | to Keras's | temporaries, MB | to Keras's \
 | GFLOP traced | compiled | sums between cores | gathers |
 | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |"""
+
+
+def _precisions(folder: Path) -> str:
+    """What `precision.py` has found, by seed."""
+    path = folder / "precision.json"
+    if not path.exists():
+        return ""
+    rows = json.loads(path.read_text())["rows"]
+    kinds = list(next(iter(rows.values())))
+    lines = ["", "Rows held out, after training on XLA's CPU:", "", f"| training | {' | '.join(kinds)} |"]
+    lines.append("| --- |" + " --- |" * len(kinds))
+    for name, found in rows.items():
+        lines.append(f"| {name} | {' | '.join(', '.join(f'{n:.4f}' for n in found[kind]) for kind in kinds)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _cells(row: tuple[str, str], name: str, one: dict[str, Any], keras: dict[str, Any] | None) -> str:
