@@ -2,6 +2,7 @@
 # make check   the quick tests
 # make test    all tests but the exhaustive ones
 # make soak    the exhaustive ones; .ci/run runs both
+# make docs    the site, in build/site
 #
 # The first of them builds .venv. PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
 
@@ -16,7 +17,7 @@ READY := .venv/ready
 export PJRT_DEVICE := CPU
 unexport CPU_NUM_DEVICES
 
-.PHONY: demo check test soak lint
+.PHONY: demo check test soak docs lint
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -29,8 +30,12 @@ test: lint
 	$(PYTEST) -m "not soak"
 
 soak: $(READY)
-	$(BIN)/python -m pip install --editable '.[test,examples,libraries]'
+	$(BIN)/python -m pip install --editable '.[test,examples,libraries,docs]'
 	$(PYTEST) -m soak
+
+docs: $(READY)
+	$(BIN)/python -m pip install --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/mkdocs.yml
 
 lint: $(READY)
 	$(BIN)/ruff check .
