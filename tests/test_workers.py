@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import tpufit
+from tpufit.callbacks import Callback
 from tpufit.errors import DataError
 
 pytestmark = [
@@ -84,6 +85,48 @@ def test_a_killed_worker_is_named(cores):
     with pytest.raises(DataError, match=r"worker \d \(pid \d+, killed by signal 9\) of the DataLoader ended.*memory"):
         train(cores, fault=killed, num_workers=2)
     assert len(train(cores)[1]["loss"]) == 2  # the process goes on
+
+
+class DeathInABatch(Callback):
+    """Lets the only worker die in the middle of its hook, and PyTorch's handler of SIGCHLD run there."""
+
+    def __init__(self, allowed):
+        self.allowed = allowed
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.allowed.touch()
+        while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.001)  # the worker is to be seen before the loader asks for it, each 5 s
+        signal.raise_signal(signal.SIGCHLD)
+
+
+def test_a_death_is_no_error_in_the_middle_of_a_callback(cores, tmp_path):
+    list(DataLoader(Points(), num_workers=1))  # in the main thread, where PyTorch sets its handler
+    handler, allowed = signal.getsignal(signal.SIGCHLD), tmp_path / "allowed"
+    assert "signal_handling" in handler.__module__
+
+    def killed_when_allowed(i):
+        while i == 40 and not allowed.exists():
+            time.sleep(0.001)
+        killed(i)
+
+    model = tpufit.Model(nn.Linear(2, 2))
+    model.compile("sgd", "cross_entropy")
+    loader = DataLoader(Points(killed_when_allowed), batch_size=16 // cores, num_workers=1)
+    with pytest.raises(DataError, match="killed by signal 9"):
+        model.fit(loader, callbacks=[DeathInABatch(allowed)], verbose=0, cores=cores)
+    assert signal.getsignal(signal.SIGCHLD) is handler
+
+
+def test_the_look_at_validation_data_reads_one_batch(cores, tmp_path):
+    def noted(i):
+        (tmp_path / str(i)).touch()
+
+    model = tpufit.Model(nn.Linear(2, 2))
+    model.compile("sgd", "cross_entropy")
+    held_out = DataLoader(Points(noted), batch_size=4, num_workers=2)
+    model.fit(DataLoader(Points(), batch_size=4), validation_data=held_out, validation_freq=2, verbose=0, cores=cores)
+    assert {int(file.name) for file in tmp_path.iterdir()} == {0, 1, 2, 3}
 
 
 def test_a_hanging_worker_is_named(cores):

@@ -272,11 +272,14 @@ class Loader(Source):
         if self._share is not None:  # it may be another host's
             return None
         # A worker that isn't forked takes seconds to start.
-        if isinstance(self.loader.batch_sampler, Iterator) or self.loader.multiprocessing_context is not None:
+        batches: Any = self.loader.batch_sampler
+        if isinstance(batches, Iterator) or self.loader.multiprocessing_context is not None:
             return None
+        if not self.loader.num_workers:
+            return next(read(self.loader))
         one = {"num_workers": 1, "persistent_workers": False}  # each worker is a process to start
-        workers = self.loader.num_workers
-        return next(read(_over(self.loader, self.loader.batch_sampler, **one) if workers else self.loader))
+        # Of this batch alone: a worker that reads on may die while it is being ended, and PyTorch prints that.
+        return next(read(_over(self.loader, list(islice(batches, 1)), **one)))
 
     def sizes(self) -> tuple[int, int] | None:
         batches, size = self.loader.batch_sampler, self.batch_size

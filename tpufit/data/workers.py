@@ -1,6 +1,8 @@
 """Reading a `DataLoader`: its workers are forked safely, and named when they die or hang."""
 
 import gc
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -59,6 +61,25 @@ def _forking() -> Iterator[None]:
             yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def deaths_found_by_readers() -> Iterator[None]:
+    """Let only a read notice that a worker died.
+
+    PyTorch's handler of SIGCHLD raises in whatever the main thread runs when a worker dies, be it a callback or a save.
+    Without it the loader looks at its workers after each 5 seconds of waiting, and raises where a batch is due.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    raises = getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling"
+    if not raises or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _explained(loader: DataLoader[Any], batches: Any, message: str) -> str | None:

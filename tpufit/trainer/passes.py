@@ -21,6 +21,7 @@ from ..data import Stream
 from ..data.inline import BatchReader, InlineReader
 from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..data.sampling import rows_of
+from ..data.workers import deaths_found_by_readers
 from ..diagnostics.report import Pass
 from ..runtime import add_seconds, agree, fetch, fetch_rows, gather_rows, process_count, timing, together
 from ..step import DeviceGroup, Engine, StepRunner, joined, modes_kept
@@ -219,7 +220,7 @@ def predict(
 @contextmanager
 def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
     """Whatever happens, end the callbacks, expose the weights, and restore the mode of each layer."""
-    with modes_kept(engine.model.module), together():
+    with modes_kept(engine.model.module), together(), deaths_found_by_readers():
         try:
             # Innermost, so that callbacks get the error that the user gets.
             with engine.noticing_loss():
