@@ -1,8 +1,32 @@
-"""What a terminal shows of a text with control sequences."""
+"""A terminal to run code in, and what it shows of a text with control sequences."""
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def in_a_terminal(code: str, **environ: str) -> str:
+    """Run code in a Python whose standard streams are a (pseudo-)terminal, and return all that it wrote there."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(ROOT), **environ}
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    written = b""
+    while True:
+        try:
+            written += os.read(ours, 65536)
+        except OSError:  # how a terminal says that nobody writes to it any more
+            break
+    os.close(ours)
+    assert child.wait(timeout=60) == 0, written.decode()
+    return written.decode()
 
 
 def on_screen(text: str) -> list[str]:

@@ -1,10 +1,7 @@
 """The progress bar and the plain lines: their text, how often logs are read, and what an error leaves behind."""
 
 import io
-import os
-import pty
 import re
-import subprocess
 import sys
 import time
 from collections.abc import MutableMapping
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 from fake_model import FakeModel
 from rich.console import Console
-from screen import on_screen
+from screen import in_a_terminal, on_screen
 
 from tpufit.callbacks import ProgbarLogger
 from tpufit.callbacks._support.progress_line import ProgressLine
@@ -333,23 +330,6 @@ def test_an_error_leaves_no_plain_line(clock, capsys):
             progress.on_epoch_begin(0, {})
         getattr(progress, f"on_{broken}_end")({})
     assert capsys.readouterr().out == ""
-
-
-def in_a_terminal(code, **environ):
-    """Run code in a Python whose standard output is a (pseudo-)terminal. Returns what came out."""
-    ours, theirs = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(ROOT), **environ}
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
-    os.close(theirs)
-    out = b""
-    while True:
-        try:
-            out += os.read(ours, 65536)
-        except OSError:  # how a terminal says that nobody writes to it any more
-            break
-    os.close(ours)
-    assert child.wait(timeout=60) == 0, out.decode()
-    return out.decode()
 
 
 def test_a_real_terminal():

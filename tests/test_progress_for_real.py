@@ -2,14 +2,13 @@
 
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from screen import on_screen
+from screen import in_a_terminal, on_screen
 
 ROOT = Path(__file__).resolve().parent.parent
 FIT = """
@@ -46,19 +45,8 @@ def environment(**more):
 
 
 def test_a_terminal_shows_bars_that_say_when_they_compile():
-    ours, theirs = pty.openpty()
-    environ = environment(TERM="xterm-256color", COLUMNS="110")
-    child = subprocess.Popen([sys.executable, "-c", FIT], stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
-    os.close(theirs)
-    out = b""
-    while True:
-        try:
-            out += os.read(ours, 65536)
-        except OSError:  # how a terminal says that nobody writes to it any more
-            break
-    os.close(ours)
-    assert child.wait(timeout=60) == 0, out.decode()
-    assert [without_numbers(line) for line in on_screen(out.decode()) if "sharding_propagation" not in line] == [
+    out = in_a_terminal(FIT, TERM="xterm-256color", COLUMNS="110", TF_CPP_MIN_LOG_LEVEL="2")
+    assert [without_numbers(line) for line in on_screen(out) if "sharding_propagation" not in line] == [
         HEAD,
         "printed 0",
         f"Epoch 1/2 {BAR} 4/4 T - S samples/s - {ALL_LOGS}",
@@ -66,7 +54,7 @@ def test_a_terminal_shows_bars_that_say_when_they_compile():
         f"Epoch 2/2 {BAR} 4/4 T - S samples/s - {ALL_LOGS}",
         f"Evaluate {BAR} 4/4 T - S samples/s - {LOGS}",
     ]
-    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.decode())
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
     assert re.search(rf"Epoch 1/2 {BAR} 0/4 compiling\.\.\. \d\.\ds", drawn)
 
 

@@ -6,16 +6,16 @@ The training runs in a pseudo-terminal, and what that terminal would show is wri
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import subprocess
 import sys
 
 from looks import FOLDER, ROOT
 from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI, TerminalTheme
 from rich.text import Text
+
+sys.path.insert(0, str(ROOT / "tests"))
+from screen import in_a_terminal
 
 COLUMNS = 126
 TRAINING = """
@@ -33,26 +33,6 @@ model = tpufit.Model(net)
 model.compile(optimizer="adamw", loss="cross_entropy", metrics=["accuracy"])
 model.fit((images / 16).astype("float32"), labels, batch_size=2, epochs=3, cores=8)
 """
-
-
-def run() -> str:
-    """Run the training in a terminal, and return all that it writes, control sequences included."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
-    environment["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    child = subprocess.Popen(
-        [sys.executable, "-c", TRAINING], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-    written = b""
-    while True:
-        try:
-            written += os.read(ours, 65536)
-        except OSError:  # so a terminal says that nobody writes to it any more
-            break
-    os.close(ours)
-    assert child.wait() == 0, written.decode()
-    return written.decode()
 
 
 def on_screen(written: str) -> list[str]:
@@ -83,7 +63,7 @@ def picture(lines: list[str], theme: TerminalTheme) -> str:
 
 
 if __name__ == "__main__":
-    written = run()
+    written = in_a_terminal(TRAINING, TERM="xterm-256color", COLUMNS=str(COLUMNS), TF_CPP_MIN_LOG_LEVEL="2")
     third = [match.end() for match in re.finditer(r"Epoch 3/3[^\n\r]*", written)]
     lines = on_screen(written[: third[len(third) // 2]])
     FOLDER.mkdir(parents=True, exist_ok=True)

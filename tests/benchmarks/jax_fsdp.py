@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from jax_mesh import mesh_of
 from networks import TRAININGS
 
 from tpufit.preflight.compiling import figures
@@ -68,13 +68,7 @@ def lowered(name: str, on: Slice) -> Any:
     """The step, lowered for a slice."""
     training, own = TRAININGS[name], shapes(name)
     depth = len({key.split(".")[1] for key in own if key.startswith("blocks.")})
-    chips = topologies.get_topology_desc(
-        platform="tpu",
-        topology_name=on.topology,
-        chips_per_host_bounds=on.chips_per_host_bounds,
-        chip_config_name=on.chip.config,
-    )
-    mesh = Mesh(np.array(chips.devices[: on.devices]), ("data",))
+    mesh = mesh_of(on)
     rows = NamedSharding(mesh, PartitionSpec("data"))
 
     def sharding(shape: tuple[int, ...]) -> NamedSharding:

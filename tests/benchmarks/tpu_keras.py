@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import keras
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from jax_mesh import mesh_of
 from keras_networks import NETWORKS
 from networks import TRAININGS, Training
 
@@ -50,13 +50,7 @@ def lowered(training: Training, on: Slice) -> Any:
         hits = accuracy.stateless_update_state(hits, y, predicted)
         return trainable, others, optimizing, losses, hits
 
-    chips = topologies.get_topology_desc(
-        platform="tpu",
-        topology_name=on.topology,
-        chips_per_host_bounds=on.chips_per_host_bounds,
-        chip_config_name=on.chip.config,
-    )
-    mesh = Mesh(np.array(chips.devices[: on.devices]), ("data",))
+    mesh = mesh_of(on)
     whole, divided = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
     variables = (
         model.trainable_variables, model.non_trainable_variables, optimizer.variables, mean.variables,

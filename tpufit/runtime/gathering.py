@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .bindings import xla
+from .lazy import behind_barrier
 from .placement import Placement, Sharding
 
 # Functions by name. Products, which autocast computes in its own format.
@@ -118,9 +118,8 @@ class _After(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, placement: Placement, sharding: Sharding, weight: Tensor, other: Tensor) -> Tensor:
-        behind = [weight.clone(), other.clone()]
-        xla()._xla_optimization_barrier_(behind)
-        return placement.laid_out(behind[0], sharding)
+        behind, _ = behind_barrier([weight, other])
+        return placement.laid_out(behind, sharding)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -63,6 +63,13 @@ def same_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [found[handle] for handle in handles(tensors)]
 
 
+def behind_barrier(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors of the same values, which the compiler takes for others, and which exist once all of them do."""
+    apart = [tensor.detach().clone() for tensor in tensors]
+    xla()._xla_optimization_barrier_(apart)
+    return apart
+
+
 def pending_elsewhere(known: Iterable[Tensor]) -> list[Tensor]:
     """The pending tensors that only user code knows: in an attribute, a list, a closure. They come in order of birth.
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..utils.replaced import replaced
 from . import gathering
-from .bindings import xla
 from .draws import Draws
+from .lazy import behind_barrier
 
 
 @contextmanager
@@ -108,10 +108,10 @@ class _Region:
     def _again(self, leaves: tuple[Any, ...]) -> Any:
         # Behind a barrier, or the compiler would find that it has all of this already, and keep it. The gradients are
         # behind it too, or this could be computed long before it is needed.
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(self._weights.values())
         names = list(self._weights)
-        apart = behind_barrier([*tensors, *self._weights.values(), *self.gradients])
-        inputs = iter(apart)
+        apart = behind_barrier([*tensors, *self.gradients])
+        inputs = iter([copy.requires_grad_(t.requires_grad) for copy, t in zip(apart, tensors, strict=False)])
         leaves = tuple(next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         weights = {name: next(inputs) for name in names}
         args, kwargs = tree_unflatten(leaves, self._spec)
@@ -139,10 +139,3 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.region.gradients.append(gradient)
         return gradient, None
-
-
-def behind_barrier(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors of the same values, which the compiler treats as others, and computes at the same time."""
-    apart = [tensor.detach().clone() for tensor in tensors]
-    xla()._xla_optimization_barrier_(apart)
-    return [copy.requires_grad_(tensor.requires_grad) for copy, tensor in zip(apart, tensors, strict=True)]

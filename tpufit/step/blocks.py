@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, few
 
 RematArgument: TypeAlias = "bool | str | list[str] | tuple[str, ...] | None"
 
@@ -50,7 +50,7 @@ def blocks(remat: RematArgument, module: nn.Module) -> tuple[str, ...]:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ArgumentError(
                 f"remat names {pattern!r}, but {type(module).__name__} has no such module; it has "
-                f"{', '.join(names[:8]) or 'none'}{', ...' if len(names) > 8 else ''}"
+                f"{few(names) or 'none'}"
             )
     return _outermost([name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)])
 

@@ -321,7 +321,7 @@ class StepRunner:
             attached = [rates for _, rates in engine.state.attached]
             for rates in attached:
                 stack.enter_context(rates.in_step())
-            if isinstance(seed, Draws) and self.role == "train":  # not on the host
+            if engine.blocks and isinstance(seed, Draws) and self.role == "train":  # not on the host
                 stack.enter_context(recomputing(engine.blocks, seed))
             for i, (batch, form, labels) in enumerate(group.unpack(inputs[:sent])):
                 seed(i)  # first, because the transform may draw random numbers

@@ -55,39 +55,41 @@ def in_step(
     while True:
         at(f"{place}, batch {done + 1}")
         group = next(groups, [])
-        if compared:
-            if not group:
-                return
-            yield group
-            done += len(group)
-            continue
-        rows = sum(batch.rows for batch in group)
-        # Of a row: in a short batch a host may have fewer of them.
-        shapes = [[(tuple(shape[1:]), dtype) for shape, dtype in batch.forms[0].tensors] for batch in group]
-        form = zlib.crc32(repr(shapes).encode())
-        most, fewest, largest, smallest, *forms = agree([len(group), -len(group), rows, -rows, form, -form])
-        fewest, smallest = int(-fewest), int(-smallest)
-        if most != fewest and not per_host:
-            raise HostError(
-                f"after {done} batches of this pass ({place}) this host has {len(group)} more, and others have from "
-                f"{fewest} to {most:g}: give all hosts the same data, or each its own by tpufit.data.PerHost"
-            )
-        if most == fewest and largest != smallest:
-            raise HostError(
-                f"batch {done + 1} ({place}) has {rows} rows on this host, and from {smallest} to {largest:g} on "
-                "others. Make all batches of one size, e.g. by drop_last=True"
-            )
-        if most == fewest and sum(forms):
-            raise HostError(
-                f"batch {done + 1} ({place}) has rows of other shapes on other hosts: "
-                + ", ".join(f"process {index}: {own}" for index, own in enumerate(everyone(_described(shapes))))
-                + ". Pad all rows to one length, as no host sees how long the others' are"
-            )
+        most = fewest = len(group)
+        if not compared:
+            most, fewest = _agreed(group, place, done, per_host)
         if group := group[:fewest]:
             yield group
         if most != fewest or not group:
             return
         done += len(group)
+
+
+def _agreed(group: list[DeviceGroup], place: str, done: int, per_host: bool) -> tuple[int, int]:
+    """Return the most and the fewest batches that a host has in its next group; all hosts have alike ones."""
+    rows = sum(batch.rows for batch in group)
+    # Of a row: in a short batch a host may have fewer of them.
+    shapes = [[(tuple(shape[1:]), dtype) for shape, dtype in batch.forms[0].tensors] for batch in group]
+    form = zlib.crc32(repr(shapes).encode())
+    most, fewest, largest, smallest, *forms = agree([len(group), -len(group), rows, -rows, form, -form])
+    most, fewest, smallest = int(most), int(-fewest), int(-smallest)
+    if most != fewest and not per_host:
+        raise HostError(
+            f"after {done} batches of this pass ({place}) this host has {len(group)} more, and others have from "
+            f"{fewest} to {most}: give all hosts the same data, or each its own by tpufit.data.PerHost"
+        )
+    if most == fewest and largest != smallest:
+        raise HostError(
+            f"batch {done + 1} ({place}) has {rows} rows on this host, and from {smallest} to {largest:g} on "
+            "others. Make all batches of one size, e.g. by drop_last=True"
+        )
+    if most == fewest and sum(forms):
+        raise HostError(
+            f"batch {done + 1} ({place}) has rows of other shapes on other hosts: "
+            + ", ".join(f"process {index}: {own}" for index, own in enumerate(everyone(_described(shapes))))
+            + ". Pad all rows to one length, as no host sees how long the others' are"
+        )
+    return most, fewest
 
 
 def _described(groups: list[list[tuple[tuple[int, ...], torch.dtype]]]) -> str:
