@@ -88,6 +88,4 @@ class Page:
 
 def pages() -> list[Page]:
     """The README and all pages of the site."""
-    # Not those of examples/, which is a link.
-    found = [path for path in SITE.rglob("*.md") if "examples" not in path.relative_to(SITE).parts[:-1]]
-    return [Page(ROOT / "README.md"), *map(Page, sorted(found))]
+    return [Page(ROOT / "README.md"), *map(Page, sorted(SITE.rglob("*.md")))]

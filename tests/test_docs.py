@@ -109,7 +109,7 @@ def test_every_page_is_in_the_menu():
 
 def test_every_example_is_on_their_page():
     found = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")}
-    assert found == {link.partition("/")[2] for link in PAGES["examples.md"].links}
+    assert found == {link.rpartition("/")[2] for link in PAGES["examples.md"].links}
 
 
 def test_the_readme_is_a_screen_or_two():
@@ -166,3 +166,5 @@ def test_the_site_builds_without_a_warning(tmp_path):
     process = processes.run(command, timeout=300, env=environment)
     assert process.returncode == 0, process.stdout + process.stderr
     assert (tmp_path / "site" / "reference" / "model.html").is_file()
+    assert (tmp_path / "site" / "examples" / "digits.py").is_file()
+    assert 'href="../examples/gan.py"' in (tmp_path / "site" / "guides" / "custom-steps.html").read_text()

@@ -1,0 +1,26 @@
+"""Puts the programs and notebooks of `examples/` onto the site.
+
+The pages link to them as they lie in the repository, so that the links also work where the pages are read as files.
+"""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the examples to the files that the site consists of."""
+    for path in sorted((ROOT / "examples").iterdir()):
+        if path.suffix in (".py", ".ipynb"):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+    return files
+
+
+def on_page_markdown(markdown: str, **others: object) -> str:
+    """On the site they are two folders nearer: `docs/pages` is its root."""
+    return re.sub(r"\]\(((?:\.\./)*)\.\./\.\./examples/", r"](\1examples/", markdown)
