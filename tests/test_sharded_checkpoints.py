@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn, optim
 
 import tpufit
@@ -14,6 +14,7 @@ from tpufit.callbacks import BackupAndRestore, Callback, ModelCheckpoint
 from tpufit.checkpoint import AsyncCheckpointWriter, read
 from tpufit.errors import CheckpointNotWrittenError
 from tpufit.runtime import transfer
+from tpufit.utils.files import write_one_by_one
 
 X = torch.randn(128, 32, generator=torch.Generator().manual_seed(1))
 Y = X[:, :8].argmax(1)
@@ -168,3 +169,17 @@ def test_what_is_not_finite_is_not_saved(cores, tmp_path):
     with pytest.raises(CheckpointNotWrittenError, match=r"net\.0\.weight holds NaN"):
         writer.finish()
     assert not run.steps() and not (tmp_path / "weights.safetensors").exists()
+
+
+BYTES = torch.arange(48, dtype=torch.uint8).view(3, 16)
+EIGHT_BITS = ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "uint16", "uint32", "uint64", *EIGHT_BITS])
+def test_formats_that_few_use_are_written_as_safetensors_writes_them(tmp_path, dtype):
+    tensors = {"x": BYTES.view(getattr(torch, dtype))}
+    write_one_by_one(tmp_path / "ours.safetensors", tensors, iter(tensors.values()), {"format": "pt"})
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    ours, theirs = (load_file(tmp_path / f"{whose}.safetensors")["x"] for whose in ("ours", "theirs"))
+    assert ours.dtype is theirs.dtype and ours.shape == theirs.shape
+    assert ours.view(torch.uint8).equal(theirs.view(torch.uint8))
