@@ -84,7 +84,7 @@ class TrainedModel(Protocol):
 
 
 class Callback:
-    """Runs your code at set moments of `fit`, `evaluate` and `predict`: subclass it and override what you need.
+    """Runs your code at fixed points of `fit`, `evaluate` and `predict`: subclass it and override what you need.
 
     A hook that isn't overridden costs nothing. The logs of a batch are the running means since the epoch's start; they
     stay on the device until you read one, which waits for it. The logs of an epoch are plain floats.

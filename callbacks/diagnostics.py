@@ -5,11 +5,11 @@ from .base import Callback, Logs
 
 
 class Diagnostics(Callback):
-    """Measures the host's time, and prints the problems of a `fit` at its end: a sentence each, with its cure.
+    """Measures the host's time, and at the end of `fit` says what made it slow, and what to do about it.
 
-    It prints nothing if there are none. `model.report()` has all that it has seen: the cause of each graph that was
-    compiled, the line of each step that was traced, read from or left to the host, and the time of everything. It waits
-    for nothing, and takes a few microseconds a step.
+    It prints nothing if nothing did. `model.report()` has all that it measured: why each graph was compiled, the lines
+    where steps were traced, read a value or ran on the host, and the time of everything. It never waits for the device,
+    and takes a few microseconds a step.
 
     Args:
         verbose: Print the whole report at the end, with hints (default False).

@@ -84,11 +84,13 @@ class Model(StepMethods):
     Attributes:
         module: The module.
         optimizer: The optimizer of `compile`; the rates in its `param_groups` are numbers that may be set at any time.
-        loss: The loss as `compile` was given it; setting it doesn't change what trains.
-        loss_weights: Likewise.
-        run_eagerly: The argument of `compile`; the next `fit`, `evaluate` or `predict` takes up another value.
-        steps_per_execution: Likewise.
-        jit_compile: Likewise, as it was given: `"auto"` (which Keras replaces by True or False), True or False.
+        loss: The argument of `compile`. Setting it here doesn't change the training.
+        loss_weights: The argument of `compile`. Setting it here doesn't change the training.
+        run_eagerly: The argument of `compile`. If you set it, the next `fit`, `evaluate` or `predict` follows it.
+        steps_per_execution: The argument of `compile`. If you set it, the next `fit`, `evaluate` or `predict`
+            follows it.
+        jit_compile: The argument of `compile`: `"auto"` (which Keras replaces by True or False), True or False. If you
+            set it, the next `fit`, `evaluate` or `predict` follows it.
         history: The `History` of the last `fit`.
         input_bound: The share of time, from 0 to 1, in which the device waited for data: in the epoch under way, or in
             the last one.
@@ -177,41 +179,41 @@ class Model(StepMethods):
                 By name it has PyTorch's defaults: `"rmsprop"`, the default, a rate of 0.01 (Keras's has 0.001). None
                 for a model that isn't trained.
             loss: A name of `torch.nn.functional` (`"cross_entropy"`), a loss module or a function of (prediction,
-                target). For a module of several outputs one of the first two for each of them, or a dict by their
-                names, a list for a tuple of outputs, or the nest that the module returns; None for an output that has
-                no loss. `"module"`: the loss that the module returns, as Hugging Face's do for batches with
-                `"labels"`; this is the default for a module that takes `labels`. It may be left out if
-                `compute_loss` or `train_step` is overridden.
+                target). For a module of several outputs, one name or module for all of them, or one for each: in a dict
+                by their names, in a list for a tuple of outputs, or nested as the module returns them; None for an
+                output that has no loss. `"module"`: the loss that the module returns, as Hugging Face's do for batches
+                with `"labels"`; this is the default for a module that takes `labels`. You may leave the loss out if
+                you override `compute_loss` or `train_step`.
             loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1); a dict may
                 leave outputs out.
             metrics: Names (`"accuracy"`), torchmetrics objects, and functions of (prediction, target), as a loss is,
                 whose values for each row, or for a batch, are averaged over the rows; in a list, or by name in a dict.
-                Of several classes or labels `"f1"`, `"precision"`, `"recall"` and `"specificity"` are the mean of the
-                classes (macro), and `"f1_micro"` and the like are of all together. One-hot targets are classes if the
-                loss is one of classes. For several outputs, in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}` or
-                `[["accuracy"], "mse"]`. The keys of a dict are outputs if `loss` is a dict or one of the values is a
-                list, else names of metrics. Labels that the loss ignores (`ignore_index`) are ignored by the names of
-                classification too.
+                With several classes or labels, `"f1"`, `"precision"`, `"recall"` and `"specificity"` are means over the
+                classes (macro), and `"f1_micro"` and the like count all together. One-hot targets are read as classes
+                if the loss takes classes. For several outputs, in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}`
+                or `[["accuracy"], "mse"]`. The keys of a dict are outputs if `loss` is a dict or one of the values is a
+                list, else names of metrics. Labels that the loss ignores (`ignore_index`) don't count in metrics of
+                classification given by name either.
             weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
                 `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, functions that return a value for each
-                row, and torchmetrics objects whose `update` takes a weight. If one of `metrics` has the same name,
-                theirs gets the prefix `weighted_`.
+                row, and torchmetrics objects whose `update` takes a weight. One with the same name as one of `metrics`
+                is logged with the prefix `weighted_`.
             run_eagerly: Run the steps in plain PyTorch on the host (default False), to debug them with prints and
                 breakpoints.
-            steps_per_execution: The number of steps that run as one graph (default 1). More take less of the
-                host's time; callbacks' batch hooks are then called once for so many, also for the fewer that may be
-                left at an epoch's end. `"auto"`: 1 at first, then up to 16 if the steps are so short that starting
-                them takes most of the time.
-            jit_compile: `"auto"` (default): a step is captured as a graph, and replayed without the step's Python if
-                two traces prove to be equal; else the step is traced on every call, and a warning says why. True: that
-                is an error. False: always trace.
+            steps_per_execution: The number of steps that run as one graph (default 1). More steps take less of the
+                host's time. Callbacks' batch hooks are then called once for each group of steps, and once for a shorter
+                group at the end of an epoch. `"auto"`: 1 at first, then up to 16 if the steps are so short that
+                starting them takes most of the time.
+            jit_compile: `"auto"` (default): a step is traced twice. If both graphs are equal, the compiled graph is
+                started from then on, without the step's Python (a replay). If not, the step is traced on every call,
+                and a warning says why. True: that is an error. False: always trace.
             precision: `"fp32"` (default); `"bf16"`: the module computes in bfloat16 by autocast; weights, optimizer
                 and loss stay in float32; or `"bf16-true"`: the module itself becomes bfloat16, with its optimizer.
             matmul_precision: The precision of float32 matrix products on a TPU: `"default"` (bfloat16), or `"high"` or
                 `"highest"` (close to float32). A CPU is exact in any case.
-            scale_lr: The growth of the learning rate with the cores, as the batch grows: `"linear"` (default; Goyal et
-                al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None. The rate given here is multiplied once,
-                at the first `fit`; rates set later are used as they are.
+            scale_lr: How the learning rate grows with the number of cores, as the batch does: `"linear"` (default;
+                Goyal et al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None (not at all). The rate given here
+                is multiplied once, at the first `fit`; rates set later are used as they are.
             accumulate_steps: The number of batches for one step of the optimizer (default 1), which uses the mean
                 gradient over all their rows. An epoch ends with a step over the remaining batches.
             clip_norm: Scale each parameter's gradient to at most this norm (default: no limit).
@@ -221,19 +223,20 @@ class Model(StepMethods):
             use_ema: Keep an exponential moving average of the weights (default False), which `fit` puts in their place
                 at its end; `SwapEMAWeights` does so for validation too.
             ema_momentum: The share of the average that each step keeps (default 0.99).
-            ema_overwrite_frequency: Replace the weights by the average after every so many steps of the optimizer
+            ema_overwrite_frequency: The number of steps of the optimizer after which the average replaces the weights
                 (default: only at the end).
-            shard: The parameters that are split over the cores, for a network that a core has no room for. None
-                (default): each core has all of them. `"fsdp"`: each large one is split along its best dimension, and
-                its gradient, the optimizer's state, sums and averages alike; small ones and buffers stay whole. A step
-                gathers a weight where it computes with it. Or the dimension, or None, by patterns of parameters'
-                names, of which the first that fits counts: `{"head.weight": None, "blocks.*.weight": 0}`; a parameter
-                that no pattern fits stays whole. On one core nothing is split.
+            shard: Which parameters are split over the cores, for a network too large for one core. None (default): each
+                core has all of them. `"fsdp"`: each large parameter is split along its best dimension, and so are its
+                gradient, its part of the optimizer's state, and its accumulated sums and averages; small parameters and
+                buffers stay whole. A step gathers a weight when it computes with it. A dict,
+                `{"head.weight": None, "blocks.*.weight": 0}`: the dimension, or None, for patterns of parameter names.
+                The first pattern that matches counts; a parameter that none matches stays whole. On one core nothing is
+                split.
             remat: Compute the activations of these blocks again in the backward pass, instead of keeping them from the
-                forward pass: less memory for about a third more work, and more with dropout, which draws its random
-                numbers twice. True: the blocks that the module repeats in a `ModuleList` or `Sequential`, such as a
-                transformer's; or patterns of module names, such as `"encoder.layer.*"`, or a list of them (default
-                None). Results stay the same; the blocks' Python runs twice when the step is traced.
+                forward pass. This takes less memory, and about a third more work; more with dropout, which draws its
+                random numbers twice. True: the blocks that the module repeats in a `ModuleList` or `Sequential`, such
+                as a transformer's. Or a pattern of module names, such as `"encoder.layer.*"`, or a list of them
+                (default None). Results stay the same; the blocks' Python runs twice when the step is traced.
 
         Raises:
             UnknownNameError: A name is unknown; the nearest ones are suggested.
@@ -288,8 +291,8 @@ class Model(StepMethods):
                 `DataLoader`, or any iterable of batches `(x, y)`. A table of pandas, polars or pyarrow is an array of
                 shape (rows, columns), a series one of shape (rows,); a missing value in one is an error.
             y: Targets, with arrays.
-            batch_size: Rows per core (default 32): the global batch is `batch_size * cores`. A `DataLoader`'s batches
-                are joined likewise, an iterable's too.
+            batch_size: Rows per core (default 32): the global batch is `batch_size * cores`. From a `DataLoader` or an
+                iterable, each core gets one of its batches.
             epochs: The number of the last epoch: training runs from `initial_epoch` to it (default 1; 0: no epoch).
             verbose: `"auto"` (default), 0 (silent), 1 (a progress bar) or 2 (a line an epoch).
             callbacks: `Callback` objects, or a `CallbackList`.
@@ -309,18 +312,19 @@ class Model(StepMethods):
                 ... steps if 9 are asked for.
             validation_steps: Batches a validation (default: all), each time from the start of its data.
             validation_batch_size: Rows per core when validating (default: `batch_size`).
-            validation_freq: Validate at the end of every so many epochs (default 1), or of the epochs (from 1) in a
-                container.
-            validation_step_freq: Validate inside each epoch too, after every so many of its steps, or as a float after
-                every such share of them (`0.25`: four times an epoch). Each validation calls `on_test_begin` to
+            validation_freq: The number of epochs from one validation to the next (default 1), or a container of the
+                epochs (from 1) after which to validate.
+            validation_step_freq: Validate inside each epoch too: the number of its steps from one validation to the
+                next, or as a float their share (`0.25`: four times an epoch). Each validation calls `on_test_begin` to
                 `on_test_end`; the epoch's logs have the `val_*` of the last one. With `steps_per_execution=k` it comes
                 after the step's group.
-            limit: Train and validate on only so many batches an epoch, or as a float on such a share of them.
-            max_time: Stop after the current batch once so much time has passed: seconds, or a `timedelta`.
+            limit: The number of batches per epoch to train and validate on, or as a float their share (default: all).
+            max_time: The time after which to stop, at the end of a batch: seconds, or a `timedelta`.
             resume: True: resume from the newest checkpoint of the `ModelCheckpoint(folder)` or `BackupAndRestore` among
-                the callbacks, or begin if there is none. `"best"`: from the best one. `"next_epoch"`: from the newest,
-                without the rest of its epoch. A path: a run's folder, or one checkpoint, which must be whole. On the
-                same number of cores training goes on bit for bit; `initial_epoch` has no effect then.
+                the callbacks, or start from the beginning if there is none. `"best"`: from the best one.
+                `"next_epoch"`: from the newest, without the rest of its epoch. A path: a run's folder, or one
+                checkpoint, which must be complete. On the same number of cores training goes on bit for bit;
+                `initial_epoch` has no effect then.
             strict: True raises an error, at the user's line, for whatever makes steps slow (default False): in training
                 and validation a value read from the device, an operation that runs on the host or a step that can't be
                 replayed, and after the first pass over the data a new graph. The weights stay as they were.
@@ -707,7 +711,7 @@ class Model(StepMethods):
     def metrics(self) -> list[Any]:
         """The metrics of `compile`, and the torchmetrics objects among the model's attributes and in their collections.
 
-        A step of your own updates the latter by hand; they begin anew with each epoch and each evaluation.
+        The latter are updated in a step of your own, and reset for each epoch and each evaluation.
 
         Source: `keras.Model.metrics`.
         """

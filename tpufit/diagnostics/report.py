@@ -92,7 +92,7 @@ hundredth batch, or in on_epoch_end']
 
     @property
     def problems(self) -> list[str]:
-        """The faults, a sentence each with its cure."""
+        """What made the training slow: a sentence for each fault, which says what to do."""
         counts, training = self.counts, [one for one in self.passes if one.role == "train"]
         traced = {role: cause for role, cause in self.traced.items() if cause}
         fallen = [(what, line) for what, line in counts.lines if counts.fallbacks[what]]

@@ -123,7 +123,7 @@ class StepMethods:
         Returns:
             Scalars by name, each the mean over the batch: tensors, or numbers that stay the same. The logs are their
             running means over the epoch's rows, plus the metrics. torchmetrics objects among the model's attributes,
-            which a step updates by hand, are logged too: under the attribute's name, or under the one that
+            which a step of your own updates, are logged too: under the attribute's name, or under the one that
             `{"name": self.metric.compute()}` gives. Those of a `MetricCollection` have the names that it gives them.
         """
         x, y, sample_weight = unpack(batch)

@@ -19,7 +19,7 @@ from .facts import gather
 
 
 def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
-    """Check this machine, and print a table of what it has, with a cure for each fault.
+    """Check this machine, and print a table of what it has, and what to do about each fault.
 
     It needs neither a TPU nor torch, starts nothing in this process, and ends no other.
 
