@@ -13,7 +13,7 @@ from .base import Callback, Logs
 
 
 class BackupAndRestore(Callback):
-    """Backs the state of training up, and lets the next `fit` go on from there if this one is broken off.
+    """Backs up the state of training, so that the next `fit` goes on from there if this one is interrupted.
 
     It is `ModelCheckpoint` and `fit(resume=True)` in one, for a script that is simply started again.
 

@@ -12,7 +12,7 @@ from .base import Callback, Logs
 class CSVLogger(Callback):
     """Writes a row for each epoch into a CSV file: `epoch`, from 0, and the logs by name.
 
-    A log that an epoch hasn't, such as `val_loss` where validation is rarer, is `NA`. An array becomes `[a, b]`. A
+    A log that an epoch lacks, such as `val_loss` without a validation, is `NA`. An array becomes `[a, b]`. A
     training that is resumed goes on in its file, and has each epoch once.
 
     Args:

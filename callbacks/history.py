@@ -19,7 +19,7 @@ class History(Callback):
     """Keeps the logs of every epoch. `fit` makes one and returns it.
 
     Attributes:
-        history: For each log a list of its values, one an epoch; a `val_*` list is shorter where validation was rarer.
+        history: For each log a list of its values, one an epoch; `val_*` has fewer if not every epoch was validated.
         epoch: The epochs' numbers, from 0.
 
     Example:

@@ -14,7 +14,7 @@ RESULTS = ROOT / "tests" / "benchmarks" / "results"
 # The rows of engine.json that answer a user's question, as a user calls them.
 STEPS = {
     "Lightning": "Lightning on torch_xla",
-    "torch_xla, by hand": "torch_xla, a loop by hand",
+    "torch_xla, by hand": "torch_xla, hand-written loop",
     "Accelerate": "Accelerate on torch_xla",
     "PyTorch, eager on the CPU": "PyTorch without XLA",
     "Keras 3 on JAX": "Keras 3 on JAX",

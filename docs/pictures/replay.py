@@ -19,7 +19,7 @@ def draw(look: str) -> Figure:
 
     ax.text(0, 5.1, "traced: Python runs at every step, and the TPU waits for it", fontweight="bold", color=INK[look])
     for step in range(4):
-        box(2.5 * step, 4.1, 2.4, THEIRS[look], "Python notes the step")
+        box(2.5 * step, 4.1, 2.4, THEIRS[look], "Python traces the step")
         box(2.5 * step + 2.4, 3.2, 0.95, device, "step")
     ax.text(0, 2.1, "replayed: the compiled step is started directly, and the TPU never waits", fontweight="bold")
     starts = [0.0, 0.45, 0.9, 1.9, 2.9, 3.9, 4.9, 5.9, 6.9, 7.9]  # two steps ahead at most

@@ -80,8 +80,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     """The images of a folder that has one folder per class, as `(image, label)`.
 
     Images may lie at any depth in the folder of their class. Names that begin with a dot (`.ipynb_checkpoints`) are
-    skipped, and a warning counts the other files that are no images by their suffix. An image is turned as its EXIF
-    data say and becomes RGB: a transparent one as if it were opaque, 16-bit greys as their upper 8 bits.
+    skipped, and a warning counts the other files whose suffix isn't that of an image. An image is turned as its EXIF
+    data say, and becomes RGB: transparency is dropped, and of 16-bit greys the upper 8 bits are kept.
 
     Args:
         folder: The folder.

@@ -64,16 +64,16 @@ class CachedDataset(Dataset[Any]):
     A sample is a tensor, an array, a number, or a nest of tuples, lists and dicts of them, with a fixed shape and dtype
     for each leaf; dtypes stay what they are, so images are best kept as uint8 and normalised on the device.
 
-    While a sample is made, the random numbers of `random`, NumPy and torch depend on (seed, index, copy) only, so that
-    it is the same whoever makes it and whenever. `copies=k` keeps k random variants of each, and epoch e is given
-    variant `e % k`.
+    While a sample is made, the random numbers of `random`, NumPy and torch depend only on (seed, index, copy), so the
+    sample is the same whichever process makes it, and when. `copies=k` keeps k random variants of each sample, and
+    epoch e gets variant `e % k`.
 
     The cache remembers its origin: the source's length, the name, code and settings of the source's class and of the
-    transform, and three of the samples. It can't see the code of installed packages or the values of globals; `version`
-    is there for these. When something has changed, it is neither made again nor read.
+    transform, and three of the samples. It can't see the code of installed packages or the values of globals; change
+    `version` when one of these changes. A cache of another origin is an error: it is neither made again nor read.
 
-    A file's size and header are checked when it is opened, and all its rows when the first of them is read. So
-    a wrong sample is never returned, at the cost of one pass over the files per process.
+    A file's size and header are checked when it is opened, and all its rows when the first of them is read. So no
+    damaged sample is ever returned; this costs each process one pass over the files.
 
     Args:
         source: A map-style dataset: anything with a length and items. None reads a finished cache, as `open` does.
@@ -83,7 +83,7 @@ class CachedDataset(Dataset[Any]):
             `if __name__ == "__main__":`. If it can't be sent, this process makes the samples.
         device_transform: A function from a batch to the model's input, run on the device inside the step's graph: to
             cast, normalise, flip or crop. It doesn't change the cache.
-        version: The samples' version. Change it when they are to be others for a reason that can't be seen.
+        version: The samples' version. Change it when the samples change for a reason that the cache can't see.
         seed: The seed of the random numbers.
         copies: The number of variants that are kept of each sample.
         shard_mb: The largest size of a file of a new cache, in MiB. A worker holds one in memory.
