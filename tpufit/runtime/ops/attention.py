@@ -30,7 +30,7 @@ def attention(
     kind = query.device.type
     # Of no list of autocast: natively its products are cast.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    query, key, value = (direct(x).to(dtype) if x.is_floating_point() else x for x in (query, key, value))
+    query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in direct(query, key, value))
     if not _fit(query, key, value) or enable_gqa or (is_causal and attn_mask is not None):
         return None
     if attn_mask is not None and not _broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2])):

@@ -4,6 +4,11 @@ XLA computes each view as it comes. One that merges the rows with another dimens
 projections about, costs copies on each core, where its parts, taken from the tensor itself, cost nothing.
 """
 
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,30 +35,64 @@ def unflattened(x: Tensor) -> Tensor:
     return base if same and (start, strides) == (0, _contiguous(x.shape)) else x
 
 
-def direct(x: Tensor) -> Tensor:
-    """Take a part of a tensor's last dimension straight from it.
+def direct(*tensors: Tensor) -> list[Tensor]:
+    """Take parts of a tensor's last dimension straight from it.
+
+    The gradients of parts of the same tensor are joined to its own one. Those of PyTorch's views would each be filled
+    up with zeros and added, by masks on torch_xla.
 
     Args:
-        x: A tensor, such as the queries `(batch, heads, time, size)`, of a projection `(batch, time, 3 * width)` that
-            was split, permuted and unbound.
+        tensors: Tensors, such as queries, keys and values `(batch, heads, time, size)`, of a projection
+            `(batch, time, 3 * width)` that was split, permuted and unbound.
 
     Returns:
-        The same elements, as a slice of the projection, then reshaped and transposed; `x` where that can't be done.
+        The same elements, as slices of the projection, then reshaped and transposed; the tensors themselves where that
+        can't be done.
 
     Example:
         >>> q, k, v = torch.arange(48.0).view(2, 4, 6).unflatten(2, (3, 1, 2)).permute(2, 0, 3, 1, 4)
-        >>> torch.equal(direct(k), k)
+        >>> torch.equal(direct(q, k, v)[1], k)
         True
     """
+    places = [_place(x) for x in tensors]
+    bases = {id(place.base): place.base for place in places if place}
+    parts: dict[tuple[int, int, int], Tensor] = {}
+    for name, base in bases.items():
+        ranges = sorted({(place.start, place.size) for place in places if place and place.base is base})
+        disjoint = all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ranges))
+        for together in [ranges] if disjoint else [[one] for one in ranges]:
+            taken: tuple[Tensor, ...] = _Parts.apply(base, together)  # type: ignore[no-untyped-call]
+            parts |= {(name, *one): part for one, part in zip(together, taken, strict=True)}
+    return [
+        parts[id(place.base), place.start, place.size].unflatten(-1, place.sizes).permute(place.order) if place else x
+        for x, place in zip(tensors, places, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor's elements are: in which range of another one's last dimension, in which sizes and order."""
+
+    base: Tensor
+    start: int
+    sizes: list[int]
+    order: list[int]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+
+def _place(x: Tensor) -> _Place | None:
     found = _layout(x)
     if found is None:
-        return x
+        return None
     base, start, strides = found
     outer = {stride: i for i, stride in enumerate(_contiguous(base.shape)[:-1])}
     inner = [i for i, stride in enumerate(strides) if stride not in outer]
     inner.sort(key=lambda i: -strides[i])
     sizes = [x.shape[i] for i in inner]
-    size = torch.Size(sizes).numel()
+    size = math.prod(sizes)
     rows = [i for i, stride in enumerate(strides) if stride in outer]
     rows.sort(key=lambda i: -strides[i])
     if (
@@ -63,10 +102,26 @@ def direct(x: Tensor) -> Tensor:
         or tuple(strides[i] for i in inner) != _contiguous(sizes)
         or start + size > base.shape[-1]
     ):
-        return x
-    order = sorted(range(x.dim()), key=[*rows, *inner].__getitem__)
-    part: Tensor = base.narrow(-1, start, size).unflatten(-1, sizes)
-    return part.permute(order)
+        return None
+    return _Place(base, start, sizes, sorted(range(x.dim()), key=[*rows, *inner].__getitem__))
+
+
+class _Parts(torch.autograd.Function):
+    """Ranges of a tensor's last dimension, which don't overlap, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
+        ctx.ranges, ctx.width = ranges, x.shape[-1]
+        return tuple(x.narrow(-1, start, size) for start, size in ranges)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        joined, end = [], 0
+        for (start, size), gradient in zip(ctx.ranges, gradients, strict=True):
+            joined += [gradient.new_zeros((*gradient.shape[:-1], start - end)), gradient]
+            end = start + size
+        joined.append(gradients[0].new_zeros((*gradients[0].shape[:-1], ctx.width - end)))
+        return torch.cat([part for part in joined if part.shape[-1]], -1), None
 
 
 def chunks(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor] | None:
