@@ -111,11 +111,11 @@ def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = 
 
 
 class NotPicklableError(TpufitError, TypeError):
-    """A model can't be pickled or copied, but saved and loaded."""
+    """A model can't be pickled or copied: save and load it instead."""
 
 
 class NotCompiledError(TpufitError, RuntimeError):
-    """A method needs something that `compile` has not given yet."""
+    """A method needs something that `compile` has not been given yet."""
 
 
 class DataError(TpufitError, ValueError):
