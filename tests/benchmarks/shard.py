@@ -47,7 +47,7 @@ x = torch.randint(0, 1024, (8 * 10, 64))
 times = []
 
 class Clock(tpufit.callbacks.Callback):
-    writes_back = False
+    reads_weights = False
     def on_epoch_begin(self, epoch, logs=None):
         self.began = time.perf_counter()
     def on_epoch_end(self, epoch, logs=None):
