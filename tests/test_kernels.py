@@ -166,6 +166,38 @@ def test_gradients_of_parts_of_a_tensor(name):
         assert torch.autograd.gradgradcheck(lambda x: attended(x).sin(), x[:, :1, :2].detach().requires_grad_())
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_projections_for_attention_are_products_of_their_own(bias):
+    x, weight = randn(2, 5, 6), randn(24, 6)
+
+    def attended(x, weight, *biases):
+        projected = F.linear(x, weight, *biases).unflatten(2, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*projected)
+
+    given = [x, weight, *([randn(24)] if bias else [])]
+    check(attended, *given)
+    with own_kernels("CPU"):
+        result = attended(*given)
+        assert torch.autograd.gradgradcheck(lambda *args: attended(*args).sin(), given)
+    nodes, names = [result.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        names.append(node.name())
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    assert "_LinearBackward" in names
+    assert "_PartsBackward" not in names
+
+
+def test_a_projection_whose_gradient_is_asked_for_is_left_as_it_is():
+    for ask in (torch.Tensor.retain_grad, lambda y: y.register_hook(torch.clone)):
+        with own_kernels("CPU"):
+            y = F.linear(randn(2, 5, 6), randn(24, 6))
+            ask(y)
+            straight = direct(*y.chunk(3, -1))
+        (gradient,) = torch.autograd.grad(straight[0].sum(), y)  # an error, if the parts came from elsewhere
+        assert gradient.shape == y.shape
+
+
 def test_other_views_stay_what_they_are():
     x = randn(2, 6, 8) * 1
     parts = x.unflatten(2, (4, 2)).unbind(3)  # every other number

@@ -97,12 +97,12 @@ def bottleneck(x: Any, width: int, stride: int) -> Any:
     return layers.ReLU()(y + (convolution(x, 4 * width, 1, stride) if changes else x))
 
 
-def resnet(rows: int, counts: tuple[int, ...] = (3, 4, 6, 3)) -> keras.Model:
-    """Version 1.5 of ResNet-50 if not told otherwise: blocks shrink the image in their 3 x 3 convolution."""
+def resnet50(rows: int) -> keras.Model:
+    """Version 1.5: blocks shrink the image in their 3 x 3 convolution."""
     x = keras.Input((WIDTH, WIDTH, 3), rows)
     y = layers.ReLU()(convolution(x, 64, 7, 2))
     y = layers.MaxPooling2D(3, 2, padding="same")(y)
-    for stage, count in enumerate(counts):
+    for stage, count in enumerate((3, 4, 6, 3)):
         for number in range(count):
             y = bottleneck(y, 64 << stage, 2 if stage and not number else 1)
     return keras.Model(x, layers.Dense(1000)(layers.GlobalAveragePooling2D()(y)))
@@ -112,8 +112,7 @@ NETWORKS: dict[str, Callable[[int], keras.Model]] = {
     "MLP": mlp,
     "LSTM": lstm,
     "GPT": gpt,
-    "ResNet-50": resnet,
-    "ResNet of 3 blocks": partial(resnet, counts=(1, 2)),
+    "ResNet-50": resnet50,
     "ViT-S/16": vit,
     "ViT of 2 blocks": partial(vit, depth=2),
 }

@@ -51,14 +51,66 @@ def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
+class _Linear(torch.autograd.Function):
+    """Rows of any dimension by a weight, in ranges of its outputs, which together are all of them.
+
+    As one range it is `torch.nn.functional.linear`. As several, each is a product of its own, and the gradients are
+    those of one product: slices of a whole result are copies on a TPU, but their gradients are joined for nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(input, weight)
+        ctx.given, ctx.bias_dtype = (input, weight, bias), None if bias is None else bias.dtype
+        rows = ascii_lowercase[: input.dim() - 1]
+        parts = [torch.einsum(f"{rows}y,zy->{rows}z", input, part) for part in weight.split(sizes)]
+        if bias is None:
+            return tuple(parts)
+        return tuple(part + own for part, own in zip(parts, bias.split(sizes), strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        input, weight = ctx.saved_tensors
+        ctx.given = None  # a graph that outlives its step must not keep them
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        gradient = (gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)).to(input.dtype)
+        rows = ascii_lowercase[: input.dim() - 1]
+        of_bias = None
+        if needs_bias:
+            sums = [part.sum(tuple(range(input.dim() - 1))) for part in gradients]
+            of_bias = (sums[0] if len(sums) == 1 else torch.cat(sums)).to(ctx.bias_dtype)
+        return (
+            product(f"{rows}z,zy->{rows}y", gradient, weight) if needs_input else None,
+            product(f"{rows}z,{rows}y->zy", gradient, input) if needs_weight else None,
+            of_bias,
+            None,
+        )
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """`torch.nn.functional.linear` of more than a matrix."""
     fits = input.dim() > 2 and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and input.numel()
     if not fits or not _alike(input, weight) or (bias is not None and bias.shape != weight.shape[:1]):
         return None
-    rows = ascii_lowercase[: input.dim() - 1]
-    y = product(f"{rows}y,zy->{rows}z", input, weight)
-    return y if bias is None else y + bias
+    y: tuple[Tensor] = _Linear.apply(input, weight, bias, [len(weight)])  # type: ignore[no-untyped-call]
+    return y[0]
+
+
+def divided(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...] | None:
+    """Compute a result of `linear` once more, as several products. XLA leaves the first one out.
+
+    Args:
+        x: A tensor.
+        sizes: The sizes of the parts, which together are its last dimension.
+
+    Returns:
+        The parts; None if the tensor isn't such a result, or if its own gradient is asked for.
+    """
+    made: Any = x.grad_fn
+    if not isinstance(made, _Linear._backward_cls) or made.given is None or x._backward_hooks or x.retains_grad:
+        return None
+    parts: tuple[Tensor, ...] = _Linear.apply(*made.given, sizes)  # type: ignore[no-untyped-call]
+    return parts
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor | None:

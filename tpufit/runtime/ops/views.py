@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .products import divided
+
 
 def unflattened(x: Tensor) -> Tensor:
     """Take back the flattening of a tensor's leading dimensions.
@@ -57,11 +59,14 @@ def direct(*tensors: Tensor) -> list[Tensor]:
     places = [_place(x) for x in tensors]
     bases = {id(place.base): place.base for place in places if place}
     parts: dict[tuple[int, int, int], Tensor] = {}
+    taken: tuple[Tensor, ...] | None
     for name, base in bases.items():
         ranges = sorted({(place.start, place.size) for place in places if place and place.base is base})
         disjoint = all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ranges))
+        sizes = [size for _, size in ranges]
         for together in [ranges] if disjoint else [[one] for one in ranges]:
-            taken: tuple[Tensor, ...] = _Parts.apply(base, together)  # type: ignore[no-untyped-call]
+            taken = divided(base, sizes) if disjoint and sum(sizes) == base.shape[-1] else None
+            taken = taken or _Parts.apply(base, together)  # type: ignore[no-untyped-call]
             parts |= {(name, *one): part for one, part in zip(together, taken, strict=True)}
     return [
         parts[id(place.base), place.start, place.size].unflatten(-1, place.sizes).permute(place.order) if place else x
