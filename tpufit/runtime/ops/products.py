@@ -5,7 +5,7 @@ core first gathers all of them; and the compiler copies what it then has to lay 
 """
 
 from string import ascii_lowercase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,14 @@ def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
+class _Given(NamedTuple):
+    """What a result of `linear` is made of."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
 class _Linear(torch.autograd.Function):
     """Rows of any dimension by a weight, in ranges of its outputs, which together are all of them.
 
@@ -61,7 +69,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(input, weight)
-        ctx.given, ctx.bias_dtype = (input, weight, bias), None if bias is None else bias.dtype
+        ctx.given, ctx.bias_dtype = _Given(input, weight, bias), None if bias is None else bias.dtype
         rows = ascii_lowercase[: input.dim() - 1]
         parts = [torch.einsum(f"{rows}y,zy->{rows}z", input, part) for part in weight.split(sizes)]
         if bias is None:
@@ -106,10 +114,10 @@ def divided(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...] | None:
     Returns:
         The parts; None if the tensor isn't such a result, or if its own gradient is asked for.
     """
-    made: Any = x.grad_fn
-    if not isinstance(made, _Linear._backward_cls) or made.given is None or x._backward_hooks or x.retains_grad:
+    given = getattr(x.grad_fn, "given", None)
+    if not isinstance(given, _Given) or x._backward_hooks or x.retains_grad:
         return None
-    parts: tuple[Tensor, ...] = _Linear.apply(*made.given, sizes)  # type: ignore[no-untyped-call]
+    parts: tuple[Tensor, ...] = _Linear.apply(*given, sizes)  # type: ignore[no-untyped-call]
     return parts
 
 

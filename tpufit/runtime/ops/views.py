@@ -40,8 +40,9 @@ def unflattened(x: Tensor) -> Tensor:
 def direct(*tensors: Tensor) -> list[Tensor]:
     """Take parts of a tensor's last dimension straight from it.
 
-    The gradients of parts of the same tensor are joined to its own one. Those of PyTorch's views would each be filled
-    up with zeros and added, by masks on torch_xla.
+    Where they are all that a linear layer has computed, each becomes a product of its own. Else the gradients of parts
+    of the same tensor are joined to its own one: those of PyTorch's views would each be filled up with zeros and added,
+    by masks on torch_xla.
 
     Args:
         tensors: Tensors, such as queries, keys and values `(batch, heads, time, size)`, of a projection
