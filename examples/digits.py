@@ -57,7 +57,7 @@ history = model.fit(
     callbacks=[
         TensorBoard(args.run_dir / "logs", histogram_freq=5, write_steps_per_second=True),
         ModelCheckpoint(args.run_dir / "best.safetensors", monitor="val_accuracy", save_best_only=True),
-        EarlyStopping(monitor="val_accuracy", patience=5, restore_best_weights=True),
+        EarlyStopping(monitor="val_loss", patience=5, restore_best_weights=True),
     ],
 )
 loss, accuracy = model.evaluate(x_test, y_test, verbose=0)
