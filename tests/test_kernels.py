@@ -198,6 +198,19 @@ def test_a_projection_whose_gradient_is_asked_for_is_left_as_it_is():
         assert gradient.shape == y.shape
 
 
+def test_a_projection_is_not_computed_again_from_what_was_written_into_since():
+    weight = randn(24, 6).detach()  # not to be learned, or PyTorch would refuse the write
+
+    def attended(x):
+        x = x * 1
+        projected = F.linear(x, weight)
+        x.add_(1.0)
+        heads = projected.unflatten(2, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*heads).sum() + x.sum()
+
+    check(attended, randn(2, 5, 6))
+
+
 def test_other_views_stay_what_they_are():
     x = randn(2, 6, 8) * 1
     parts = x.unflatten(2, (4, 2)).unbind(3)  # every other number

@@ -20,7 +20,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, equation: str, a: Tensor, b: Tensor) -> Tensor:
         ctx.equation = equation
-        ctx.save_for_backward(a, b)
+        _, needs_a, needs_b = ctx.needs_input_grad
+        # As PyTorch's: what no gradient needs may be written into after this.
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
         return torch.einsum(equation, a, b)
 
     @staticmethod
@@ -52,11 +54,10 @@ def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Given(NamedTuple):
-    """What a result of `linear` is made of."""
+    """What a result of `linear` is made of, and the versions of these tensors, which count the writes into each."""
 
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    tensors: tuple[Tensor, Tensor, Tensor | None]
+    versions: list[int]
 
 
 class _Linear(torch.autograd.Function):
@@ -68,8 +69,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(input, weight)
-        ctx.given, ctx.bias_dtype = _Given(input, weight, bias), None if bias is None else bias.dtype
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+        ctx.given = _Given((input, weight, bias), _versions(input, weight, bias))
+        ctx.dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
         rows = ascii_lowercase[: input.dim() - 1]
         parts = [torch.einsum(f"{rows}y,zy->{rows}z", input, part) for part in weight.split(sizes)]
         if bias is None:
@@ -81,11 +84,11 @@ class _Linear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         ctx.given = None  # a graph that outlives its step must not keep them
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        gradient = (gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)).to(input.dtype)
-        rows = ascii_lowercase[: input.dim() - 1]
+        gradient = (gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)).to(ctx.dtype)
+        rows = ascii_lowercase[: gradient.dim() - 1]
         of_bias = None
         if needs_bias:
-            sums = [part.sum(tuple(range(input.dim() - 1))) for part in gradients]
+            sums = [part.sum(tuple(range(gradient.dim() - 1))) for part in gradients]
             of_bias = (sums[0] if len(sums) == 1 else torch.cat(sums)).to(ctx.bias_dtype)
         return (
             product(f"{rows}z,zy->{rows}y", gradient, weight) if needs_input else None,
@@ -112,13 +115,20 @@ def divided(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...] | None:
         sizes: The sizes of the parts, which together are its last dimension.
 
     Returns:
-        The parts; None if the tensor isn't such a result, or if its own gradient is asked for.
+        The parts; None if the tensor isn't such a result, if what it was made of has been written into since, or if
+        its own gradient is asked for.
     """
     given = getattr(x.grad_fn, "given", None)
-    if not isinstance(given, _Given) or x._backward_hooks or x.retains_grad:
+    if not isinstance(given, _Given) or _versions(*given.tensors) != given.versions:
         return None
-    parts: tuple[Tensor, ...] = _Linear.apply(*given, sizes)  # type: ignore[no-untyped-call]
+    if x._backward_hooks or x.retains_grad:
+        return None
+    parts: tuple[Tensor, ...] = _Linear.apply(*given.tensors, sizes)  # type: ignore[no-untyped-call]
     return parts
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor | None:
