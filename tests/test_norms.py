@@ -157,7 +157,8 @@ class Checkpointed(Block):
 
 
 def _convolutional(*norms):
-    convolutions = [[nn.Conv2d(8 if i else 3, 8, 3, padding=1, bias=False), n, nn.ReLU()] for i, n in enumerate(norms)]
+    # Not ReLU: rounding, which differs between processors, can turn a sum that is nearly 0 on or off.
+    convolutions = [[nn.Conv2d(8 if i else 3, 8, 3, padding=1, bias=False), n, nn.SiLU()] for i, n in enumerate(norms)]
     return nn.Sequential(*sum(convolutions, []))
 
 
