@@ -1,8 +1,18 @@
 """Optimizers: PyTorch's, by name or as objects, and the parts that let them run inside a graph without a wait."""
 
 from .accumulation import Accumulator, GradientConfig, UpdatePlan
-from .build import NAMES, OptimizerArgument, build, create_state, device_state, parameters
+from .build import (
+    NAMES,
+    OptimizerArgument,
+    build,
+    clear_state,
+    create_state,
+    device_state,
+    parameters,
+    share_counters,
+)
 from .device_rates import DeviceRates
 from .ema import EMA, EMAConfig
 from .host_counters import HostCounters
 from .rates import RATE_KEYS, rates, required, scale_rates, scaled_rates, set_rate
+from .shared_counters import CountsTogether

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import ArgumentError, UnknownNameError, counted
 from .rates import rates, set_rate
+from .shared_counters import CountsTogether
 
 OptimizerArgument = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -73,7 +74,7 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
         kind: Any = type(optimizer)
         # The user's own object gets Keras's property, which only a class can have: callbacks write
         # `model.optimizer.learning_rate = 0.01`. The class is a subclass of the same name, so nothing else changes.
-        optimizer.__class__ = _with_learning_rate(kind)
+        optimizer.__class__ = _as_ours(kind)
     own = {id(p) for p in module.parameters()}
     foreign = [p for p in parameters(optimizer) if id(p) not in own]
     if foreign:
@@ -121,8 +122,23 @@ def device_state(optimizer: Optimizer) -> list[Tensor]:
     The step counter of an optimizer that can't count on the device stays on the host, where reading it costs nothing.
     """
     counts_there = counts_on_device(optimizer)
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return [value for value in values if isinstance(value, Tensor) and (value.dim() or counts_there)]
+    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    if isinstance(optimizer, CountsTogether):
+        values = [*optimizer.counters(), *values]
+    return list({id(value): value for value in values if value.dim() or counts_there}.values())
+
+
+def share_counters(optimizer: Optimizer) -> None:
+    """Let parameters that step together share their step counter, where the optimizer counts on the device."""
+    if isinstance(optimizer, CountsTogether) and counts_on_device(optimizer):
+        optimizer.share()
+
+
+def clear_state(optimizer: Optimizer) -> None:
+    """Drop all that the optimizer keeps beside the parameters."""
+    optimizer.state.clear()
+    if isinstance(optimizer, CountsTogether):
+        optimizer.share()
 
 
 def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -171,8 +187,9 @@ class PerParameter:
 
 
 @functools.cache
-def _with_learning_rate(kind: Any) -> Any:
-    """Make a subclass with Keras's name for the rate."""
+def _as_ours(kind: Any) -> Any:
+    """Make a subclass with Keras's name for the rate, and with step counters that may be shared."""
     rate = property(lambda self: rates(self)[0], set_rate, doc="The actual learning rate.")
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), same | {"learning_rate": rate})
+    bases = (CountsTogether, kind) if CountsTogether.fits(kind) else (kind,)
+    return type(kind.__name__, bases, same | {"learning_rate": rate})

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from ..runtime import Placement, to_device
+from ..utils.replaced import replaced
 from .build import counts_on_device
+from .shared_counters import CountsTogether, Once
 
 
 class DeviceRates:
@@ -60,7 +61,8 @@ class DeviceRates:
     def stepping(self) -> Iterator[None]:
         """A context in which the optimizer takes tensors for its rates, and counts its steps on the device."""
         ours = {"foreach": False, "fused": False, "capturable": counts_on_device(self._optimizer)}
-        with self._restoring(*ours), _TensorScalars():
+        together = isinstance(self._optimizer, CountsTogether)
+        with self._restoring(*ours), replaced(self._optimizer, mode=_OnDevice) if together else _OnDevice():
             for group in self._optimizer.param_groups:
                 group.update({key: value for key, value in ours.items() if key in group})
             yield
@@ -77,16 +79,27 @@ class DeviceRates:
                 group.update(values)
 
 
-class _TensorScalars(TorchFunctionMode):
-    """Multiplies by a tensor where PyTorch's optimizers pass it as a scalar, for which PyTorch would read its value."""
+# PyTorch checks the shapes of what changes a tensor by running it in Python, on tensors without values: that takes most
+# of the time of an optimizer's trace. These have the shape of what they change, where all tensors are alike.
+_IN_PLACE = {f"{name}_": getattr(torch, name) for name in ("add", "addcdiv", "addcmul", "lerp", "mul")}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not kwargs:
-            return func(*args)
-        for scalar in ("alpha", "value"):
-            if isinstance(kwargs.get(scalar), Tensor):
+
+class _OnDevice(Once):
+    """Runs what PyTorch's optimizers compute with a tensor for a rate, and without checks that can't fail.
+
+    They pass the rate as a scalar in places, for which PyTorch would read its value.
+    """
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for scalar in kwargs.keys() & {"alpha", "value"}:
+            if isinstance(kwargs[scalar], Tensor):
                 target, first, *rest = args
                 args = (target, first * kwargs.pop(scalar), *rest)
+        same = _IN_PLACE.get(func.__name__)
+        if same is not None and _are_alike(*args):
+            return args[0].copy_(same(*args, **kwargs))
         return func(*args, **kwargs)
+
+
+def _are_alike(target: Tensor, *others: Any) -> bool:
+    return all(not isinstance(o, Tensor) or not o.dim() or o.shape == target.shape for o in others)

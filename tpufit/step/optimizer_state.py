@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, CheckpointMismatchError
-from ..optimizers import EMA, Accumulator, DeviceRates, UpdatePlan, create_state, device_state, parameters
+from ..optimizers import (
+    EMA,
+    Accumulator,
+    CountsTogether,
+    DeviceRates,
+    UpdatePlan,
+    create_state,
+    device_state,
+    parameters,
+    share_counters,
+)
 from ..runtime import ungathered
 from ..utils.compiling import compiling
 from ..utils.json_codec import is_plain
@@ -46,9 +56,15 @@ class OptimizerState:
         self._take: Callable[..., Any] | None = None  # the optimizer's own step, while `taking_steps` hides it
         self._cleared = self._spent = False  # in this step: the gradients were cleared, and then used
 
-    def create(self) -> None:
-        """Create all tensors before the first step, so that the first two steps share one graph."""
+    def create(self, shares: bool) -> None:
+        """Create all tensors before the first step, so that the first two steps share one graph.
+
+        Args:
+            shares: True if parameters may share step counters, as they do on a device.
+        """
         create_state(self.optimizer)
+        if shares:
+            share_counters(self.optimizer)
         if self._config.gradients.accumulate_steps > 1 and self.accumulator is None:
             self.accumulator = Accumulator(self.optimizer)
         if self._config.ema is not None and self.ema is None:
@@ -238,7 +254,7 @@ class OptimizerState:
                 self.optimizer.state[parameter].update(numbers)
 
     def adopt(self, own: str, named: Mapping[str, nn.Parameter], given: Mapping[str, Tensor]) -> None:
-        """Load state that the optimizer creates only in its first step, and hasn't created yet.
+        """Load state that the optimizer creates only in its first step, and hasn't created yet; part shared counters.
 
         Args:
             own: The optimizer's name.
@@ -250,6 +266,9 @@ class OptimizerState:
             key, _, name = rest.partition("/")
             if owner == own and name in named and key not in self.optimizer.state.get(named[name], {}):
                 self.optimizer.state[named[name]][key] = value.clone()
+        if isinstance(self.optimizer, CountsTogether):
+            counts = {id(p): given[key] for name, p in named.items() if (key := f"{own}/step/{name}") in given}
+            self.optimizer.separate(lambda p: float(counts[id(p)]) if id(p) in counts else None)
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointMismatchError, StateLostError, few
-from ..optimizers import DeviceRates, HostCounters, UpdatePlan, device_state
+from ..optimizers import DeviceRates, HostCounters, UpdatePlan, clear_state, device_state
 from ..runtime import (
     HOST,
     DeviceState,
@@ -128,7 +128,7 @@ class TrainState:
         """Return the state of an optimizer, ready to step; at the first call it is moved to the cores."""
         own = self.of(optimizer)
         if own.rates is None and not self.placement.on_host:
-            own.create()
+            own.create(shares=True)
             self.device.shardings |= self.shardings(self.placement)
             move(device_state(optimizer), self.placement, shardings=self.device.shardings)
             own.rates = DeviceRates(optimizer, self.placement)  # last: rates mark it as attached
@@ -223,7 +223,7 @@ class TrainState:
         # Before the tensors are listed: held values would stay behind, and empty tensors would be moved.
         self.write_back()
         for optimizer in self.named_optimizers().values():
-            self.of(optimizer).create()
+            self.of(optimizer).create(shares=not placement.on_host)
         tensors, names = self.tensors()
         shardings = self.shardings(placement)
         moved = placement != self.placement
@@ -252,13 +252,13 @@ class TrainState:
         self.counters.catch_up()
 
     def take_in_new(self) -> bool:
-        """Adopt the state that a traced step has created, as the first step of some optimizers does.
+        """Adopt the state that a traced step has created, as the first step of some optimizers does, or set apart.
 
         Returns:
             True if there was any: the graphs captured so far lack it.
         """
         tensors, _ = self.tensors()
-        if len(tensors) == len(self.device.tensors):
+        if [*tensors] == [id(tensor) for tensor in self.device.tensors]:
             return False
         self.write_back()
         self.device.replace(tensors.values(), self.shardings(self.placement))
@@ -291,7 +291,7 @@ class TrainState:
             tensor.grad = None
             swap_value(tensor, values[key].detach().clone())
         for optimizer in self.named_optimizers().values():
-            optimizer.state.clear()
+            clear_state(optimizer)
         self.optimizers.clear()
         self.counters, self.numbers.batches_waiting = HostCounters(), 0
         self.placement, self.device = HOST, DeviceState([])

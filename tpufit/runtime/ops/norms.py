@@ -40,8 +40,8 @@ def _channel_norm(
         with torch.no_grad():
             for running, now in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
                 if running is not None:
-                    # Of instances it is the mean over the batch; a batch's own first dimension is 1 here.
-                    running.copy_(momentum * now.mean(0).flatten() + (1 - momentum) * running)
+                    now = now if over_rows else now.mean(0)  # of instances it is the mean over the batch
+                    running.copy_(momentum * now.flatten() + (1 - momentum) * running)
     else:
         if running_mean is None or running_var is None:
             return None
