@@ -66,7 +66,7 @@ def test_formats_of_inputs_weights_and_loss(cores, name):
     assert lines[0].splitlines()[-1] == said
     shapes = {line.split()[0]: line.split()[2] for line in lines[0].splitlines()[1:] if line.startswith(" ")}
     assert shapes["last"].startswith("16x")  # the whole batch of the first step
-    kept = [value for state in model.optimizer.state.values() for value in state.values()]
+    kept = {id(value): value for state in model.optimizer.state.values() for value in state.values()}.values()
     gradients, state = (size(sum(t.nbytes for t in tensors)) for tensors in (net.parameters(), kept))
     assert f"{gradients} gradients + {state} optimizer" in lines[0]
 

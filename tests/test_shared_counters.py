@@ -9,7 +9,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import tpufit
-from tpufit.callbacks import Callback
+from tpufit.callbacks import Callback, LRScheduler
 from tpufit.runtime import counts
 
 pytestmark = pytest.mark.cores(1, 8)
@@ -161,6 +161,17 @@ def test_a_step_by_hand_moves_each_counter_on_once(cores):
     assert loss.item() > 0
     moved = {name: count - before[name] for name, count in steps_of(model.optimizer, model.module).items()}
     assert moved == {n: int(n.startswith(("trunk", "first"))) for n in moved}
+
+
+def test_a_scheduler_made_before_has_wrapped_the_step(cores):
+    net = Heads()
+    ours = copy.deepcopy(net)
+    given = COUNTING["adam"](ours.parameters())
+    scheduler = optim.lr_scheduler.ConstantLR(given, 1.0)
+    model = fitted(tpufit.Model, given, cores, LRScheduler(scheduler), net=ours)
+    optimizer = COUNTING["adam"](net.parameters())
+    by_hand(net, optimizer, [first])
+    compare(model, optimizer, net)
 
 
 def _backward(net):

@@ -69,9 +69,9 @@ class CountsTogether(Optimizer):
     _stepped = False
 
     @staticmethod
-    def fits(kind: type[Optimizer]) -> bool:
-        """True if a class of optimizers steps as PyTorch's own do."""
-        return kind.step.__module__.startswith("torch.optim")
+    def fits(optimizer: Optimizer) -> bool:
+        """True if an optimizer steps as PyTorch's own do, and nobody has wrapped its step, as a scheduler does."""
+        return type(optimizer).step.__module__.startswith("torch.optim") and "step" not in vars(optimizer)
 
     def share(self) -> None:
         """Let parameters with equal counters share one. Only counters on the host are compared: there it is free."""
