@@ -7,6 +7,7 @@ from torch import nn
 
 import tpufit
 from tpufit.errors import UnknownNameError
+from tpufit.optimizers import device_state
 from tpufit.step import precision
 from tpufit.utils.text import size
 
@@ -66,7 +67,7 @@ def test_formats_of_inputs_weights_and_loss(cores, name):
     assert lines[0].splitlines()[-1] == said
     shapes = {line.split()[0]: line.split()[2] for line in lines[0].splitlines()[1:] if line.startswith(" ")}
     assert shapes["last"].startswith("16x")  # the whole batch of the first step
-    kept = {id(value): value for state in model.optimizer.state.values() for value in state.values()}.values()
+    kept = device_state(model.optimizer)  # with the step counter that the weights share, and its spare
     gradients, state = (size(sum(t.nbytes for t in tensors)) for tensors in (net.parameters(), kept))
     assert f"{gradients} gradients + {state} optimizer" in lines[0]
 
