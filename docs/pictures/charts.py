@@ -11,7 +11,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
-# The rows of engine.json that answer a user's question, as a user calls them.
+# The rows of host.json that answer a user's question, as a user calls them.
 STEPS = {
     "Lightning": "Lightning on torch_xla",
     "torch_xla, by hand": "torch_xla, hand-written loop",
@@ -41,7 +41,7 @@ def bars(look: str, rows: list[tuple[str, float]], title: str, unit: str) -> Fig
 
 
 def engine(look: str) -> Figure:
-    report = json.loads((RESULTS / "engine.json").read_text())
+    report = json.loads((RESULTS / "host.json").read_text())
     small = {row["label"]: row["medians"]["ms_per_step"] for row in report["rows"] if row["group"] == "mlp"}
     rows = sorted(((name, small[label]) for label, name in STEPS.items()), key=lambda row: -row[1])
     machine = report["machine"]

@@ -110,7 +110,8 @@ def replay_graph_of(model: Any, loader: Any, rate: float, clock: Clock) -> None:
         inputs = _XLAC._xla_tensors_from_aten([x, y, torch.tensor([rate])], [device] * 3, None)
         xm.set_rng_state(_FIRST_SEED + number, device)
         seed = _XLAC._get_base_seed_as_tensor(device)
-        arguments = graph.pick([*state, *sums, *inputs, seed, *graph.constants])
+        drawn = [seed] if graph.places else []  # a step without random numbers takes none
+        arguments = graph.pick([*state, *sums, *inputs, *drawn, *graph.constants])
         out = _XLAC._run_cached_graph(graph.hash, list(arguments))
         state, sums = out[: len(graph.changed)], out[len(graph.changed) : len(graph.changed) + len(graph.summed)]
     (total,) = _XLAC._xla_get_cpu_tensors(sums[:1])
