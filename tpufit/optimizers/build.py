@@ -71,9 +71,10 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
             f"{type(optimizer).__name__} can't run inside one XLA graph; use another optimizer, e.g. 'adamw'"
         )
     if not hasattr(optimizer, "learning_rate"):
+        kind: Any = type(optimizer)
         # The user's own object gets Keras's property, which only a class can have: callbacks write
         # `model.optimizer.learning_rate = 0.01`. The class is a subclass of the same name, so nothing else changes.
-        optimizer.__class__ = _as_ours(optimizer)
+        optimizer.__class__ = _as_ours(kind, CountsTogether.fits(optimizer))
     own = {id(p) for p in module.parameters()}
     foreign = [p for p in parameters(optimizer) if id(p) not in own]
     if foreign:
@@ -186,10 +187,9 @@ class PerParameter:
 
 
 @functools.cache
-def _as_ours(optimizer: Optimizer) -> Any:
-    """Make a subclass with Keras's name for the rate, and with step counters that may be shared."""
-    kind: Any = type(optimizer)
+def _as_ours(kind: Any, together: bool) -> Any:
+    """Make a subclass with Keras's name for the rate, and maybe with step counters that can be shared."""
     rate = property(lambda self: rates(self)[0], set_rate, doc="The actual learning rate.")
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    bases = (CountsTogether, kind) if CountsTogether.fits(optimizer) else (kind,)
+    bases = (CountsTogether, kind) if together else (kind,)
     return type(kind.__name__, bases, same | {"learning_rate": rate})
