@@ -234,3 +234,20 @@ def test_the_last_rows_are_held_out():
 def test_holding_out_everything_or_nothing():
     with pytest.raises(DataError, match="leaves none"):
         train_validation_split(np.ones(1), np.ones(1), None, 0.5)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("width", [1, 3000])  # of one, 64 batches are looked up at once; of the other, a few
+def test_arrays_are_looked_up_many_batches_at_once(shuffle, width):
+    rows, size = 1003, 7
+    x, y = np.arange(rows, dtype=np.float32)[:, None].repeat(width, 1), np.arange(rows)
+    data = stream({"x": x, "none": None}, y, batch_size=size, shuffle=shuffle, seed=3)
+    batches = list(data.epoch(2))
+    labels = torch.cat([y for _, y in batches])
+    assert [len(y) for _, y in batches] == [size] * 143 + [2]
+    assert all(torch.equal(x["x"][:, 0], y.float()) and x["none"] is None for x, y in batches)
+    assert torch.equal(labels.sort().values, torch.arange(rows))
+    assert torch.equal(labels, torch.arange(rows)) is not shuffle
+    data.load_state_dict(data.state_dict(100) | {"number": 2})
+    rest = list(data.epoch(2))
+    assert torch.equal(torch.cat([y for _, y in rest]), labels[100 * size :])

@@ -27,6 +27,7 @@ FRIENDLY_ATTRIBUTES = {
     "_defaults": "of a torchmetrics metric: its sums as they begin",
     "_update_count": "of a torchmetrics metric: else it warns that nothing was added",
     "_fields": "of a named tuple: part of its documented interface",
+    "_next_data": "of a DataLoader's iterator: `next` takes 20 microseconds more, to mark the call for a profiler",
     "_exit": "of os: the end of a process whose main thread can't come to it",
     "_getframe": "of sys: the caller's line",
     "_current_frames": "of sys: the line of the main thread",

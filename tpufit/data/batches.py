@@ -56,7 +56,7 @@ def count_rows(leaves: Iterable[Any]) -> int:
 def as_tensors(batch: Any) -> Any:
     """The batch with its arrays, tables and numbers as tensors. Strings and other objects stay as they are."""
     if is_plain(batch):
-        return type(batch)(map(_as_tensor, batch))
+        return type(batch)([leaf.float() if leaf.dtype is torch.float64 else leaf for leaf in batch])
     return tree_map(_as_tensor, batch)
 
 

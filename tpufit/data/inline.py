@@ -1,5 +1,7 @@
 """`InlineReader`: batches read by the loop itself, without a thread; and `Pace`, which decides when."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,6 +90,7 @@ class InlineReader(BatchReader[T_co]):
     Args:
         batches: Any iterable; a generator is closed at the end.
         prepare: Called with each batch, e.g. to start its transfer to the device.
+        pace: What the times are for (default: they are always taken).
 
     Example:
         >>> with InlineReader([1, 2, 3], lambda batch: batch * 10) as reader:
@@ -95,18 +98,19 @@ class InlineReader(BatchReader[T_co]):
         [10, 20, 30]
     """
 
-    def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], T_co]) -> None:
+    def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], T_co], pace: Pace | None = None) -> None:
         self.times = ReadTimes()
+        self._clock = thread_time if pace is None or pace.decides else _no_time
         self._batches = iter(batches)
         self._prepare = prepare
 
     def __next__(self) -> T_co:
-        began, computed = perf_counter(), thread_time()
+        began, computed = perf_counter(), self._clock()
         batch = next(self._batches)
         read = perf_counter()
         prepared = prepared_by(self._prepare, batch)
         ended, times = perf_counter(), self.times
-        times.computed += thread_time() - computed
+        times.computed += self._clock() - computed
         times.waited += read - began
         times.prepared += ended - read
         times.busy += ended - began
@@ -128,12 +132,13 @@ class Pace:
 
     Attributes:
         inline: True if the next pass needs no thread.
+        decides: True as long as the times of a pass may change that.
         passed: True once there has been a pass.
     """
 
     def __init__(self, in_memory: bool, movable: bool) -> None:
         self.inline, self.passed = in_memory, False
-        self._decides = movable and not in_memory
+        self.decides = movable and not in_memory
 
     def note(self, times: ReadTimes, own: float) -> None:
         """Decide by the times of a pass. Data that were quick once and are no more get their thread back for good.
@@ -142,13 +147,18 @@ class Pace:
             times: The reader's work in the pass.
             own: The time that the loop itself has computed, in seconds.
         """
-        if self._decides:
+        if self.decides:
             before = self.inline
             waits = times.busy - times.computed
             quick = times.computed <= _MOST_COMPUTED * own and waits <= _MOST_WAITED * own
             self.inline = quick and times.batches >= _ENOUGH
-            self._decides = self.inline or not before
+            self.decides = self.inline or not before
         self.passed = True
+
+
+def _no_time() -> float:
+    """The clock where nobody asks for the time: the processor's is a call of the system."""
+    return 0.0
 
 
 def prepared_by(prepare: Callable[[Any], T], batch: Any) -> T:

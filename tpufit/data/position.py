@@ -17,7 +17,7 @@ from .sources import Source
 _KEPT = 1024
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: that takes longer to make, and there is one for each batch
 class Position:
     """A position between two batches.
 

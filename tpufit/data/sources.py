@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ..errors import DataError
-from .batches import as_tensors, count_rows, join, rows_in
+from .batches import as_tensors, count_rows, is_plain, join, rows_in
 from .cache import CachedDataset
 from .parts import Part, PerHost, Share, without_rows
 from .sampling import order
@@ -29,6 +29,10 @@ Transform = Callable[[Any], Any]
 Rows = slice | NDArray[np.int64]
 Batches = Iterator[tuple[int, Any]]
 Hook = Callable[[], object]
+
+# The batches of arrays that are looked up at once, and the memory that they may take.
+_MOST_AT_ONCE = 64
+_BYTES_AT_ONCE = 1 << 20
 
 
 def _nothing() -> None: ...
@@ -164,12 +168,18 @@ class _Rows(Source):
         plan = self.plan
         within = plan.batch_size if plan.shuffle == "batch" else None
         shuffled = order(self.length, plan.seed, index, within) if plan.shuffle else None
+        if plan.share is None:
+            yield from self._whole(start, shuffled, index)
+            return
         for first in range(start, self.length, plan.rows):
             end = min(first + plan.rows, self.length)
-            if plan.share is None:
-                yield end, self.take(slice(first, end) if shuffled is None else shuffled[first:end], index)
-                continue
             yield end, self._part(plan.share, first, end, shuffled, index)
+
+    def _whole(self, start: int, shuffled: NDArray[np.int64] | None, index: int) -> Batches:
+        """The batches of a pass where this host reads all of their rows."""
+        for first in range(start, self.length, self.plan.rows):
+            end = min(first + self.plan.rows, self.length)
+            yield end, self.take(slice(first, end) if shuffled is None else shuffled[first:end], index)
 
     def _part(self, share: Share, first: int, end: int, shuffled: NDArray[np.int64] | None, index: int) -> Part:
         """A host's own rows of a batch."""
@@ -201,10 +211,23 @@ class Arrays(_Rows):
                 f"{shapes}"
             )
         super().__init__(lengths[0], plan)
+        row = sum(leaf[:1].nbytes for leaf in self.leaves if leaf is not None)
+        self._at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(1, row * plan.rows)))
+        self._plain = type(nest) is tuple and is_plain(nest)
 
     def take(self, rows: Rows, index: int) -> Any:
         leaves = [None if leaf is None else rows_in(leaf, rows) for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
+
+    def _whole(self, start: int, shuffled: NDArray[np.int64] | None, index: int) -> Batches:
+        # Several batches are looked up at once, and then parted: each call takes as long as to copy a small batch.
+        rows, several = self.plan.rows, self.plan.rows * self._at_once
+        for first in range(start, self.length, several):
+            some = slice(first, min(first + several, self.length))
+            read: Rows = some if shuffled is None else shuffled[some]
+            parts = [repeat(None) if leaf is None else rows_in(leaf, read).split(rows) for leaf in self.leaves]
+            for i, batch in enumerate(zip(*parts, strict=False), 1):
+                yield min(first + i * rows, some.stop), batch if self._plain else tree_unflatten(batch, self.spec)
 
 
 class Samples(_Rows):

@@ -141,16 +141,17 @@ class SharedLoss(Loss):
 
     def label_range(self, y: Any) -> Any:
         """Find the range of host labels, by output if there are several."""
-        loss = self.of(y)
-        return super().label_range(y) if loss is self else loss.label_range(y)
+        if isinstance(y, Tensor) or not is_nest(y):
+            return super().label_range(y)
+        return self.of(y).label_range(y)
 
     def check_labels(self, found: Any, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of its output."""
-        if isinstance(found, Mapping):
+        if found is None or isinstance(found, LabelRange):
+            super().check_labels(found, y_pred)
+        else:
             assert self._by_output is not None
             self._by_output.check_labels(found, y_pred)
-        else:
-            super().check_labels(found, y_pred)
 
 
 def _mapped(nest: Any, value: Any) -> Any:

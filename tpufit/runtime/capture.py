@@ -94,7 +94,7 @@ class Target:
 
     def draws(self, seeds: list[int]) -> Draws:
         """Return the random numbers of a trace."""
-        return Draws(str(self.placement.device), seeds)
+        return Draws(self.placement.device_name, seeds)
 
     def trace(self, body: Body, inputs: list[Tensor], draws: Draws, watch: AbstractContextManager[object]) -> Any:
         """Run the body over lazy tensors.

@@ -141,6 +141,8 @@ class Graph:
     def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The value that the body would have returned."""
         tensors, (template, spec) = iter(outputs), self.result
+        if not template and spec.type is list:  # nothing, as of most steps
+            return []
         leaves = [
             next(tensors) if leaf is _COMPUTED else inputs[leaf.index] if isinstance(leaf, _Input) else leaf
             for leaf in template

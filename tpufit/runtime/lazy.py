@@ -23,7 +23,7 @@ def launch(placement: Placement, role: str, cause: str = "") -> None:
     if placement.on_host:
         return
     with counters.role(role, cause):
-        xla()._xla_step_marker(str(placement.device), [], wait=False)
+        xla()._xla_step_marker(placement.device_name, [], wait=False)
 
 
 def wait(reason: str) -> None:

@@ -102,6 +102,11 @@ class Placement:
         return device
 
     @cached_property
+    def device_name(self) -> str:
+        """The device by torch_xla's name."""
+        return str(self.device)
+
+    @cached_property
     def _mesh(self) -> Any:
         import torch_xla.distributed.spmd as spmd
 

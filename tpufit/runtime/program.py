@@ -158,7 +158,7 @@ class Program:
         if not state.held:
             state.settle(target.placement)
             state.hold()
-        drawn = draw_seeds(str(target.placement.device), seeds, graph.places) if graph.places else []
+        drawn = draw_seeds(target.placement.device_name, seeds, graph.places) if graph.places else []
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
         outputs = graph.run(state, sums, list(graph.pick(pool)), start=target.start)
         return graph.returned(outputs, inputs)

@@ -56,12 +56,16 @@ def to_device(
     if placement.recorder is not None:
         moved = [stand_in(t) if t.is_meta else t for t in moved]
     host = [i for i, t in enumerate(moved) if t.device.type != "xla"]
-    values = [moved[i].detach().contiguous() for i in host]
+    values = [
+        t if t.is_contiguous() and not t.requires_grad else t.detach().contiguous() for t in (moved[i] for i in host)
+    ]
     specs = None
     if placement.has_mesh and host:
         wanted = [sharding if isinstance(sharding, Sharding) else sharding[i] for i in host]
         specs = [placement.spec(one, t) for one, t in zip(wanted, values, strict=True)]
-    sent = xla()._xla_tensors_from_aten(values, [str(placement.device)] * len(values), specs)
+    sent: list[Tensor] = xla()._xla_tensors_from_aten(values, [placement.device_name] * len(values), specs)
+    if placement.recorder is None and len(sent) == len(moved):
+        return sent
     for i, tensor in zip(host, sent, strict=True):
         moved[i] = tensor
     if placement.recorder is not None and moved:

@@ -177,6 +177,8 @@ class BatchSender:
         # Only the usual forms are sure to have the labels there; a custom step may take any other form.
         if self._label_range is None or (is_row_of_parts(batch) and not 1 <= len(batch) <= 3):
             return None
+        if type(batch) is tuple and len(batch) > 1 and type(batch[1]) is Tensor:  # as most are
+            return self._label_range(batch[1])
         x, y, _ = unpack(batch)
         return self._label_range(targets_of(x, y))
 

@@ -79,7 +79,9 @@ class PassLoop:
         inline, began = data.pace.inline, thread_time()
         batches = _groups(data.epoch(epoch), lambda: run.group_size)
         feed: BatchReader[list[DeviceGroup]] = (
-            InlineReader(batches, run.send) if inline else Prefetcher(batches, run.send, max(2, 4 // run.group_size))
+            InlineReader(batches, run.send, data.pace)
+            if inline
+            else Prefetcher(batches, run.send, max(2, 4 // run.group_size))
         )
         with feed, _ending(feed, self.interruption):
             groups: Iterator[list[DeviceGroup]] = feed
