@@ -229,7 +229,7 @@ class DeviceMetric:
 
     def compute(self, sums: Mapping[str, Tensor], kept: Sequence[Sequence[Tensor]]) -> Any:
         """Compute the metric on the host, see `Metric.compute`."""
-        metric = self._metric.clone()
+        metric = self._metric.clone() if kept else self._metric  # an update may leave more in it than `reset` undoes
         metric.reset()
         for arguments in kept:
             self._add(metric, arguments)
@@ -237,6 +237,7 @@ class DeviceMetric:
             setattr(metric, key, value)
             metric._update_count = 1  # else torchmetrics warns that nothing was added
         value = metric.compute()
+        metric.reset()
         if isinstance(value, Tensor):
             return float(value) if value.numel() == 1 else value.numpy()
         return value

@@ -155,10 +155,11 @@ class StepRunner:
         state.count_updates(updates)
         key = self._keys.of(group.forms[0].signature, steps, group.stacked, updates)
         body = partial(self._body, group, updates)
-        if program.knows(key):
+        if program.replays(key):
             outputs = program(key, inputs, seeds, body, pause)
-            if program.replays(key):
-                state.counters.replayed((self.role, key))
+            state.counters.replayed((self.role, key))
+        elif program.knows(key):
+            outputs = program(key, inputs, seeds, body, pause)
         else:
             program.cause = self._keys.cause(key, steps, program.met)
             with state.counters.traced((self.role, key), state.named_optimizers().values()):
@@ -192,7 +193,7 @@ class StepRunner:
         It is chosen once, because each size needs a graph of its own.
         """
         engine, wanted = self._engine, self._engine.config.steps_per_execution
-        if engine.state.placement.on_host:
+        if wanted == 1 or engine.state.placement.on_host:
             return 1
         if isinstance(wanted, int):
             return wanted
