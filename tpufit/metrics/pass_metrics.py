@@ -139,7 +139,8 @@ class PassMetrics(SumTable):
             self.set((name, "lost"), (new - total) - addend)
         if self._watches and scalars:
             steps = self.get(_FINITE, torch.zeros((), dtype=torch.int32))
-            finite = torch.stack(scalars).isfinite().all()
+            # Only a finite number times 0 is 0. `isfinite` compares with an infinity in float64.
+            finite = (torch.stack(scalars) * 0 == 0).all()
             self.set(_FINITE, torch.where(steps < 0, steps, torch.where(finite, steps + 1, -1 - steps)))
 
     @property

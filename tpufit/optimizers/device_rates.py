@@ -91,8 +91,8 @@ class _OnDevice(Once):
     """
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for scalar in kwargs.keys() & {"alpha", "value"}:
-            if isinstance(kwargs[scalar], Tensor):
+        for scalar in ("alpha", "value") if kwargs else ():
+            if isinstance(kwargs.get(scalar), Tensor):
                 target, first, *rest = args
                 args = (target, first * kwargs.pop(scalar), *rest)
         same = _IN_PLACE.get(func.__name__)
@@ -102,4 +102,5 @@ class _OnDevice(Once):
 
 
 def _are_alike(target: Tensor, *others: Any) -> bool:
-    return all(not isinstance(o, Tensor) or not o.dim() or o.shape == target.shape for o in others)
+    shape = target.shape
+    return all(not isinstance(o, Tensor) or o.shape == shape or not o.dim() for o in others)

@@ -33,6 +33,8 @@ class Once(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.__name__
+        if name == "__get__":  # an attribute of a tensor, which optimizers ask for most
+            return func(*args)
         if name in _OF_NUMBERS:
             if not kwargs and all(_is_number(arg) for arg in args):
                 return self._known_or_new(func, args)

@@ -34,11 +34,11 @@ def cross_entropy(
     along = (-1, *(1,) * (x.dim() - dim - 1))  # a vector of classes, beside the logits
     chosen = torch.arange(classes, dtype=torch.int32, device=x.device).view(along) == labels.unsqueeze(dim)
     scale = torch.logsumexp(x, dim)
-    counts = labels != ignore_index
-    each = scale - torch.where(chosen, x, 0).sum(dim)
-    weights = counts.to(x.dtype)
+    counts, zero = labels != ignore_index, x.new_zeros(())  # a tensor: a number would be sent to the device
+    each = scale - torch.where(chosen, x, zero).sum(dim)
+    weights = None
     if weight is not None:
-        weights = torch.where(chosen, weight.to(x.dtype).view(along), 0).sum(dim) * weights
+        weights = torch.where(chosen, weight.to(x.dtype).view(along), zero).sum(dim) * counts.to(x.dtype)
         each = each * weights
     if label_smoothing:
         if weight is None:
@@ -47,11 +47,11 @@ def cross_entropy(
             all_weights = weight.to(x.dtype)
             spread = scale * all_weights.sum() - (x * all_weights.view(along)).sum(dim)
         each = each * (1 - label_smoothing) + spread * (label_smoothing / classes)
-    each = torch.where(counts, each, 0)  # also where it is infinite
+    each = torch.where(counts, each, zero)  # also where it is infinite
     if reduction == _reduction.get_enum("none"):
         return each.view(target.shape).to(input.dtype)
     loss = each.sum()
     if reduction == _reduction.get_enum("mean"):
         # Counted in whole numbers, as float32 counts to 16 million only.
-        loss = loss / (counts.sum(dtype=torch.int32) if weight is None else weights.sum())
+        loss = loss / (counts.sum(dtype=torch.int32) if weights is None else weights.sum())
     return loss.to(input.dtype)
