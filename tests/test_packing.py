@@ -1,4 +1,4 @@
-"""1x1 convolutions' weights as matrices, as a TPU keeps them: the same training, and the user sees convolutions."""
+"""Weights of convolutions, which a TPU keeps outputs last: the same training, and the user sees PyTorch's order."""
 
 import copy
 
@@ -57,14 +57,17 @@ def test_the_same_training(cores, monkeypatch, options):
     check_equal(plain, packed)
 
 
-def test_the_device_keeps_matrices_and_the_user_sees_convolutions(cores, packs):
+def test_the_device_keeps_outputs_last_and_the_user_sees_them_first(cores, packs):
     placement = runtime.Placement(runtime.start(cores, "a test"))
-    host = [torch.randn(shape) for shape in ((8, 3, 1, 1), (8, 8, 3, 3), (8, 3, 1), (8, 3), (8,))]
+    shapes = (8, 3, 1, 1), (8, 6, 3, 2), (8, 3, 1), (9, 8, 3, 4, 5), (8, 3, 3, 3), (8, 1, 3, 3), (8, 3), (8,)
+    host = [torch.randn(shape) for shape in shapes]
     tensors = runtime.to_device(host, placement)
     state = runtime.DeviceState(tensors, packing=runtime.Packing(placement))
     for _ in range(2):
         state.hold()
-        assert [tuple(value.shape) for value in state.values] == [(8, 3), (8, 8, 3, 3), (8, 3), (8, 3), (8,)]
+        assert [tuple(value.shape) for value in state.values] == [
+            (1, 1, 3, 8), (3, 2, 6, 8), (1, 3, 8), (3, 4, 5, 8, 9), (8, 3, 3, 3), (8, 1, 3, 3), (8, 3), (8,),
+        ]  # fmt: skip
         state.write_back()
         for tensor, value in zip(runtime.to_host(tensors, "a test"), host, strict=True):
             assert torch.equal(tensor, value)

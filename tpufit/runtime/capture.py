@@ -157,9 +157,8 @@ def undoing(state: DeviceState) -> Iterator[None]:
         if not state.lost:
             for value in before:  # no graph has consumed it, and none of another step may
                 xla()._set_buffer_donation(value, False)
-            state.values = before.copy()
+            state.restore(before)
             before.clear()  # the traceback would go on sharing the state's memory
-            state.write_back()
         raise
 
 

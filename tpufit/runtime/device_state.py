@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import StateLostError
 from .lazy import graph_hash, handles, launch, pending, wait
-from .packing import Packing
+from .packing import Packing, kept, shown
 from .placement import Placement, Sharding
 from .transfer import copy_into, swap_value, to_host
 
@@ -22,7 +22,7 @@ class DeviceState:
     Args:
         tensors: The user's own tensor objects.
         shardings: The shardings of tensors, by their `id` (default: each is whole on every core).
-        packing: Which of them have another shape on the device (default: none).
+        packing: Which of them the device keeps with their dimensions in another order (default: none).
 
     Attributes:
         tensors: The user's own tensor objects.
@@ -80,25 +80,23 @@ class DeviceState:
         return [swap_value(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
 
     def _stored(self) -> list[Tensor]:
-        """The values in the shapes that the device keeps them in."""
+        """The values as the device keeps them."""
         values = [tensor.detach() for tensor in self.tensors]
         stored = {i: value for i, (value, _) in self._packed.items()} if self._packed else self._pack(values)
         self._packed = {}
         return [stored.get(i, value) for i, value in enumerate(values)]
 
     def _pack(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The values of those tensors that the device keeps in another shape, in that shape, by their indices."""
-        shapes = self._packs(tensors)
-        values = self._packing.reshaped([tensors[i] for i in shapes], list(shapes.values()))
-        return dict(zip(shapes, values, strict=True))
+        """The values of those tensors that the device keeps in another order, in that order, by their indices."""
+        indices = self._packs(tensors)
+        return dict(zip(indices, self._packing.packed([tensors[i] for i in indices]), strict=True))
 
-    def _packs(self, tensors: Sequence[Tensor]) -> dict[int, torch.Size]:
-        """The other shapes of tensors on the device. One that is split over the cores keeps its own."""
-        packs = self._packing.packs(tensors)
-        return {i: shape for i, shape in packs.items() if id(self.tensors[i]) not in self.shardings}
+    def _packs(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The indices of tensors that the device keeps in another order. One that is split over the cores isn't."""
+        return [i for i in self._packing.packs(tensors) if id(self.tensors[i]) not in self.shardings]
 
     def begin_trace(self) -> list[Tensor]:
-        """Let the user's tensors show values in the shapes that the device keeps them in. All must be computed.
+        """Let the user's tensors show values in the order in which the device keeps them. All must be computed.
 
         Returns:
             The values, the inputs of the graph about to be traced.
@@ -106,7 +104,7 @@ class DeviceState:
         inputs = list(self.tensors)
         for i, value in self._pack(self.tensors).items():
             tensor, inputs[i] = self.tensors[i], value
-            tensor.data = value.view(tensor.shape).clone()  # a view would change the input with it
+            tensor.data = shown(value)
             self._packed[i] = value, tensor._version
         return inputs
 
@@ -114,11 +112,9 @@ class DeviceState:
         """The indices of the tensors that the trace has changed, and their new values as the device is to keep them."""
         changed = [i for i in pending(self.tensors) if i not in self._packed or self._differs(i)]
         roots = [self.tensors[i] for i in changed]
-        with torch.no_grad():
-            for at, i in enumerate(changed):
-                if i in self._packed:
-                    matrix = roots[at].detach().view(self._packed[i][0].shape).clone()  # a view would keep its base
-                    roots[at] = self._packing.placement.pin(matrix)
+        for at, i in enumerate(changed):
+            if i in self._packed:
+                roots[at] = self._packing.placement.pin(kept(roots[at]))
         return changed, roots
 
     def end_trace(self) -> None:
@@ -129,18 +125,17 @@ class DeviceState:
         """True if a packed tensor no longer shows the value that the trace began with."""
         (value, version), tensor = self._packed[i], self.tensors[i]
         # What `tensor.data` is given leaves no trace in the version, but makes another graph.
-        return tensor._version != version or graph_hash(tensor) != graph_hash(value.view(tensor.shape).clone())
+        return tensor._version != version or graph_hash(tensor) != graph_hash(shown(value))
 
     def shown(self, indices: Sequence[int]) -> list[Tensor]:
-        """The held values in the shapes of the user's tensors.
+        """The held values as the user sees them.
 
         Args:
             indices: Their indices.
         """
-        shapes = self._packs(self.tensors) if self.held else {}
-        packed = [i for i in indices if i in shapes]
-        values = self._packing.reshaped([self.values[i] for i in packed], [self.tensors[i].shape for i in packed])
-        found = dict(zip(packed, values, strict=True))
+        packs = set(self._packs(self.tensors)) if self.held else set()
+        packed = [i for i in indices if i in packs]
+        found = dict(zip(packed, self._packing.unpacked([self.values[i] for i in packed]), strict=True))
         return [found.get(i, self.values[i]) for i in indices]
 
     def replace(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding]) -> None:
@@ -162,12 +157,19 @@ class DeviceState:
             cure = "Load the last good ones with load_weights; the optimizer then starts over"
             raise StateLostError(f"the weights on the device are lost: a step failed that had consumed them. {cure}")
         if self.held:
-            values = self.shown(range(len(self.values)))
-            empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, values, strict=True)]
-            self.values, self.held = [], False
-            # After an interrupt some of them were not empty, and can't serve the next `hold`.
-            self._empty = empty if all(tensor.is_meta for tensor in empty) else []
-            self._versions = [tensor._version for tensor in self.tensors]
+            self.restore(self.shown(range(len(self.values))))
+
+    def restore(self, values: Sequence[Tensor]) -> None:
+        """Put values into the user's tensors, in place of those that are held.
+
+        Args:
+            values: The values, in the order of dimensions that the user sees.
+        """
+        empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, values, strict=True)]
+        self.values, self.held = [], False
+        # After an interrupt some of them were not empty, and can't serve the next `hold`.
+        self._empty = empty if all(tensor.is_meta for tensor in empty) else []
+        self._versions = [tensor._version for tensor in self.tensors]
 
     def settle(self, placement: Placement) -> None:
         """Finish the changes that user code has made to the tensors: a graph takes only computed values.
