@@ -136,7 +136,8 @@ class TrainState:
 
     def pin(self, own: OptimizerState) -> None:
         """Keep the sharding of what a step of an optimizer has changed: else XLA may split the next step's inputs."""
-        self.device.pin(own.tensors, self.placement)
+        if self.placement.has_mesh:
+            self.device.pin(own.tensors, self.placement)
 
     def _split_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Split gradients like their parameters, inside a step."""
