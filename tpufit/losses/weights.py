@@ -36,8 +36,8 @@ def spread(weight: Any, each: Tensor) -> Tensor:
             f"sample_weight of shape {tuple(weight.shape)} doesn't fit losses of shape {tuple(each.shape)}: one weight "
             "a row, shape (batch,), or one for each element of a sequence, shape (batch, time)"
         )
-    shaped: Tensor = weight.to(each.dtype).reshape(*weight.shape, *[1] * (each.dim() - weight.dim()))
-    return shaped
+    shaped: Tensor = weight.to(each.dtype)
+    return shaped.reshape(*shaped.shape, *[1] * further) if (further := each.dim() - shaped.dim()) else shaped
 
 
 def weight_of(sample_weight: Any, output: Output) -> Any:

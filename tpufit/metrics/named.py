@@ -117,7 +117,7 @@ class MetricName:
             return y_pred, y.argmax(1)
         if y_pred.dim() != y.dim() + 1:
             return y_pred, y
-        found = [at for at in (1, y_pred.dim() - 1) if _classes(y_pred.movedim(at, 1), y)]
+        found = [at for at in (1, y_pred.dim() - 1) if _classes(y_pred, y, at)]
         if self._classes_at is None:
             if not found:
                 return y_pred, y
@@ -162,7 +162,8 @@ class MetricName:
         )
 
 
-def _classes(y_pred: Tensor, y: Tensor) -> int:
-    """The number of classes in dimension 1 of an output; 0 if the targets don't lack just that dimension."""
-    has = y_pred.dim() > 1 and y_pred.shape[1] > 1 and (*y_pred.shape[:1], *y_pred.shape[2:]) == tuple(y.shape)
-    return y_pred.shape[1] if has else 0
+def _classes(y_pred: Tensor, y: Tensor, at: int = 1) -> int:
+    """The number of classes in a dimension of an output; 0 if the targets don't lack just that dimension."""
+    shape = y_pred.shape
+    has = len(shape) > 1 and shape[at] > 1 and (*shape[:at], *shape[at + 1 :]) == tuple(y.shape)
+    return shape[at] if has else 0

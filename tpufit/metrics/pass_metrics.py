@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 # is then: one number tells both. A replayed step doesn't know its own number.
 _FINITE: Key = (None, "finite")
 
+# What sums begin with.
+_ZERO, _NONE = torch.zeros(()), torch.zeros((), dtype=torch.int32)
+
 
 class PassMetrics(SumTable):
     """The running values of a pass over the data: means of the scalars that its steps return, and metrics.
@@ -129,19 +132,23 @@ class PassMetrics(SumTable):
             if not isinstance(value, (Tensor, Real)) or (isinstance(value, Tensor) and value.numel() != 1):
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ArgumentError(f"a step must return numbers or scalar tensors by name, got {name!r}: {what}")
-            scalars.append(self.placed(value).float().reshape(()))
+            scalar = self.placed(value).float()
+            scalars.append(scalar.reshape(()) if scalar.dim() else scalar)
             # Kahan's summation, with the part that rounding has taken from the sum so far: a plain float32 sum would be
             # off in the fifth digit after some ten thousand batches.
-            total, lost = self.get((name, "total"), torch.zeros(())), self.get((name, "lost"), torch.zeros(()))
+            total, lost = self.get((name, "total"), _ZERO), self.get((name, "lost"), _ZERO)
             addend = scalars[-1] * rows - lost
             new = total + addend
             self.set((name, "total"), new)
             self.set((name, "lost"), (new - total) - addend)
         if self._watches and scalars:
-            steps = self.get(_FINITE, torch.zeros((), dtype=torch.int32))
-            # Only a finite number times 0 is 0. `isfinite` compares with an infinity in float64.
-            finite = (torch.stack(scalars) * 0 == 0).all()
-            self.set(_FINITE, torch.where(steps < 0, steps, torch.where(finite, steps + 1, -1 - steps)))
+            steps = self.get(_FINITE, _NONE)
+            # What is not finite is NaN if it is taken from itself, and NaN isn't equal to itself. (`isfinite` is more
+            # operations, and one of them in 64 bits, which a TPU emulates.)
+            rest = scalars[0] - scalars[0]
+            for scalar in scalars[1:]:
+                rest = rest + (scalar - scalar)
+            self.set(_FINITE, torch.where(steps < 0, steps, torch.where(rest == rest, steps + 1, ~steps)))
 
     @property
     def finite(self) -> Tensor | None:

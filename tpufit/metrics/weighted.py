@@ -62,7 +62,8 @@ class WeightedMean(torchmetrics.Metric):
         values = self._value(y_pred, y).to(dtype)
         weight = torch.ones_like(values) if weight is None else spread(weight, values)
         self.total = self.total + (values * weight).sum(dtype=dtype)
-        self.weight = self.weight + weight.expand_as(values).sum(dtype=dtype)
+        weight = weight if weight.shape == values.shape else weight.expand_as(values)
+        self.weight = self.weight + weight.sum(dtype=dtype)
 
     def compute(self) -> Tensor:
         """Compute the mean."""
@@ -136,7 +137,7 @@ class _Counting(MulticlassStatScores):
 
 
 def is_correct(y_pred: Tensor, y: Tensor) -> Tensor:
-    """Compare predictions with labels: 1 where they are equal, else 0.
+    """Compare predictions with labels: True where they are equal.
 
     Args:
         y_pred: Classes, or probabilities or logits of the second of two classes.
@@ -144,7 +145,7 @@ def is_correct(y_pred: Tensor, y: Tensor) -> Tensor:
     """
     if y_pred.is_floating_point():
         y_pred = normalize_logits_if_needed(y_pred, "sigmoid") > 0.5
-    return (y_pred == y).float()
+    return y_pred == y
 
 
 def best_class(scores: Tensor) -> Tensor:
@@ -160,8 +161,10 @@ def best_class(scores: Tensor) -> Tensor:
         [1, 0]
     """
     # Where the classes are last, this is how the loss sees them too.
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).movedim(1, -1)
-    # Sums and maxima of one type go into one pass, so the smallest index is the largest of the negative ones.
-    negative = -torch.arange(scores.shape[-1], dtype=torch.float32, device=scores.device)
-    best = torch.where(scores == scores.amax(-1, keepdim=True), negative, -scores.shape[-1]).amax(-1)
-    return (-best).to(torch.int32)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores.movedim(1, -1) if scores.dim() > 2 else scores
+    # Sums and maxima of one type go into one pass, so of several the first is the one with most classes from it on.
+    classes = scores.shape[-1]
+    left = torch.arange(classes, 0, -1, dtype=torch.float32, device=scores.device)
+    best = left.masked_fill(scores != scores.amax(-1, keepdim=True), 0).amax(-1)
+    return (classes - best).to(torch.int32)

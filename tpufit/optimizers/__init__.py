@@ -8,6 +8,7 @@ from .build import (
     clear_state,
     create_state,
     device_state,
+    drop_gradients,
     parameters,
     share_counters,
 )

@@ -146,6 +146,12 @@ def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def drop_gradients(optimizer: Optimizer) -> None:
+    """Drop the gradients of the optimizer's parameters. Its own `zero_grad` also reports itself to a profiler."""
+    for parameter in parameters(optimizer):
+        parameter.grad = None
+
+
 def counts_on_device(optimizer: Optimizer) -> bool:
     """True if the optimizer can keep its step counter on an XLA device (PyTorch calls that capturable)."""
     # Adadelta has the option, but not for XLA.

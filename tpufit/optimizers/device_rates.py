@@ -80,7 +80,8 @@ class DeviceRates:
 
 
 # PyTorch checks the shapes of what changes a tensor by running it in Python, on tensors without values: that takes most
-# of the time of an optimizer's trace. These have the shape of what they change, where all tensors are alike.
+# of the time of an optimizer's trace. It does not for a result that is written into a given tensor, and here that has
+# the shape of what it replaces, where all tensors are alike.
 _IN_PLACE = {f"{name}_": getattr(torch, name) for name in ("add", "addcdiv", "addcmul", "lerp", "mul")}
 
 
@@ -96,8 +97,8 @@ class _OnDevice(Once):
                 target, first, *rest = args
                 args = (target, first * kwargs.pop(scalar), *rest)
         same = _IN_PLACE.get(func.__name__)
-        if same is not None and _are_alike(*args):
-            return args[0].copy_(same(*args, **kwargs))
+        if same is not None and not torch.is_grad_enabled() and _are_alike(*args):
+            return same(*args, **kwargs, out=args[0])
         return func(*args, **kwargs)
 
 

@@ -112,7 +112,7 @@ class CountsTogether(Optimizer):
             with torch.enable_grad():  # here, as it is what makes the gradients
                 loss = closure()
         self._leave_idle_behind()
-        with self.mode({id(counter) for counter in self._by_counter()}):
+        with self.mode({id(state["step"]) for state in self.state.values() if "step" in state}):
             super().step()
         return loss
 

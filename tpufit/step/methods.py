@@ -17,7 +17,7 @@ from .. import losses
 from ..data import unpack
 from ..data.batches import as_tensors
 from ..errors import ArgumentError, DataError, NotCompiledError
-from ..optimizers import parameters
+from ..optimizers import drop_gradients, parameters
 from ..runtime import Sharding, fetch, to_device, tracing
 from ..utils.users_code import warn
 from . import precision
@@ -205,7 +205,7 @@ class StepMethods:
         loss.backward()
         own.step(engine.context)
         if not engine.state.placement.on_host:
-            optimizer.zero_grad()  # kept gradients would be outputs of the graph, as large as the weights
+            drop_gradients(optimizer)  # kept ones would be outputs of the graph, as large as the weights
         engine.state.pin(own)
 
     def update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
@@ -265,7 +265,8 @@ class StepMethods:
 
 def _loss(model: StepMethods, *batch: Any, training: bool) -> Tensor:
     """Compute the loss of `(x, y, y_pred, sample_weight)`. An override need not take `training`, as in Keras."""
-    takes = "training" in inspect.signature(model.compute_loss).parameters
+    own = getattr(model.compute_loss, "__func__", None) is StepMethods.compute_loss
+    takes = own or "training" in inspect.signature(model.compute_loss).parameters
     return model.compute_loss(*batch, **({"training": training} if takes else {}))
 
 

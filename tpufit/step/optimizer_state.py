@@ -17,6 +17,7 @@ from ..optimizers import (
     UpdatePlan,
     create_state,
     device_state,
+    drop_gradients,
     parameters,
     share_counters,
 )
@@ -124,7 +125,7 @@ class OptimizerState:
             with replaced(optimizer, step=step, zero_grad=clear):
                 yield clear
             if self._spent and self.rates is not None:
-                zero_grad()
+                drop_gradients(optimizer)
         finally:
             self._take = None
 

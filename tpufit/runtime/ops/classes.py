@@ -18,7 +18,8 @@ def cross_entropy(
     """`torch.nn.functional.cross_entropy` of labels.
 
     The label's logit is picked by comparing, not by an index, which is a gather that the compiler doesn't fuse, and
-    labels are compared in 32 bits. Logits that were flattened to `(batch * time, classes)` are taken as they were.
+    labels are compared in 32 bits. Masks fill with zeros what doesn't count: `where` makes a tensor of its zero first,
+    in each pass. Logits that were flattened to `(batch * time, classes)` are taken as they were.
     """
     if target.is_floating_point() or not input.is_floating_point() or not input.numel() or input.dim() < 2:
         return None
@@ -29,16 +30,18 @@ def cross_entropy(
         return None
     x = unflattened(input) if input.dim() == 2 else input
     dim = 1 if x is input else x.dim() - 1
-    labels = target.to(torch.int32).view((*x.shape[:dim], *x.shape[dim + 1 :]))
+    labels = target.to(torch.int32)
+    if x is not input:
+        labels = labels.view(x.shape[:-1])
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     along = (-1, *(1,) * (x.dim() - dim - 1))  # a vector of classes, beside the logits
-    chosen = torch.arange(classes, dtype=torch.int32, device=x.device).view(along) == labels.unsqueeze(dim)
+    numbers = torch.arange(classes, dtype=torch.int32, device=x.device)
+    others = (numbers.view(along) if len(along) > 1 else numbers) != labels.unsqueeze(dim)
     scale = torch.logsumexp(x, dim)
-    counts, zero = labels != ignore_index, x.new_zeros(())  # a tensor: a number would be sent to the device
-    each = scale - torch.where(chosen, x, zero).sum(dim)
-    weights = None
+    ignored = labels == ignore_index
+    each = scale - x.masked_fill(others, 0).sum(dim)
     if weight is not None:
-        weights = torch.where(chosen, weight.to(x.dtype).view(along), zero).sum(dim) * counts.to(x.dtype)
+        weights = weight.to(x.dtype).view(along).masked_fill(others, 0).sum(dim).masked_fill(ignored, 0)
         each = each * weights
     if label_smoothing:
         if weight is None:
@@ -47,11 +50,11 @@ def cross_entropy(
             all_weights = weight.to(x.dtype)
             spread = scale * all_weights.sum() - (x * all_weights.view(along)).sum(dim)
         each = each * (1 - label_smoothing) + spread * (label_smoothing / classes)
-    each = torch.where(counts, each, zero)  # also where it is infinite
+    each = each.masked_fill(ignored, 0)  # also where it is infinite
     if reduction == _reduction.get_enum("none"):
         return each.view(target.shape).to(input.dtype)
     loss = each.sum()
     if reduction == _reduction.get_enum("mean"):
         # Counted in whole numbers, as float32 counts to 16 million only.
-        loss = loss / (counts.sum(dtype=torch.int32) if weights is None else weights.sum())
+        loss = loss / ((~ignored).sum(dtype=torch.int32) if weight is None else weights.sum())
     return loss.to(input.dtype)
