@@ -201,6 +201,23 @@ def test_of_64_bits_the_compiled_program_keeps_what_came_so(programs, name, on):
 
 @every_training
 @every_slice
+def test_the_check_for_finite_logs_is_not_folded(programs, name, on):
+    """What is taken from itself is NaN if it isn't finite, which a compiler must not take for 0."""
+    _, _, program = programs[name, on, "train", WHOLE]
+    assert re.search(r"f32\[\]\S* subtract\((?:f32\[\]\S* )?(%\S+), (?:f32\[\]\S* )?\1\)", program.text)
+
+
+@every_slice
+def test_weights_of_convolutions_lie_as_they_are_used(programs, on):
+    _, _, program = programs["convnet", on, "train", WHOLE]
+    shapes = (3, 3, 16, 32), (32, 16, 3, 3)
+    kinds = Counter(o.kind for o, _ in operations(program.text) for a in o.arrays if a.shape in shapes)
+    assert kinds["parameter"] >= 3  # the weight, and both states of its optimizer
+    assert not kinds["copy"] and not kinds["transpose"], kinds
+
+
+@every_training
+@every_slice
 def test_matrix_products_have_the_precision_that_was_asked_for(programs, name, on):
     expected = "bf16" if TRAININGS[name][-1] == "bf16" else "f32"
     for _, before, program in of(programs, name, on):
