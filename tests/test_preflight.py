@@ -672,7 +672,8 @@ def test_an_example_as_it_is(run_python, tmp_path):
     ), ended.stdout
     kept = json.loads((tmp_path / "saved" / "report.json").read_text())
     assert kept["fits"] and [one["role"] for one in kept["programs"]] == ["train", "train", "eval", "eval"]
-    assert (tmp_path / "saved" / "0-train.txt").read_text().startswith("HloModule")
+    program = (tmp_path / "saved" / "0-train.txt").read_text()
+    assert program.startswith("HloModule") and all(f"~{phase}|" in program for phase in ("backward", "optimizer"))
 
 
 LARGE = """

@@ -174,6 +174,18 @@ def test_a_scheduler_made_before_has_wrapped_the_step(cores):
     compare(model, optimizer, net)
 
 
+def test_a_copy_runs_hooks_where_no_other_optimizer_was_made(monkeypatch):
+    model = tpufit.Model(Heads())
+    model.compile(COUNTING["adam"], first)
+    # As it is in another process: PyTorch marks a class when the first of its kind is made.
+    monkeypatch.setattr(optim.Adam, "step", optim.Adam.step.__wrapped__)
+    twin, called = copy.deepcopy(model.optimizer), []
+    twin.register_step_pre_hook(lambda *_: called.append("before"))
+    twin.register_step_post_hook(lambda *_: called.append("after"))
+    twin.step()
+    assert called == ["before", "after"]
+
+
 def _backward(net):
     loss = first(net, X[:16], Y[:16], 0)
     loss.backward()

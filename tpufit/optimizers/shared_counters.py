@@ -118,6 +118,14 @@ class CountsTogether(Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # the class below runs the hooks, and PyTorch would again after a copy
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # PyTorch lets a class run hooks once it makes the first of its kind, which may have been in another process.
+        kind: Any = type(self).__mro__[type(self).__mro__.index(CountsTogether) + 1]
+        if not getattr(kind.step, "hooked", False):
+            kind.step = self.profile_hook_step(kind.step)
+            kind.step.hooked = True
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state with a counter for each parameter: PyTorch's own optimizers move each of them on."""
         found = super().state_dict()
