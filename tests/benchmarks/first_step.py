@@ -46,6 +46,7 @@ def main() -> None:
                 command = [sys.executable, __file__, "--child", name, who]
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
                 found.setdefault((name, who), []).append(json.loads(done.stdout.splitlines()[-1]))
+                print(name, who, found[name, who][-1], flush=True)
     rows = [
         {"network": name, "contender": who}
         | {key: round(statistics.median(one[key] for one in rounds), 3) for key in rounds[0]}
