@@ -4,7 +4,7 @@ The rates in `param_groups` stay Python numbers, to be read and set by anyone at
 they are entries of one device vector, so that a new rate needs no new graph.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,17 +91,33 @@ class _OnDevice(Once):
     They pass the rate as a scalar in places, for which PyTorch would read its value.
     """
 
+    def __init__(self, counters: Collection[int] = ()) -> None:
+        super().__init__(counters)
+        self._numbers: dict[tuple[float, torch.device], Tensor] = {}
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for scalar in ("alpha", "value") if kwargs else ():
             if isinstance(kwargs.get(scalar), Tensor):
                 target, first, *rest = args
-                args = (target, first * kwargs.pop(scalar), *rest)
+                args = (target, torch.mul(first, kwargs.pop(scalar)), *rest)
         same = _IN_PLACE.get(func.__name__)
-        if same is not None and not torch.is_grad_enabled() and _are_alike(*args):
-            return same(*args, **kwargs, out=args[0])
-        return func(*args, **kwargs)
+        if same is None or torch.is_grad_enabled() or not _are_alike(*args):
+            return func(*args, **kwargs)
+        if len(args) == 2 and type(args[1]) is float and args[0].dtype is torch.float32:
+            args = args[0], self._number(args[1], args[0].device)
+        return same(*args, **kwargs, out=args[0])
+
+    def _number(self, value: float, device: torch.device) -> Tensor:
+        """A number that all parameters use, such as the momentum: PyTorch would convert it anew for each of them."""
+        known = self._numbers.get((value, device))
+        if known is None:
+            known = self._numbers[value, device] = torch.full((), value, dtype=torch.float32, device=device)
+        return known
 
 
 def _are_alike(target: Tensor, *others: Any) -> bool:
     shape = target.shape
-    return all(not isinstance(o, Tensor) or o.shape == shape or not o.dim() for o in others)
+    for other in others:  # noqa: SIM110 - runs for each operation of each parameter, where `all` takes longer
+        if isinstance(other, Tensor) and other.shape != shape and other.dim():
+            return False
+    return True
