@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_LOOKS = ("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")  # torch_xla's counters
 ROLES = ("train", "eval", "predict", "init", "transfer", "metric")
 
 
@@ -118,11 +119,11 @@ def role(name: str, cause: str = "") -> Iterator[None]:
         name: One of `ROLES`.
         cause: The reason for the graphs.
     """
-    before, began = _counted("UncachedCompile"), perf_counter()
+    before, began = _compiled(), perf_counter()
     try:
         yield
     finally:
-        new = _counted("UncachedCompile") - before
+        new = _compiled() - before
         if new:
             seconds = perf_counter() - began
             _tally.graphs[name] += new
@@ -200,13 +201,14 @@ def count_capture(change: str) -> None:
     _tally.captures[change] += 1
 
 
-def looked_at() -> int:
-    """The number of times that anything was executed or read back: a trace during which it rises was cut in two."""
-    return _counted("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")
-
-
-def _counted(*names: str) -> int:
-    """The sum of some of torch_xla's counters."""
+def looked_at() -> tuple[int | None, ...]:
+    """The numbers of times that anything was executed or read back: a trace during which one rises was cut in two."""
     import torch_xla.debug.metrics as metrics
 
-    return sum(metrics.counter_value(name) or 0 for name in names)
+    return tuple(map(metrics.counter_value, _LOOKS))
+
+
+def _compiled() -> int:
+    import torch_xla.debug.metrics as metrics
+
+    return metrics.counter_value("UncachedCompile") or 0

@@ -23,6 +23,11 @@ _LOOKS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__")
 )
+# What optimizers and modules ask for most, and what needs no value.
+_FACTS = frozenset(
+    [getattr(Tensor, name).__get__ for name in ("_version", "device", "dtype", "grad", "is_sparse", "shape")]
+    + [Tensor.dim, Tensor.is_complex]
+)
 _PRODUCTS = frozenset(
     [getattr(F, name) for name in ("linear", "bilinear", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")]
     + [torch.matmul, torch.mm, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm]
@@ -161,6 +166,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _FACTS:
+            return func(*args)
         looks = func in _LOOKS and args[0].device.type == "xla"
         if looks:
             self._note_look()
