@@ -215,16 +215,17 @@ class DeviceMetric:
         twin = self._twin_for(sums.placement, arguments)
         if self.keeps_batches:
             return arguments
+        attributes = vars(twin)  # which a module and then torchmetrics look through at each assignment
         for key, default in twin._defaults.items():
             # A clone, so that a sum which somebody still holds keeps its value.
-            setattr(twin, key, sums.get((slot, key), torch.as_tensor(default)).clone())
+            attributes[key] = sums.get((slot, key), torch.as_tensor(default)).clone()
         self._add(twin, arguments)
         for key, default in twin._defaults.items():
             # Some metrics' sums change their shape with the first batch, from () to (1,). A graph's inputs may not.
-            value, like = getattr(twin, key), torch.as_tensor(default)
+            value, like = attributes[key], torch.as_tensor(default)
             value = value if value.shape == like.shape else value.reshape(like.shape)  # a view keeps its origin alive
-            sums.set((slot, key), value.to(like.dtype))
-            setattr(twin, key, default)
+            sums.set((slot, key), value if value.dtype is like.dtype else value.to(like.dtype))
+            attributes[key] = default
         return None
 
     def compute(self, sums: Mapping[str, Tensor], kept: Sequence[Sequence[Tensor]]) -> Any:
