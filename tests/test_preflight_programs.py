@@ -201,6 +201,14 @@ def test_of_64_bits_the_compiled_program_keeps_what_came_so(programs, name, on):
 
 @every_training
 @every_slice
+def test_nobody_is_warned_of_the_64_bits_of_labels(programs, name, on):
+    for role in ("train", "eval"):
+        _, _, program = programs[name, on, role, WHOLE]
+        assert "loss and metrics" not in program.warnings.get("64-bit", "")
+
+
+@every_training
+@every_slice
 def test_the_check_for_finite_logs_is_not_folded(programs, name, on):
     """What is taken from itself is NaN if it isn't finite, which a compiler must not take for 0."""
     _, _, program = programs[name, on, "train", WHOLE]

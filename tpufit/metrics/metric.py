@@ -118,7 +118,7 @@ class Metric:
                 self._resolve(self._by_name, *compared)
             compared = self._by_name.comparable(*compared)
         assert self._device_metric is not None
-        arguments = [*compared, *self._weights(sample_weight, y)]
+        arguments = [*compared, *self._weights(sample_weight, compared[1])]
         # Split over the cores, some metrics' graphs end the process in the partitioner; whole inputs never did.
         if not self._device_metric.splits:
             arguments = [sums.placement.gather(argument) for argument in arguments]

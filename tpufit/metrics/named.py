@@ -132,13 +132,15 @@ class MetricName:
             return y_pred, y.to(y_pred.dtype)
         if not _classes(y_pred, y):
             return y_pred.reshape(y.shape), y.long()
-        # The gathered logits of a language model would be huge; but scores can't be told from the best class.
-        return (best_class(y_pred) if self._compares_classes else y_pred), y
+        if not self._compares_classes:  # scores can't be told from the best class
+            return y_pred, y
+        # The gathered logits of a language model would be huge. A TPU emulates 64 bits.
+        return best_class(y_pred), y if y.is_floating_point() else y.to(torch.int32)
 
     def counted(self, y: Tensor) -> Tensor | None:
         """The mask of the labels that count, where weights of 0 leave out the others; probabilities all count."""
-        left_out = self._ignored if self._masks and not y.is_floating_point() else None
-        return None if left_out is None else torch.ne(y, left_out)
+        left_out = self._ignored_label if self._masks and not y.is_floating_point() else None
+        return None if left_out is None else torch.ne(y, y.new_full((), left_out))
 
     def _task(self, y_pred: Tensor, y: Tensor) -> dict[str, object]:
         """The arguments of the metric's class that the shapes tell."""

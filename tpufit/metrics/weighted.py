@@ -1,6 +1,7 @@
 """Metrics that torchmetrics has not, or not such that the device can update them: weighted means and counts."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,17 +123,19 @@ class _Counting(MulticlassStatScores):
     def update(self, preds: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch of classes; those of weight 0 don't count."""
         preds, target = preds.flatten(), target.flatten()
-        counts = torch.ones_like(target) if weight is None else weight.flatten().long()
+        # A TPU emulates 64 bits, which the counts of one batch don't need.
+        count = partial(torch.sum, dtype=torch.int32)
+        counts = torch.ones_like(target, dtype=torch.int32) if weight is None else weight.flatten().to(torch.int32)
         if self.average == "micro":
-            tp = ((preds == target) * counts).sum()
-            fp = fn = ((preds != target) * counts).sum()
-            total = counts.sum() * (self.num_classes or 0)
+            tp = count((preds == target) * counts)
+            fp = fn = count((preds != target) * counts)
+            total = counts.sum() * (self.num_classes or 0)  # may be too large for 32 bits
         else:
-            classes = torch.arange(self.num_classes or 0, device=preds.device)
+            classes = torch.arange(self.num_classes or 0, dtype=torch.int32, device=preds.device)
             predicted, labelled = (preds[:, None] == classes), (target[:, None] == classes) * counts[:, None]
-            tp = (predicted * labelled).sum(0)
-            fp, fn = (predicted * counts[:, None]).sum(0) - tp, labelled.sum(0) - tp
-            total = counts.sum()
+            tp = count(predicted * labelled, 0)
+            fp, fn = count(predicted * counts[:, None], 0) - tp, count(labelled, 0) - tp
+            total = count(counts)
         self._update_state(tp, fp, total - tp - fp - fn, fn)
 
 

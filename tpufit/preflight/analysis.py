@@ -17,7 +17,7 @@ from .slices import Slice
 
 _PRODUCTS = ("dot", "convolution")
 _WIDE = ("f64", "s64", "u64", "c128")
-_WITHOUT_WORK = ("parameter", "tuple", "get-tuple-element")
+_WITHOUT_WORK = ("parameter", "tuple", "get-tuple-element", "reshape")
 _BY_SUMS = "all-gather by sums"
 _GATHERS = ("all-gather", "all-to-all", "collective-permute", _BY_SUMS)
 _WASTED = 1 << 24  # bytes of padding that are worth a word

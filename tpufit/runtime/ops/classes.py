@@ -26,6 +26,8 @@ def cross_entropy(
     classes = input.shape[1]
     if (*input.shape[:1], *input.shape[2:]) != tuple(target.shape) or not 0 <= label_smoothing <= 1:
         return None
+    if not -(2**31) <= ignore_index < 2**31:
+        return None
     if weight is not None and tuple(weight.shape) != (classes,):
         return None
     x = unflattened(input) if input.dim() == 2 else input
@@ -38,7 +40,7 @@ def cross_entropy(
     numbers = torch.arange(classes, dtype=torch.int32, device=x.device)
     others = (numbers.view(along) if len(along) > 1 else numbers) != labels.unsqueeze(dim)
     scale = torch.logsumexp(x, dim)
-    ignored = labels == ignore_index
+    ignored = labels == labels.new_full((), ignore_index)  # with Python's number it would be in 64 bits
     each = scale - x.masked_fill(others, 0).sum(dim)
     if weight is not None:
         weights = weight.to(x.dtype).view(along).masked_fill(others, 0).sum(dim).masked_fill(ignored, 0)
