@@ -180,11 +180,11 @@ def test_no_sum_is_rows_in_disguise(programs, name, on):
 
 @every_training
 @every_slice
-def test_of_float64_there_are_single_numbers_only(programs, name, on):
+def test_of_float64_there_is_nothing(programs, name, on):
     for _, before, program in of(programs, name, on):
         found = [array for text in (before, program.text) for o, _ in operations(text) for array in o.arrays]
         assert len(found) > 100
-        assert {array.nbytes for array in found if array.dtype in ("f64", "c128")} <= {8}
+        assert not {str(array) for array in found if array.dtype in ("f64", "c128")}
 
 
 @every_training

@@ -39,6 +39,8 @@ def main() -> None:
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     load = os.getloadavg()[0]
     environment = os.environ | {"PJRT_DEVICE": "CPU", "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    # The compiler's time is told apart, so let it be short: with LLVM's optimizations the LSTM alone takes minutes.
+    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     for _ in range(args.rounds):
         for name in NAMES:

@@ -103,9 +103,14 @@ class _OnDevice(Once):
         same = _IN_PLACE.get(func.__name__)
         if same is None or torch.is_grad_enabled() or not _are_alike(*args):
             return func(*args, **kwargs)
-        if len(args) == 2 and type(args[1]) is float and args[0].dtype is torch.float32:
-            args = args[0], self._number(args[1], args[0].device)
-        return same(*args, **kwargs, out=args[0])
+        target = args[0]
+        if len(args) == 2 and type(args[1]) is float and target.dtype is torch.float32:
+            args = target, self._number(args[1], target.device)
+        elif same is torch.addcmul and type(kwargs.get("value")) is float and target.dtype is torch.float32:
+            # In the order of XLA's, which is given the number in 64 bits. A TPU emulates them.
+            same, value = torch.add, self._number(kwargs.pop("value"), target.device)
+            args = target, torch.mul(torch.mul(args[1], args[2]), value)
+        return same(*args, **kwargs, out=target)
 
     def _number(self, value: float, device: torch.device) -> Tensor:
         """A number that all parameters use, such as the momentum: PyTorch would convert it anew for each of them."""

@@ -90,12 +90,13 @@ def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, sc
     b = ascii_lowercase[: query.dim() - 2]
     scores = product(f"{b}xz,{b}yz->{b}xy", query, key)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    nothing = scores.new_full((), -math.inf)  # Python's number would be in 64 bits, which a TPU emulates
     if is_causal:
         queries, keys = (torch.arange(x.shape[-2], dtype=torch.int32, device=x.device) for x in (query, key))
-        scores = scores.masked_fill(queries[:, None] < keys, -math.inf)
+        scores = scores.masked_fill(queries[:, None] < keys, nothing)
     if mask is None:
         return torch.softmax(scores, -1)
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    scores = scores.masked_fill(~mask, nothing) if mask.dtype is torch.bool else scores + mask
     # A query that may look at nothing takes nothing, where softmax would be NaN.
     return torch.softmax(scores, -1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)
 
