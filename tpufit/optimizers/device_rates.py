@@ -104,10 +104,11 @@ class _OnDevice(Once):
         if same is None or torch.is_grad_enabled() or not _are_alike(*args):
             return func(*args, **kwargs)
         target = args[0]
-        if len(args) == 2 and type(args[1]) is float and target.dtype is torch.float32:
+        takes_numbers = target.dtype is torch.float32 and target.device.type == "xla"
+        if takes_numbers and len(args) == 2 and type(args[1]) is float:
             args = target, self._number(args[1], target.device)
-        elif same is torch.addcmul and type(kwargs.get("value")) is float and target.dtype is torch.float32:
-            # In the order of XLA's, which is given the number in 64 bits. A TPU emulates them.
+        elif takes_numbers and same is torch.addcmul and type(kwargs.get("value")) is float:
+            # In the order of torch_xla's own, which is given the number in 64 bits. A TPU emulates them.
             same, value = torch.add, self._number(kwargs.pop("value"), target.device)
             args = target, torch.mul(torch.mul(args[1], args[2]), value)
         return same(*args, **kwargs, out=target)
