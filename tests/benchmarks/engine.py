@@ -1,10 +1,10 @@
 """What a training step costs with tpufit, and with what a user would pick instead.
 
-    python tests/benchmarks/engine.py [--quick] [--only NAME] [--rounds 3] [--out DIR]
+    python tests/benchmarks/engine.py [--quick] [--only NAME ...] [--rounds 3] [--out DIR]
 
 Each measured thing runs in a process of its own, one after the other, and all of them once a round. A complete run
-writes `results/engine.json`; `--quick` and `--only` (a group or a part of a row's name) only print, unless `--out` says
-where to write. What the rows are: README.md in this folder.
+writes `results/engine.json`; `--quick` and `--only` (groups, rows or parts of their names) only print, unless `--out`
+says where to write. What the rows are: README.md in this folder.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ RATIOS = [
     ("fits-tpufit", "fits-keras", "ms_per_step"),
     ("fits-shuffled-tpufit", "fits-shuffled-keras", "ms_per_step"),
     ("tpufit-8", "hand-8", "ms_per_step"),
+    ("tpufit-traced", "hand", "host_ms_per_step"),
+    ("convnet-tpufit-traced", "convnet-hand", "host_ms_per_step"),
+    ("transformer-tpufit-traced", "transformer-hand", "host_ms_per_step"),
     ("convnet-tpufit", "convnet-hand", "host_ms_per_step"),
     ("transformer-tpufit", "transformer-hand", "host_ms_per_step"),
     ("large-tpufit", "large-hand", "peak_mb"),
@@ -79,6 +82,11 @@ class Row:
     workload: str
     options: dict[str, Any] = field(default_factory=dict)
     kind: str = "epochs"
+
+    def is_meant(self, name: str) -> bool:
+        """True if that is its group or its name, or a part of its name and nothing else's whole name."""
+        known = {name for row in rows() for name in (row.group, row.name)}
+        return name in (self.group, self.name) if name in known else name in self.name
 
     def spec(self, quick: bool) -> dict[str, Any]:
         epochs, steps = FIRST if self.kind == "first" else SIZES[self.group][quick]
@@ -133,18 +141,13 @@ def rows() -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one round of few steps: that it runs, not how fast")
-    parser.add_argument("--only", metavar="NAME", help="a group, or a part of a row's name")
+    parser.add_argument("--only", metavar="NAME", nargs="+", help="groups, rows, or parts of rows' names")
     parser.add_argument("--rounds", type=int, help="how often each row is measured (default 3; quick 1)")
     parser.add_argument("--out", type=Path, help="where to write (default, for a complete run: results/)")
     args = parser.parse_args()
-    groups = {row.group for row in rows()}
-    chosen = [
-        row
-        for row in rows()
-        if args.only is None or (args.only == row.group if args.only in groups else args.only in row.name)
-    ]
+    chosen = [row for row in rows() if args.only is None or any(row.is_meant(name) for name in args.only)]
     if not chosen:
-        parser.error(f"no row is called {args.only!r}; there are {', '.join(row.name for row in rows())}")
+        parser.error(f"no row is called {' or '.join(args.only)}; there are {', '.join(row.name for row in rows())}")
     if os.getloadavg()[0] > 0.5:
         print(f"the machine is busy (load {os.getloadavg()[0]:.1f}): expect larger numbers", flush=True)
     begun = time.monotonic()
