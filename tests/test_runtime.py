@@ -9,6 +9,7 @@ from tpufit import runtime
 from tpufit.metrics import PassMetrics
 from tpufit.runtime import DeviceState, Placement, Program, Sharding
 from tpufit.runtime import counters as report
+from tpufit.runtime.ops.kernels import own_kernels
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)
 
@@ -126,6 +127,18 @@ def test_nothing_is_split_on_one_core_and_rows_are_on_many(place, cores):
     rows, whole = runtime.to_device([torch.ones(16, 2)] * 2, place, [Sharding.ROWS, Sharding.WHOLE])
     specs = [torch_xla._XLAC._get_xla_sharding_spec(t) for t in (rows, whole)]
     assert specs == (["", ""] if cores == 1 else ["{devices=[8,1]0,1,2,3,4,5,6,7}", "{replicated}"])
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.tensor([True, False, True])}])
+def test_no_number_of_attention_is_in_64_bits(place, options):
+    import torch_xla
+
+    query, *mask = runtime.to_device([torch.randn(8, 2, 3, 4), *(v for v in options.values() if v is not True)], place)
+    options = dict(zip(options, mask, strict=True)) if mask else options
+    with own_kernels():
+        shares = torch.nn.functional.scaled_dot_product_attention(query, query, query, **options)
+    program = torch_xla._XLAC._get_xla_tensors_hlo([shares])
+    assert "f32[8,2,3,4]" in program and "f64" not in program
 
 
 def test_roles(place):

@@ -98,7 +98,7 @@ def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, sc
         return torch.softmax(scores, -1)
     scores = scores.masked_fill(~mask, nothing) if mask.dtype is torch.bool else scores + mask
     # A query that may look at nothing takes nothing, where softmax would be NaN.
-    return torch.softmax(scores, -1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)
+    return torch.softmax(scores, -1).masked_fill((scores == nothing).all(-1, keepdim=True), 0)
 
 
 def _mean(shares: Tensor, kept: Tensor | None, value: Tensor) -> Tensor:
