@@ -250,6 +250,7 @@ def test_cross_entropy(shape, weight, smoothing, reduction):
 def test_cross_entropy_of_ignored_and_impossible_labels():
     x = randn(3, 4)
     check(lambda x: F.cross_entropy(x, torch.tensor([1, 0, 3]), ignore_index=0), x)
+    check(lambda x: F.cross_entropy(x, torch.tensor([1, 2**40, 3]), ignore_index=2**40), x)  # which is no 32 bits
     for loss in both(lambda x: F.cross_entropy(x, torch.full((3,), -100)), x):
         assert loss[0].isnan()
     with torch.no_grad():

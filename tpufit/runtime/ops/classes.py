@@ -26,13 +26,11 @@ def cross_entropy(
     classes = input.shape[1]
     if (*input.shape[:1], *input.shape[2:]) != tuple(target.shape) or not 0 <= label_smoothing <= 1:
         return None
-    if not -(2**31) <= ignore_index < 2**31:
-        return None
     if weight is not None and tuple(weight.shape) != (classes,):
         return None
     x = unflattened(input) if input.dim() == 2 else input
     dim = 1 if x is input else x.dim() - 1
-    labels = target.to(torch.int32)
+    labels = target.to(torch.int32 if abs(ignore_index) < 2**31 else torch.int64)
     if x is not input:
         labels = labels.view(x.shape[:-1])
     x = x.to(torch.promote_types(x.dtype, torch.float32))
