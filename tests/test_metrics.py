@@ -68,6 +68,15 @@ def test_the_mean_of_labels_and_of_two_classes():
     assert run("f1", [binary]) == run("f1_micro", [binary]) == pytest.approx(2 / 3)
 
 
+def test_labels_are_left_out_also_after_one_hot_targets():
+    running = PassMetrics(metrics.build(["accuracy"], [], ignored={None: -100}), HOST)
+    for y in (torch.eye(4), torch.tensor([-100, -100, 2, 3])):
+        running.begin()
+        running.update_metrics(torch.eye(4), y)
+        running.count(4, running.kept)
+    assert running.results("test")["accuracy"] == 1.0
+
+
 def test_one_hot_targets_are_classes_to_a_loss_of_classes():
     ((y_pred, y),) = batches(40)
     soft = torch.nn.functional.one_hot(y, 4) * 0.9 + 0.025

@@ -118,7 +118,8 @@ class Metric:
                 self._resolve(self._by_name, *compared)
             compared = self._by_name.comparable(*compared)
         assert self._device_metric is not None
-        arguments = [*compared, *self._weights(sample_weight, compared[1])]
+        labels = y if y.is_floating_point() else compared[1]  # of one-hot targets none is left out
+        arguments = [*compared, *self._weights(sample_weight, labels)]
         # Split over the cores, some metrics' graphs end the process in the partitioner; whole inputs never did.
         if not self._device_metric.splits:
             arguments = [sums.placement.gather(argument) for argument in arguments]

@@ -140,7 +140,7 @@ class MetricName:
 
     def counted(self, y: Tensor) -> Tensor | None:
         """The mask of the labels that count, where weights of 0 leave out the others; probabilities all count."""
-        left_out = self._ignored_label if self._masks and not y.is_floating_point() else None
+        left_out = self._ignored if self._masks and not y.is_floating_point() else None
         return None if left_out is None else torch.ne(y, y.new_full((), left_out))
 
     def _task(self, y_pred: Tensor, y: Tensor) -> dict[str, object]:
