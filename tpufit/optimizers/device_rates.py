@@ -104,7 +104,7 @@ class _OnDevice(Once):
         if same is None or torch.is_grad_enabled() or not _are_alike(*args):
             return func(*args, **kwargs)
         target = args[0]
-        takes_numbers = target.dtype is torch.float32 and target.device.type == "xla"
+        takes_numbers = target.dtype is torch.float32 and target.device.type != "cpu"
         if takes_numbers and len(args) == 2 and type(args[1]) is float:
             args = target, self._number(args[1], target.device)
         elif takes_numbers and same is torch.addcmul and type(kwargs.get("value")) is float:
