@@ -133,6 +133,21 @@ def test_labels_that_are_fine():
         loss.check_labels(loss.label_range(torch.tensor(labels)), LOGITS)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (256,), (257,), (7, 1), (40, 9)])
+def test_the_ends_are_found_in_batches_of_any_size(shape, dtype):
+    """Of a few labels in a list, of others in an array."""
+    loss = Loss(nn.CrossEntropyLoss(ignore_index=99))
+    labels = torch.randint(2, 90, shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+    found = loss.label_range(labels)
+    assert found is not None and found[:2] == (labels.min().item(), labels.max().item())
+    assert found[2:] == (labels.shape, dtype)
+    ignored = torch.full_like(labels, 99)
+    assert loss.label_range(ignored) is None
+    assert loss.label_range(torch.stack([labels, ignored]).flatten())[:2] == found[:2]
+    assert loss.label_range(labels.new_empty(0)) is None
+
+
 def test_only_classes_are_checked():
     assert Loss("cross_entropy").label_range(LOGITS.softmax(1)) is None  # probabilities as targets
     assert Loss("mse_loss").label_range(torch.tensor([7])) is None

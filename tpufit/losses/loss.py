@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
@@ -44,6 +43,9 @@ _ELEMENTWISE = (
     *(nn.BCELoss, nn.BCEWithLogitsLoss, nn.HingeEmbeddingLoss, nn.HuberLoss, nn.KLDivLoss, nn.L1Loss, nn.MSELoss),
     *(nn.MultiLabelSoftMarginLoss, nn.PoissonNLLLoss, nn.SmoothL1Loss, nn.SoftMarginLoss),
 )
+
+# Labels of a batch whose ends are looked for in a list: of so many, an array takes three times as long.
+_SHORT = 256
 
 _LOGITS = "PyTorch's loss takes logits, so the module must not end in softmax or sigmoid."
 # Keras's names mean losses of probabilities by default; PyTorch's take logits: say so, never guess.
@@ -214,16 +216,13 @@ class Loss:
         Returns:
             The range, or None where there is nothing to check.
         """
-        if not self.ignored or not isinstance(y, Tensor) or y.is_floating_point() or y.is_meta or not y.numel():
+        if not self.ignored or not isinstance(y, Tensor):
             return None
-        labels, ignored = y.numpy(), self.ignored[None]
-        found = _range(labels)
-        if ignored in found:
-            labels = labels[labels != ignored]
-            if not labels.size:
-                return None
-            found = _range(labels)
-        return LabelRange(*found, y.shape, y.dtype)
+        shape, dtype = y.shape, y.dtype
+        if dtype.is_floating_point or y.is_meta or 0 in shape:
+            return None
+        found = _range(y, self.ignored[None])
+        return None if found is None else LabelRange(*found, shape, dtype)
 
     def check_labels(self, found: LabelRange | None, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of `y_pred`: the device would compute NaN, or nonsense.
@@ -247,9 +246,25 @@ class Loss:
             )
 
 
-def _range(labels: NDArray[Any]) -> tuple[int, int]:
-    """The smallest and largest, by the ufuncs themselves: `min` and `max` go through Python, in each step."""
-    return int(np.minimum.reduce(labels, axis=None)), int(np.maximum.reduce(labels, axis=None))
+def _range(y: Tensor, ignored: int) -> tuple[int, int] | None:
+    """The smallest and largest class, or None if all labels are ignored."""
+    found = _ends(y)
+    if ignored not in found:
+        return found
+    labels = y.numpy()
+    kept = torch.from_numpy(labels[labels != ignored])
+    return _ends(kept) if len(kept) else None
+
+
+def _ends(y: Tensor) -> tuple[int, int]:
+    """The smallest and largest, as fast as can be between two steps, which leave other code in the caches."""
+    shape = y.shape
+    if len(shape) == 1 and shape[0] <= _SHORT:
+        labels = y.tolist()
+        return int(min(labels)), int(max(labels))
+    array = y.numpy()
+    # The ufuncs themselves: `min` and `max` go through Python.
+    return int(np.minimum.reduce(array, axis=None)), int(np.maximum.reduce(array, axis=None))
 
 
 def _to_float32(leaf: Any) -> Any:

@@ -55,19 +55,22 @@ def to_device(
     moved = list(tensors)
     if placement.recorder is not None:
         moved = [stand_in(t) if t.is_meta else t for t in moved]
-    host = [i for i, t in enumerate(moved) if t.device.type != "xla"]
+    there = [t.is_xla for t in moved]  # type: ignore[attr-defined]  # PyTorch's stubs don't know it
     values = [
-        t if t.is_contiguous() and not t.requires_grad else t.detach().contiguous() for t in (moved[i] for i in host)
+        t if t.is_contiguous() and not t.requires_grad else t.detach().contiguous()
+        for t, passed in zip(moved, there, strict=True)
+        if not passed
     ]
     specs = None
-    if placement.has_mesh and host:
-        wanted = [sharding if isinstance(sharding, Sharding) else sharding[i] for i in host]
+    if placement.has_mesh and values:
+        each = [sharding] * len(moved) if isinstance(sharding, Sharding) else sharding
+        wanted = [one for one, passed in zip(each, there, strict=True) if not passed]
         specs = [placement.spec(one, t) for one, t in zip(wanted, values, strict=True)]
     sent: list[Tensor] = xla()._xla_tensors_from_aten(values, [placement.device_name] * len(values), specs)
     if placement.recorder is None and len(sent) == len(moved):
         return sent
-    for i, tensor in zip(host, sent, strict=True):
-        moved[i] = tensor
+    rest = iter(sent)
+    moved = [t if passed else next(rest) for t, passed in zip(moved, there, strict=True)]
     if placement.recorder is not None and moved:
         shardings = [sharding] * len(moved) if isinstance(sharding, Sharding) else sharding
         placement.recorder.note(moved, [one.axis for one in shardings])
@@ -376,7 +379,7 @@ class InFlight:
         pace: The seconds that a step takes by now, or None as long as no long run of steps has been measured.
     """
 
-    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, most: int = 64) -> None:
+    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, most: int = 256) -> None:
         self._seconds, self._nbytes, self._most = seconds, nbytes, most
         self.pace: float | None = None
         self._limit = 4  # until it is known how long they take

@@ -175,10 +175,12 @@ class BatchSender:
 
     def _labels(self, batch: Any) -> Any:
         # Only the usual forms are sure to have the labels there; a custom step may take any other form.
-        if self._label_range is None or (is_row_of_parts(batch) and not 1 <= len(batch) <= 3):
+        if self._label_range is None:
             return None
-        if type(batch) is tuple and len(batch) > 1 and type(batch[1]) is Tensor:  # as most are
+        if type(batch) is tuple and 2 <= len(batch) <= 3 and type(batch[1]) is Tensor:  # as most are
             return self._label_range(batch[1])
+        if is_row_of_parts(batch) and not 1 <= len(batch) <= 3:
+            return None
         x, y, _ = unpack(batch)
         return self._label_range(targets_of(x, y))
 
