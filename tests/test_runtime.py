@@ -121,6 +121,37 @@ def test_fallbacks_and_host_reads_are_counted(place):
     assert counts.host_reads == 1 and counts.fallbacks["aten::bucketize.Tensor"] >= 1
 
 
+def test_what_is_on_the_device_stays_and_the_rest_joins_it_in_order(place):
+    rows, whole = torch.arange(16.0), torch.arange(3.0)
+    (there,) = runtime.to_device([whole], place)
+    sent = runtime.to_device([rows, there, rows + 1], place, [Sharding.ROWS, Sharding.WHOLE, Sharding.ROWS])
+    assert sent[1] is there
+    for tensor, value in zip(runtime.to_host(sent, "test"), (rows, whole, rows + 1), strict=True):
+        assert torch.equal(tensor, value)
+
+
+@pytest.mark.parametrize(
+    ("limits", "nbytes", "steps"),
+    [
+        # Of 4, 16, 64 and then 256 steps under way, each wait leaves half.
+        ({}, 100, [4, 18, 74, 298, 426]),
+        ({"most": 10}, 100, [4, 12, 17, 22, 27]),
+        ({"nbytes": 600}, 100, [4, 8, 11, 14, 17]),
+        ({"nbytes": 600}, 1000, [4, 5, 6, 7, 8]),
+    ],
+)
+def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):
+    flying, waited = runtime.InFlight(seconds=1e9, **limits), []
+    for step in range(1, steps[-1] + 1):
+        (result,) = runtime.to_device([torch.tensor([float(step)])], place)
+        reached, counts = _spent(lambda result=result: flying.add(result, nbytes))
+        assert (reached is not None) == (counts.waits["throttle"] == 1)
+        if reached is not None:
+            waited.append(step)
+            assert reached.item() < step
+    assert waited == steps
+
+
 def test_nothing_is_split_on_one_core_and_rows_are_on_many(place, cores):
     import torch_xla
 

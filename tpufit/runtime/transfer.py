@@ -407,7 +407,9 @@ class InFlight:
         del self._started[:half]
         now = perf_counter()
         each = (now - self._last_wait) / self._new
-        self._limit = max(2, min(self._most, int(self._seconds / each), self._nbytes // max(nbytes, 1)))
+        # Fourfold at most, so that a short pass has a long run too, which tells the pace.
+        limits = self._most, 4 * self._limit, int(self._seconds / each), self._nbytes // max(nbytes, 1)
+        self._limit = max(2, min(limits))
         if self._new >= _LONG_RUN:
             self.pace = each
         self._new, self._last_wait = 0, now
