@@ -61,9 +61,9 @@ def to_device(
         for t, passed in zip(moved, there, strict=True)
         if not passed
     ]
+    each = [sharding] * len(moved) if isinstance(sharding, Sharding) else sharding
     specs = None
     if placement.has_mesh and values:
-        each = [sharding] * len(moved) if isinstance(sharding, Sharding) else sharding
         wanted = [one for one, passed in zip(each, there, strict=True) if not passed]
         specs = [placement.spec(one, t) for one, t in zip(wanted, values, strict=True)]
     sent: list[Tensor] = xla()._xla_tensors_from_aten(values, [placement.device_name] * len(values), specs)
@@ -72,8 +72,7 @@ def to_device(
     rest = iter(sent)
     moved = [t if passed else next(rest) for t, passed in zip(moved, there, strict=True)]
     if placement.recorder is not None and moved:
-        shardings = [sharding] * len(moved) if isinstance(sharding, Sharding) else sharding
-        placement.recorder.note(moved, [one.axis for one in shardings])
+        placement.recorder.note(moved, [one.axis for one in each])
     return moved
 
 
