@@ -33,6 +33,7 @@ _HOOKS = {
     "on_exception": 1,
 }
 _ALIASES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
+_EACH_BATCH = {hook for hook in _HOOKS if "_batch_" in hook or "_step_" in hook}
 _ENDS = {"on_train_begin": "on_train_end", "on_test_begin": "on_test_end", "on_predict_begin": "on_predict_end"}
 
 _Hook = Callable[..., object]
@@ -56,6 +57,7 @@ class CallbackList(Callback):
         callbacks: The callbacks, as a list.
         measures: True if one of them wants the host's time to be measured (`Callback.measures_time`).
         expose: Called before a hook of a callback that may look at the weights (`Callback.reads_weights`).
+        note_users_code: Called after a hook that has run code of the user's; with False if it runs at each batch.
 
     Raises:
         ArgumentError: One of them is not a callback; raised before any of their methods runs.
@@ -89,6 +91,7 @@ class CallbackList(Callback):
             if wanted and not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.append(kind())
         self.expose: Callable[[], None] = lambda: None
+        self.note_users_code: Callable[[bool], None] = lambda seldom: None
         self._open: str | None = None  # the end hook of the training, evaluation or prediction under way
         self._failed: object = None
         self.set_params(params)
@@ -137,6 +140,9 @@ class CallbackList(Callback):
             for hook, listeners in self._listeners.items()
             if any(getattr(callback, "reads_weights", True) for callback, _ in listeners)
         }
+        self._users = {
+            hook for hook, listeners in self._listeners.items() if any(_is_users(one) for one, _ in listeners)
+        }
         self.measures = any(getattr(callback, "measures_time", False) for callback in self.callbacks)
         if self.measures:
             self.call = timing("callbacks", partial(CallbackList.call, self))  # type: ignore[method-assign]
@@ -182,6 +188,8 @@ class CallbackList(Callback):
                         self._open = None
                         self._end(hook, listeners[position + 1 :], {})
                     raise
+            if hook in self._users:
+                self.note_users_code(hook not in _EACH_BATCH)
         if hook == self._open:
             self._open = None
 
@@ -248,6 +256,12 @@ def _check(callback: object) -> None:
             f"callbacks must be Callback objects, or have hooks such as on_epoch_end as methods, got {callback!r} of "
             f"type {type(callback).__name__}"
         )
+
+
+def _is_users(callback: object) -> bool:
+    """True if a callback may change what a step's Python reads. One that only writes isn't called on every host."""
+    ours = type(callback).__module__.startswith(f"{__package__}.") and not getattr(callback, "reads_weights", True)
+    return not ours and not getattr(callback, "only_writes", False)
 
 
 def _overridden(callback: object, hook: str) -> _Hook | None:

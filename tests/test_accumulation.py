@@ -66,7 +66,13 @@ def test_four_batches_of_16_are_one_of_64(cores, optimizer):
     assert history.keys() == large.keys() and history["loss"][0] == pytest.approx(large["loss"][0], abs=0.02)
     assert counts.graphs["train"] <= 3  # a batch that waits, one that steps, and the last one
     assert counts.host_reads == 0 and not counts.fallbacks
-    assert counts.waits["logs"] == 2 and set(counts.waits) <= {"logs", "capture", "throttle", "state"}  # one an epoch
+    assert counts.waits["logs"] == 2 and set(counts.waits) <= {
+        "logs",
+        "capture",
+        "audit",
+        "throttle",
+        "state",
+    }  # one an epoch
 
 
 def test_an_epoch_ends_with_a_step_over_the_batches_that_are_left(cores):

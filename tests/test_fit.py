@@ -49,7 +49,7 @@ def spent(function):
 
 def waits(counts):
     """The waits but for those of the engine itself: back-pressure, and while a step is captured."""
-    return {reason: n for reason, n in counts.waits.items() if n and reason not in ("throttle", "capture")}
+    return {reason: n for reason, n in counts.waits.items() if n and reason not in ("throttle", "capture", "audit")}
 
 
 def on_host(model):

@@ -73,7 +73,7 @@ def test_training_goes_on_as_if_there_had_been_none(cores):
     assert record.validated_after == [1, 3, 5, 6] * 3
     assert not counts.captures and counts.host_reads == 0 and not counts.fallbacks
     assert counts.graphs["train"] <= 2 and counts.graphs["eval"] <= 2  # a whole batch, and a short one
-    waits = {reason: n for reason, n in counts.waits.items() if reason not in ("throttle", "capture", "state")}
+    waits = {reason: n for reason, n in counts.waits.items() if reason not in ("throttle", "capture", "audit", "state")}
     assert waits == {"logs": 3 + 4 * 3, "batch logs": 7 * 3}
 
     for weights, logs in zip(record.weights, record.tests, strict=True):

@@ -34,6 +34,24 @@ class HostCounters:
         added = [(s, name, value - before.get((id(s), name), value)) for s, name, value in _host_numbers(optimizers)]
         self._by_step[key] = [(state, name, value) for state, name, value in added if value]
 
+    @contextmanager
+    def untouched(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """A context in which a step's Python runs for nothing: the numbers are put back afterwards.
+
+        Args:
+            optimizers: The optimizers whose numbers it may change.
+        """
+        self.catch_up()
+        before = list(_host_numbers(optimizers))
+        try:
+            yield
+        finally:
+            for state, name, value in before:
+                if isinstance(state[name], Tensor):
+                    state[name].fill_(value)
+                else:
+                    state[name] = value
+
     def replayed(self, key: Hashable) -> None:
         """Note a replay of a step that has been traced."""
         self._replayed[key] += 1

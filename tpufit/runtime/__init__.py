@@ -12,6 +12,7 @@
 | `transfer` | host to device and back, where the waits are |
 | `rows` | a host's own rows of a batch |
 | `lazy` | tensors that wait to be computed, and their memory |
+| `lowering` | what is read only while a graph is lowered, and its part in the graph's identity |
 | `device_state` | the tensors that training changes |
 | `gathering` | whole weights where a step computes with split ones |
 | `packing` | the shapes in which a TPU keeps weights |
@@ -42,7 +43,6 @@ from .devices import (
     platform,
     process_count,
     process_index,
-    set_matmul_precision,
     settled,
     start,
     versions,
@@ -52,6 +52,7 @@ from .faults import Load, translate
 from .gathering import ungathered
 from .hosts import agree, at, broadcast, everyone, is_first, together, whereabouts
 from .lazy import launch
+from .lowering import set_matmul_precision
 from .ops.kernels import own_kernels
 from .ops.lowerings import has_lowering, runs_on_the_host
 from .packing import Packing

@@ -180,7 +180,7 @@ class Backend(Protocol):
     def runs_on_the_host(self, name: str) -> bool:
         """True if the device computes no form of an operation."""
 
-    def facts(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+    def facts(self, objects: Mapping[str, Any], deep: bool = ...) -> dict[str, Any]:
         """The values that the user's Python keeps."""
 
     def translate(self, error: BaseException, load: Load | None = ...) -> Exception | None:

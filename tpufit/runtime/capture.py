@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,9 +23,9 @@ from .device_state import DeviceState
 from .draws import Draws
 from .gathering import gathering
 from .graph import Graph, Sums, recognise, template_of
-from .lazy import by_memory, drop, launch, pending, pending_elsewhere, same_memory
+from .lazy import by_memory, drop, identity, launch, noting_new, pending, pending_elsewhere, same_memory
 from .placement import Placement
-from .trace_watch import Watch
+from .trace_watch import Glance, Watch
 from .transfer import starter, swap_value
 
 Body = Callable[[list[Tensor], Callable[[int], None]], Any]
@@ -97,7 +98,7 @@ class Target:
         return Draws(self.placement.device_name, seeds)
 
     def trace(self, body: Body, inputs: list[Tensor], draws: Draws, watch: AbstractContextManager[object]) -> Any:
-        """Run the body over lazy tensors.
+        """Run the body over lazy tensors. The sums must have begun.
 
         Args:
             body: The Python of the steps.
@@ -105,13 +106,19 @@ class Target:
             draws: The random numbers of the steps.
             watch: Sees what the body does.
         """
-        self.sums.begin()
         _now.tracing = True
         try:
             # In this thread: if a backward pass ran on the CPU before torch_xla was imported, autograd has no thread
             # for its device, and ends in an internal error.
             whole = gathering(self.state.shardings, self.placement)
-            with self.inside(), whole, watch, compiling(True), torch.autograd.set_multithreading_enabled(False):
+            with (
+                self.inside(),
+                whole,
+                watch,
+                compiling(True),
+                draws.seeded_by_torch(),
+                torch.autograd.set_multithreading_enabled(False),
+            ):
                 result = body(inputs, draws)
                 if self.state.shardings:
                     self.state.pin(self.state.tensors, self.placement)
@@ -150,15 +157,15 @@ def undoing(state: DeviceState) -> Iterator[None]:
         yield
     except BaseException:
         # First out of the user's tensors: with `drop` they would lose their place.
-        if not state.held:
-            state.hold()
-        # The error's traceback may hold pending tensors for long. Whatever is started next would try them again.
-        drop(pending_elsewhere(()))
         if not state.lost:
             for value in before:  # no graph has consumed it, and none of another step may
                 xla()._set_buffer_donation(value, False)
             state.restore(before)
-            before.clear()  # the traceback would go on sharing the state's memory
+        elif not state.held:
+            state.hold()
+        # The error's traceback may hold pending tensors for long. Whatever is started next would try them again.
+        drop(pending_elsewhere(()))
+        before.clear()  # the traceback would go on sharing the state's memory
         raise
 
 
@@ -183,7 +190,7 @@ class Capture:
         stored: list[Tensor],
         inputs: list[Tensor],
         seeds: list[int],
-        watch: Watch,
+        watch: Watch | Glance,
         python_state: Callable[[], dict[str, Any]],
     ) -> None:
         self._target, self._inputs, self._draws = target, inputs, target.draws(seeds)
@@ -193,6 +200,7 @@ class Capture:
         self._memory = by_memory(lists)
         self._before = python_state()
         self.outputs: Any = None
+        self._new: list[Tensor] = []  # the tensors that the trace has made, but for those that it has let go
         self._roots: list[Tensor] = []  # the outputs of its graph
         self._values: list[Tensor] = []  # the inputs of its graph
         self._taken: list[Tensor] = []  # the traced state
@@ -204,7 +212,9 @@ class Capture:
         Returns:
             The reason why no trace of it can be replayed, or nothing.
         """
-        self.outputs = self._target.trace(body, self._inputs, self._draws, self._watch)
+        self._target.sums.begin()
+        with noting_new() as self._new:
+            self.outputs = self._target.trace(body, self._inputs, self._draws, self._watch)
         obstacle = self._watch.reads() or self._leftover()
         if obstacle:
             self._target.state.end_trace()
@@ -231,6 +241,27 @@ class Capture:
         drew = self._watch.drew
         return drew and f"its Python draws random numbers at {drew}"
 
+    def difference(self, earlier: Graph) -> str:
+        """Compare this trace, which won't be run, with a graph.
+
+        Returns:
+            The difference in words, or nothing.
+        """
+        # A weight that another thread has just taken, as by `state_dict`, is none that the body has left.
+        everything, state = self._new, set(map(identity, self._target.state.tensors))
+        self._new = [tensor for tensor in everything if identity(tensor) not in state]
+        graph = self.graph()
+        self._new = everything
+        for value in self._values:
+            xla()._set_buffer_donation(value, False)  # nothing has consumed it
+        if graph is None:
+            return "it computes nothing any more"
+        return self.variation() or earlier.difference(graph)
+
+    def abandon(self) -> None:
+        """Give the trace up: whoever has taken tensors of it can't have their values, as nothing computes them."""
+        drop(pending_elsewhere(self._target.state.tensors, self._new))
+
     def graph(self) -> Graph | None:
         """Find out what was traced, without compiling it. None if there is nothing to run."""
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
@@ -245,7 +276,7 @@ class Capture:
         roots = [*replaced, *(sums.tensors[i] for i in summed), *computed]
         # A tensor that the body left elsewhere becomes an output too. Left pending it would be computed later, from
         # memory that the graph has written over.
-        escaped = pending_elsewhere([*roots, *state.tensors])
+        escaped = pending_elsewhere([*roots, *state.tensors], self._new)
         self._roots = roots = [*roots, *escaped]
         if not roots:
             state.end_trace()
@@ -259,7 +290,18 @@ class Capture:
                     xla()._set_buffer_donation(value, True)
             found = xla()._get_graph_hash(roots)
         result = template, spec
-        graph = Graph(found, sources, constants, places, changed, summed, result, len(escaped), target.donates)
+        graph = Graph(
+            hash=found,
+            sources=sources,
+            constants=constants,
+            places=places,
+            changed=changed,
+            summed=summed,
+            result=result,
+            escaped=len(escaped),
+            donates=target.donates,
+            facts=self._before,
+        )
         sizes = {
             "state": len(state.tensors),
             "sum": len(sums.begun),
@@ -318,4 +360,5 @@ class Capture:
                 tensor.data = value
             else:
                 swap_value(tensor, value, requires_grad=False)
+        graph.left = list(map(ref, left[len(left) - graph.escaped :]))
         return self.outputs

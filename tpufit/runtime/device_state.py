@@ -1,13 +1,14 @@
 """`DeviceState`: the tensors that training changes, and their values while graphs are replayed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StateLostError
-from .lazy import graph_hash, handles, launch, pending, wait
+from .lazy import graph_hash, handles, launch, pending, same_memory, wait
 from .packing import Packing, kept, shown
 from .placement import Placement, Sharding
 from .transfer import copy_into, swap_value, to_host
@@ -107,6 +108,27 @@ class DeviceState:
             tensor.data = shown(value)
             self._packed[i] = value, tensor._version
         return inputs
+
+    @contextmanager
+    def lent(self) -> Iterator[list[Tensor]]:
+        """A context in which the user's tensors show the held values, for a trace that isn't run.
+
+        Whatever is done to them changes nothing here, and is forgotten.
+
+        Yields:
+            The values, the inputs of the graph about to be traced.
+        """
+        packs, shows = self._packs(self.tensors), same_memory(self.values)
+        for i in packs:
+            shows[i] = shown(self.values[i])
+        empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, shows, strict=True)]
+        self._packed = {i: (self.values[i], self.tensors[i]._version) for i in packs}
+        try:
+            yield self.values
+        finally:
+            self._packed = {}
+            for tensor, nothing in zip(self.tensors, empty, strict=True):
+                swap_value(tensor, nothing)
 
     def traced(self) -> tuple[list[int], list[Tensor]]:
         """The indices of the tensors that the trace has changed, and their new values as the device is to keep them."""

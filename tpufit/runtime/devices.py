@@ -18,7 +18,6 @@ from ..utils import hardware
 from ..utils.deferred import deferred
 from ..utils.users_code import users_line
 from . import hosts
-from .bindings import xla
 from .faults import translate_start
 from .ops.lowerings import lower_missing
 
@@ -191,16 +190,6 @@ def available(used: int) -> int:
     if _settled is None or _settled.platform != "TPU":
         return used
     return int(_import_runtime().runtime.global_runtime_device_count())
-
-
-def set_matmul_precision(name: str) -> None:
-    """Set the precision of float32 matrix products in steps traced from now on. Only on a TPU does it matter.
-
-    Args:
-        name: `"default"`, `"high"` or `"highest"`.
-    """
-    if xla()._xla_get_mat_mul_precision() != name:
-        xla()._xla_set_mat_mul_precision(name)
 
 
 def versions() -> dict[str, str]:

@@ -1,9 +1,13 @@
 """`Draws`: the random numbers of a trace, and the places among them that it returns to."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..utils.replaced import replaced
 from .bindings import xla
 
 # torch_xla gives each drawing operation a seed of its own, the next of this sequence, computed inside the graph.
@@ -27,13 +31,28 @@ class Draws:
 
     def __init__(self, device: str, seeds: Sequence[int]) -> None:
         self._device, self._seeds, self._step = device, seeds, 0
+        self._begun: list[int] = []  # the seeds that the step has begun with, its own and the user's
         self.places: dict[int, Place] = {}
 
     def __call__(self, step: int) -> None:
         """Begin the random numbers of a step."""
-        self._step = step
+        self._step, self._begun = step, [_signed(self._seeds[step])]
         self.places.setdefault(_signed(self._seeds[step]), (step, 0))
         self._set(self._seeds[step])
+
+    @contextmanager
+    def seeded_by_torch(self) -> Iterator[None]:
+        """A context in which `torch.manual_seed` also seeds the device: as the step says it, so a constant."""
+        own = torch.manual_seed
+
+        def manual_seed(seed: Any) -> torch.Generator:
+            generator = own(seed)
+            self._begun.append(_signed(int(seed)))
+            self._set(int(seed))
+            return generator
+
+        with replaced(torch, manual_seed=manual_seed), replaced(torch.random, manual_seed=manual_seed):
+            yield
 
     def position(self) -> int:
         """Return where the step has come to."""
@@ -41,11 +60,12 @@ class Draws:
 
     def return_to(self, position: int) -> None:
         """Continue from where the step was when `position` returned this, with the numbers drawn there."""
-        if position not in self.places:  # a replay computes it from the step's seed
-            seed, count = _signed(self._seeds[self._step]), 0
-            while seed != position:
-                seed, count = _signed(seed * _FACTOR + _ADDED), count + 1
-            self.places[position] = (self._step, count)
+        if position not in self.places:
+            seeds, count = list(self._begun), 0
+            while position not in seeds:
+                seeds, count = [_signed(seed * _FACTOR + _ADDED) for seed in seeds], count + 1
+            if seeds[0] == position:  # a replay computes it from the step's seed
+                self.places[position] = (self._step, count)
         self._set(position)
 
     def _set(self, seed: int) -> None:

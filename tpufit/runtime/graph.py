@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -57,8 +58,10 @@ class Graph:
             and the nest that they make.
         escaped: The number of its last outputs, tensors that the body left elsewhere than in its result.
         donates: True if it writes the new state over the old.
+        facts: The values in the user's Python before it was traced, see `python_state.facts`.
         proven: True once a second trace has given the same graph.
         differed: The number of traces in a row that gave another graph than the one before.
+        left: The tensors that the body of its last trace has left elsewhere: a replay gives them their new values.
         pick: Picks its inputs out of one list, in C.
     """
 
@@ -71,8 +74,10 @@ class Graph:
     result: tuple[list[Any], TreeSpec]
     escaped: int
     donates: bool
+    facts: Mapping[str, Any]
     proven: bool = False
     differed: int = 0
+    left: list[ref[Tensor]] = field(default_factory=list)
     pick: Callable[[list[Any]], Sequence[Tensor]] = field(init=False)
 
     def arrange(self, sizes: Mapping[str, int]) -> None:
@@ -138,8 +143,17 @@ class Graph:
         sums.tensors = replaced(sums.tensors, self.summed, out[middle:end])
         return out[end:]
 
+    @property
+    def superseded(self) -> bool:
+        """True if a tensor that its trace left elsewhere is gone: another trace, or the user, has replaced it."""
+        return any(tensor() is None for tensor in self.left)
+
     def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        """The value that the body would have returned."""
+        """Give the value that the body would have returned, and renew what it would have left elsewhere."""
+        for kept, value in zip(self.left, outputs[len(outputs) - self.escaped :], strict=True):
+            tensor = kept()
+            if tensor is not None:
+                tensor.data = value
         tensors, (template, spec) = iter(outputs), self.result
         if not template and spec.type is list:  # nothing, as of most steps
             return []

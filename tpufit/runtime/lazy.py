@@ -1,7 +1,8 @@
 """Lazy tensors: torch_xla's tensors that may still wait to be computed, and the memory that they have on the device."""
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,6 +45,11 @@ def graph_hash(tensor: Tensor) -> object:
     return xla()._get_graph_hash([tensor])
 
 
+def identity(tensor: Tensor) -> int:
+    """The number of a tensor on the device. A tensor that was detached from it, and shares its value, has the same."""
+    return int(xla()._xla_get_tensor_id(tensor))
+
+
 def handles(tensors: Sequence[Tensor]) -> list[int]:
     """The identity of each tensor's memory on the device; it must have been computed."""
     return list(xla()._get_tensors_handle(tensors)) if tensors else []
@@ -70,18 +76,55 @@ def behind_barrier(tensors: Iterable[Tensor]) -> list[Tensor]:
     return apart
 
 
-def pending_elsewhere(known: Iterable[Tensor]) -> list[Tensor]:
+def pending_elsewhere(known: Iterable[Tensor], among: Sequence[Tensor] | None = None) -> list[Tensor]:
     """The pending tensors that only user code knows: in an attribute, a list, a closure. They come in order of birth.
 
     Args:
         known: Tensors to leave out.
+        among: The tensors to look among (default: all that there are, which takes a tenth of a second and more).
     """
-    own, kinds = {id(tensor) for tensor in known}, _subclasses(Tensor)
+    own = {id(tensor) for tensor in known}
+    tensors = [tensor for tensor in (_tensors() if among is None else among) if id(tensor) not in own]
+    try:
+        found = [tensors[i] for i in pending(tensors)]
+    except RuntimeError:  # one has no value and waits for none, as while another thread reads it
+        found = [tensor for tensor in tensors if _waits(tensor)]
+    return sorted(found, key=identity)
+
+
+@contextmanager
+def noting_new() -> Iterator[list[Tensor]]:
+    """A context that, at its end, lists the tensors on the device that were made inside and are alive.
+
+    They are among the collector's youngest objects, few enough to look at, as long as it doesn't run.
+    """
+    runs, new = gc.isenabled(), list[Tensor]()
+    gc.disable()
+    try:
+        yield new
+        new += _tensors(generation=0)
+    finally:
+        if runs:
+            gc.enable()
+
+
+def _tensors(generation: int | None = None) -> list[Tensor]:
+    """The tensors on the device.
+
+    Args:
+        generation: The collector's generation to look in (default: all).
+    """
+    kinds = _subclasses(Tensor)
     # By membership: there are half a million objects, and `issubclass` takes twice as long for each.
-    objects = [o for o in gc.get_objects() if type(o) in kinds and id(o) not in own]
-    tensors = [t for t in objects if t.is_xla]  # unlike `device`, it is also there for a tensor without a device
-    found = [tensors[i] for i in pending(tensors)]
-    return sorted(found, key=xla()._xla_get_tensor_id)
+    objects = [o for o in gc.get_objects(generation) if type(o) in kinds]
+    return [t for t in objects if t.is_xla]  # unlike `device`, it is also there for a tensor without a device
+
+
+def _waits(tensor: Tensor) -> bool:
+    try:
+        return bool(pending([tensor]))
+    except RuntimeError:
+        return False
 
 
 def _subclasses(kind: type) -> set[type]:

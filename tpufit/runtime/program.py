@@ -4,10 +4,14 @@ torch_xla traces the Python of a step on every call, which for a real network ta
 step's first run is traced, compiled, and started as a graph of known inputs and outputs. Its second run is traced once
 more. Only if that gives the same graph with the same constants, from another batch and seed, is the graph replayed from
 then on, without any of the step's Python. A step that can't be shown to be equal is traced on every call.
+
+Now and then a replay is audited, see `audits`: the step is traced once more, only to compare. If that gives another
+graph, something has changed that its Python reads, and the step is captured anew.
 """
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,15 +20,17 @@ from torch import Tensor
 from ..errors import ReplayError
 from ..utils.users_code import warn
 from . import counters
+from .audits import Audits
 from .capture import Body, Capture, Target, capturing, undoing
 from .device_state import DeviceState
 from .devices import platform
 from .draws import draw_seeds
 from .graph import Graph, Sums
 from .lazy import launch, wait
+from .lowering import lowering, variables
 from .placement import Placement
 from .strict import LENIENT, Strict
-from .trace_watch import Watch, cure_of
+from .trace_watch import Glance, Watch, cure_of
 
 # The number of traces in a row that may differ from the one before, until a step counts as one that can't be replayed.
 # One differs without fault where a module builds a cache in its first forward pass.
@@ -49,9 +55,13 @@ class Program:
         donate: True to write the new state over the old, so that it is in memory once only. A small state is left as
             it is where that costs time.
         inside: Gives the context in which the body is traced.
+        matmul_precision: The precision of float32 matrix products.
 
     Attributes:
         jit_compile: The argument.
+        audits: Decides which replays are audited.
+        change: The change that the last audit has found, in words, and the number of steps that may have run without
+            it; None if it has found none, or after `take_change`.
         python_state: Gives the names and values that the body might change in Python, before and after a trace.
         traced_because: The reason why the step is traced on every call; empty as long as it isn't.
         products: The formats in which the last trace computed matrix products.
@@ -70,14 +80,21 @@ class Program:
         jit_compile: str | bool = "auto",
         donate: bool = False,
         inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+        matmul_precision: str = "default",
     ) -> None:
         on_cpu = platform() == "CPU" and placement.recorder is None
         donates = donate and (not on_cpu or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
         self._target = Target(placement, role, state, sums, donates, inside)
         self.jit_compile, self._strict = jit_compile, LENIENT
+        self.audits = Audits(in_step=placement.hosts > 1)
+        self.change: tuple[str, int] | None = None
+        self._matmul_precision = matmul_precision
+        self._variables: tuple[str, ...] = ()
         self.python_state: Callable[[], dict[str, Any]] = dict
         self.products: set[torch.dtype] = set()
         self._graphs: dict[Hashable, Graph] = {}
+        self._undisturbed = True  # nothing was read in the last audit
+        self._doubtful: dict[Hashable, int] = {}  # the doubtful steps of graphs that an audit has refuted
         self._varied = 0  # traces in a row, of whatever key, whose Python was another
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
         self._told: set[str] = set()  # the causes that were warned of
@@ -86,17 +103,27 @@ class Program:
         self.donated = 0
 
     def replays(self, key: Hashable) -> bool:
-        """True if a call with this key runs none of the body's Python."""
+        """True if the next call with this key needs none of the body's Python: `replay` will do."""
         graph = self._graphs.get(key)
         return graph is not None and graph.proven
 
+    def audit_due(self, key: Hashable, left: int | None) -> bool:
+        """True if a replay with this key should be audited first.
+
+        Args:
+            key: See `__call__`.
+            left: The number of groups of steps in the pass after this one, or None if nobody knows.
+        """
+        return self.replays(key) and (self.audits.due(key, left) or self._graphs[key].superseded)
+
     def knows(self, key: Hashable) -> bool:
-        """True if a call with this key makes no new graph."""
-        return self.replays(key) or self._target.placement.on_host or bool(self.traced_because)
+        """True if a call with this key makes no graph to keep."""
+        return self._target.placement.on_host or bool(self.traced_because)
 
     def forget(self) -> None:
         """Forget all graphs: the state has other tensors than they have."""
         self._graphs.clear()
+        self._doubtful.clear()
         self._varied = 0
 
     def try_again(self) -> None:
@@ -112,6 +139,10 @@ class Program:
             strict: The policy on whatever makes steps slow.
         """
         self.python_state, self._strict = python_state, strict
+        self.audits.begin_pass()
+        if self._variables != variables():  # the graphs were lowered with others
+            self._variables = variables()
+            self.forget()
 
     def __call__(
         self,
@@ -121,21 +152,18 @@ class Program:
         body: Body,
         pause: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Any:
-        """Run once, without waiting for the device.
+        """Run the body's Python once: trace it, and run the graph that it gives. No step is waited for.
 
         Args:
             key: Everything that the graph depends on but the values of tensors: shapes, modes, options.
             inputs: Batches and rates.
             seeds: One for each step.
-            body: The Python of the steps, for a call that must be traced.
+            body: The Python of the steps.
             pause: Gives a context in which nothing else sends anything to the device.
 
         Returns:
             The body's result. Its tensors have values as soon as the device has computed them.
         """
-        graph = self._graphs.get(key)
-        if graph is not None and graph.proven:
-            return self._replay(graph, inputs, seeds)
         if self._target.placement.on_host:
             self._target.sums.begin()
             with torch.random.fork_rng(devices=[]):
@@ -144,7 +172,7 @@ class Program:
                     torch.manual_seed(seeds[i])
 
                 return body(inputs, seed)
-        with pause(), counters.timed("trace"):
+        with pause(), counters.timed("trace"), lowering(self._matmul_precision):
             self._target.state.write_back()
             self.met.add(key)
             if self.traced_because:
@@ -152,12 +180,74 @@ class Program:
             with capturing():
                 return self._capture(key, inputs, seeds, body)
 
-    def _replay(self, graph: Graph, inputs: list[Tensor], seeds: list[int]) -> Any:
-        target = self._target
-        state, sums = target.state, target.sums
+    def audit(
+        self,
+        key: Hashable,
+        inputs: list[Tensor],
+        seeds: list[int],
+        body: Body,
+        pause: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Trace a step that is replayed, and compare the graph. If it is another one, `replays` is false from then on.
+
+        Nothing is run, and the state is left as it is. The arguments are those of `__call__`.
+        """
+        target, graph = self._target, self._graphs[key]
+        if graph.escaped:  # what it leaves elsewhere must be computed
+            graph.proven, self._doubtful[key] = False, self.audits.doubtful(key)
+            return
+        with pause(), counters.timed("audit"), lowering(self._matmul_precision):
+            self._hold()
+            wait("audit")  # memory that is still to be can't be told apart
+            began = perf_counter()  # from here on the device has nothing to do
+            watch, difference, ran = Glance() if self._undisturbed else self._watch(), "", False
+            try:
+                with target.state.lent() as stored:
+                    capture = Capture(target, stored, inputs, seeds, watch, self.python_state)
+                    difference, ran = capture.trace(body), True
+                    difference = difference or capture.difference(graph)
+                    capture.abandon()
+            except RuntimeError:
+                # torch_xla stumbles over a tensor of the trace while another thread reads it.
+                if not ran and not watch.reads():
+                    raise
+                ran = False
+            finally:
+                target.sums.tensors = target.sums.begun
+        if not ran or watch.reads():  # by the step itself, or by another thread: the next one is watched, and can tell
+            self._undisturbed = not self._undisturbed
+            graph.proven = not watch.reads_itself
+            self.audits.disturbed(key)
+            return
+        self._undisturbed = True
+        # A number may have been drawn by the data's thread. A capture can tell.
+        graph.proven = not difference and not watch.drew_perhaps
+        if difference:
+            self._doubtful[key] = self.audits.doubtful(key)
+        self.audits.ended(key, perf_counter() - began, agreed=not difference)
+
+    def _hold(self) -> None:
+        """Take the state's values out of the user's tensors."""
+        state = self._target.state
         if not state.held:
-            state.settle(target.placement)
+            state.settle(self._target.placement)
             state.hold()
+
+    def replay(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
+        """Run once without the body's Python, and without waiting for the device. `replays` must be true.
+
+        Args:
+            key: See `__call__`.
+            inputs: Batches and rates.
+            seeds: One for each step.
+
+        Returns:
+            What the body would return.
+        """
+        graph, target = self._graphs[key], self._target
+        self.audits.replayed(key, len(seeds))
+        self._hold()
+        state, sums = target.state, target.sums
         drawn = draw_seeds(target.placement.device_name, seeds, graph.places) if graph.places else []
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
         outputs = graph.run(state, sums, list(graph.pick(pool)), start=target.start)
@@ -166,6 +256,7 @@ class Program:
     def _trace(self, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step, and run it without keeping its graph."""
         target = self._target
+        target.sums.begin()
         if self._strict:
             self._finish()
             with undoing(target.state):
@@ -179,7 +270,6 @@ class Program:
         """Trace the step and compile its graph, or show that it is the one there is; then run that graph."""
         target = self._target
         self._finish()
-        target.state.part(target.placement)
         graph = None
         with undoing(target.state):
             stored = target.state.begin_trace()  # before the watch, which would see it as work of the step
@@ -191,6 +281,7 @@ class Program:
                 self._give_up(obstacle)
             else:
                 graph = self._prove(key, capture)
+        self.audits.captured(key)
         if obstacle:  # outside of `undoing`: what fails now has consumed the state
             return target.launch(capture.outputs, obstacle)
         return capture.outputs if graph is None else capture.settle(graph)
@@ -198,14 +289,17 @@ class Program:
     def _prove(self, key: Hashable, capture: Capture) -> Graph | None:
         """Compare a trace with the one before it, compile its graph if it is new, and run it."""
         target, earlier = self._target, self._graphs.get(key)
+        doubtful = self._doubtful.pop(key, None)
         graph = capture.graph()
         if graph is None:  # the step gives back what it was given
             return None
         unproven = _ONCE if earlier is None else earlier.difference(graph)
         variation = capture.variation()
         difference = variation or unproven
+        if earlier is not None and doubtful is not None and difference:
+            self._note_change(earlier, graph, difference, doubtful)
         self._varied = self._varied + 1 if variation else 0
-        graph.differed = 0 if earlier is None else earlier.differed + 1
+        graph.differed = 0 if earlier is None or doubtful is not None else earlier.differed + 1
         if difference and max(self._varied, graph.differed) >= _ATTEMPTS:
             self._give_up(difference)
         if unproven:
@@ -220,10 +314,27 @@ class Program:
         capture.run(graph, first=bool(unproven))
         return graph
 
+    def _note_change(self, earlier: Graph, later: Graph, difference: str, doubtful: int) -> None:
+        """Note that an audit has found another graph than the one that is replayed, and steps in doubt."""
+        before, now = earlier.facts, later.facts
+        known = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        if known:
+            difference = f"{known[0]} changed (from {before.get(known[0])!r} to {now.get(known[0])!r})"
+        self._strict.refuse(f"the {self._target.role} step needs another graph than before: {difference}")
+        counters.count_capture(difference)
+        self.change = difference, doubtful
+
+    def take_change(self) -> tuple[str, int] | None:
+        """Return `change`, once."""
+        change, self.change = self.change, None
+        return change
+
     def _finish(self) -> None:
         """Wait until all is computed: memory that is still to be can't be told apart, nor gone back to."""
-        launch(self._target.placement, "transfer")  # work that the user has left pending is none of the step's
+        target = self._target
+        launch(target.placement, "transfer")  # work that the user has left pending is none of the step's
         wait("capture")
+        target.state.part(target.placement)
 
     def _watch(self) -> Watch:
         # A random number in the first traces is no fault: a layer may begin with one.

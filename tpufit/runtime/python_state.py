@@ -1,9 +1,11 @@
-"""`facts`: the numbers, words and flags that the user's Python keeps between two steps.
+"""`facts`: the values that the user's Python keeps between two steps.
 
 A graph that is replayed runs no Python. So a step that changes any of these can't be replayed, and a change between two
-steps needs another graph.
+steps needs another graph. What no walk over objects can find, an audit does (see `audits`), but only the walk sees a
+count that each step moves on: where no Python runs, it stands still.
 """
 
+import contextvars
 import enum
 import functools
 import itertools
@@ -19,13 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# The limits of the walk: its depth, the items of one container (of a larger one only the number counts), and all facts
-# together, for a nest of lists may hold a whole data set.
+# The limits of the walk: its depth, the items of one container (of a larger one the number and the plain values
+# together), and all facts together, for a nest of lists may hold a whole data set.
 _DEPTH = 4
 _ITEMS = 100
 _FACTS = 10_000
 
+# An array of so many bytes is looked at.
+_LOOKED_AT = 1 << 16
+
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_SIMPLE = {int, float, bool, str, type(None)}
 _OTHER = object()
 _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     ((np.generic, itertools.count), repr),
@@ -39,18 +45,21 @@ _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _LIBRARIES = ("torch", "tpufit", "numpy", "builtins")  # torchmetrics and its like too
 
 _Facts = Iterator[tuple[str, Any]]
-_Globals = dict[str, tuple[dict[str, Any], str]]
+_Named = dict[str, tuple[Mapping[str, Any], str]]
 
 
-def facts(objects: Mapping[str, Any]) -> dict[str, Any]:
+def facts(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
     """List the values that some objects keep, by name, in a form that can be compared and hashed.
 
-    It lists their attributes and those of a module's parts, through lists, dicts and objects of the user's; small host
-    tensors and arrays; the positions of iterators and random number generators; and of functions and methods the plain
-    values among their closure's variables and the globals that they name. It leaves out tensors on a device.
+    It lists their attributes and those of their classes and of a module's parts, through lists, dicts and objects of
+    the user's; small host tensors and arrays; the positions of iterators and random number generators; and the plain
+    values among a function's variables: those of its closure, its defaults, and the globals that it names. It leaves
+    out tensors on a device.
 
     Args:
         objects: Modules, functions, classes and any other objects, by name.
+        deep: True to follow functions to the lists, objects and functions among their variables, and to list the
+            context variables too (default False): others may change those at any time.
 
     Example:
         >>> class Net(nn.Module):
@@ -60,55 +69,110 @@ def facts(objects: Mapping[str, Any]) -> dict[str, Any]:
         >>> facts({"Net": Net()})
         {'Net.training': True, 'Net.scale': 1, "Net.scale['alpha']": 0.5, 'Net.calls': 1, 'Net.calls[0]': 7}
     """
+    walk = _Walk(deep)
     found: dict[str, Any] = {}
-    seen: set[int] = set()
     for name, value in objects.items():
-        found.update(itertools.islice(_of_value(name, value, _DEPTH, seen), _FACTS))
-    return found
+        found.update(itertools.islice(walk.of(name, value, _DEPTH), _FACTS))
+    if deep:
+        found.update({f"the context variable {v.name}": _plain(x) for v, x in contextvars.copy_context().items()})
+    return {name: value for name, value in found.items() if value is not _OTHER}
 
 
-def _of_value(name: str, value: Any, depth: int, seen: set[int]) -> _Facts:
-    plain = _plain(value)
-    if plain is not _OTHER:
-        yield name, plain
-        return
-    if isinstance(value, (Tensor, Optimizer, types.ModuleType)) or not depth or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, (Mapping, list, tuple, deque)):
+class _Walk:
+    """One walk over objects, which comes to each of them once.
+
+    Args:
+        deep: See `facts`.
+    """
+
+    def __init__(self, deep: bool) -> None:
+        self._deep = deep
+        self._seen: set[int] = set()
+
+    def of(self, name: str, value: Any, depth: int) -> _Facts:
+        """List what a value keeps.
+
+        Args:
+            name: Its name.
+            value: The value.
+            depth: The depth that is left.
+        """
+        plain = _plain(value)
+        if plain is not _OTHER:
+            yield name, plain
+            return
+        if isinstance(value, (Tensor, Optimizer, types.ModuleType)) or not depth or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, (Mapping, list, tuple, deque)):
+            yield from self._of_container(name, value, depth)
+        elif isinstance(value, (set, frozenset)):
+            yield name, frozenset(map(repr, value)) if len(value) <= _ITEMS else len(value)
+        elif isinstance(value, types.GeneratorType):
+            if value.gi_frame is not None:
+                yield name, value.gi_frame.f_lasti
+                yield from self.of(name, value.gi_frame.f_locals, depth - 1)
+        elif isinstance(value, functools.partial):
+            yield from self.of(name, (value.func, value.args, value.keywords), depth)
+        elif isinstance(value, types.MethodType):
+            yield from self.of(name, value.__self__, depth)
+        elif isinstance(value, types.FunctionType):
+            yield from self._of_function(value, depth)
+        elif isinstance(value, type):
+            yield from self._of_class(value, depth)
+        elif isinstance(value, nn.Module):
+            for path, part in value.named_modules():
+                if part is value or id(part) not in self._seen:
+                    self._seen.add(id(part))
+                    yield from self._of_object(path or name, part, depth)
+        elif not _is_a_librarys(type(value)):
+            yield from self._of_object(name, value, depth)
+
+    def _of_container(self, name: str, value: Any, depth: int) -> _Facts:
         yield name, len(value)
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in itertools.islice(items, _ITEMS):
-            yield from _of_value(f"{name}[{key!r}]", item, depth - 1, seen)
-    elif isinstance(value, (set, frozenset)):
-        yield name, frozenset(map(repr, value)) if len(value) <= _ITEMS else len(value)
-    elif isinstance(value, types.GeneratorType):
-        if value.gi_frame is not None:
-            yield name, value.gi_frame.f_lasti
-            yield from _of_value(name, value.gi_frame.f_locals, depth - 1, seen)
-    elif isinstance(value, functools.partial):
-        yield from _of_value(name, (value.func, value.args, value.keywords), depth, seen)
-    elif isinstance(value, types.MethodType):
-        yield from _of_value(name, value.__self__, depth, seen)
-    elif isinstance(value, types.FunctionType):
-        yield from _of_function(value)
-    elif isinstance(value, type):
-        yield from _of_class(value)
-    elif isinstance(value, nn.Module):
-        for path, part in value.named_modules():
-            if part is value or id(part) not in seen:
-                seen.add(id(part))
-                yield from _of_object(path or name, part, depth, seen)
-    elif not _is_a_librarys(type(value)):
-        yield from _of_object(name, value, depth, seen)
+        if len(value) > _ITEMS:
+            items = tuple(value.values() if isinstance(value, Mapping) else value)
+            if set(map(type, items)) <= _SIMPLE:
+                yield f"{name}[...]", hash(items)
+                return
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in itertools.islice(pairs, _ITEMS):
+            yield from self.of(f"{name}[{key!r}]", item, depth - 1)
 
+    def _of_object(self, name: str, value: Any, depth: int) -> _Facts:
+        yield from self.of(name, type(value), depth)
+        hidden = _TORCHS if isinstance(value, nn.Module) else ()
+        for key, attribute in _attributes(value):
+            if key not in hidden:
+                yield from self.of(f"{name}.{key}", attribute, depth - 1)
 
-def _of_object(name: str, value: Any, depth: int, seen: set[int]) -> _Facts:
-    yield from _of_value(name, type(value), depth, seen)
-    hidden = _TORCHS if isinstance(value, nn.Module) else ()
-    for key, attribute in _attributes(value):
-        if key not in hidden:
-            yield from _of_value(f"{name}.{key}", attribute, depth - 1, seen)
+    def _of_class(self, kind: type, depth: int) -> _Facts:
+        yield from self._of_variables(_variables_of_class(kind), depth)
+
+    def _of_function(self, function: types.FunctionType, depth: int) -> _Facts:
+        if _is_a_librarys(function):
+            return
+        # Its own cells and defaults may be replaced, its code not.
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for name, cell in cells.items():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # of a name that has no value yet
+                continue
+            yield from self._of_variable(f"{function.__qualname__}'s {name}", value, depth)
+        for name, value in _defaults(function):
+            yield from self._of_variable(f"{function.__qualname__}'s {name}", value, depth)
+        yield from self._of_variables(_globals_of(function), depth)
+
+    def _of_variables(self, variables: _Named, depth: int) -> _Facts:
+        for label, (namespace, name) in variables.items():
+            yield from self._of_variable(label, namespace.get(name, _OTHER), depth)
+
+    def _of_variable(self, label: str, value: Any, depth: int) -> _Facts:
+        if self._deep:
+            yield from self.of(label, value, depth - 1)
+        elif (plain := _plain(value)) is not _OTHER:
+            yield label, plain
 
 
 def _attributes(value: Any) -> _Facts:
@@ -120,44 +184,33 @@ def _attributes(value: Any) -> _Facts:
                 yield slot, getattr(value, slot)
 
 
-def _of_class(kind: type) -> _Facts:
-    for label, (variables, name) in _globals_of_class(kind).items():
-        if (plain := _plain(variables.get(name, _OTHER))) is not _OTHER:
-            yield label, plain
+def _defaults(function: types.FunctionType) -> _Facts:
+    code, given = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(given) : code.co_argcount], given, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 @functools.lru_cache(maxsize=1024)
-def _globals_of_class(kind: type) -> _Globals:
-    """The plain globals that the methods of a class name. Later none is added: a function doesn't become a number."""
-    found: _Globals = {}
+def _variables_of_class(kind: type) -> _Named:
+    """The variables of a class, and the globals that its methods name. Later none is added."""
+    found: _Named = {}
     for base in kind.__mro__:
-        functions = () if _is_a_librarys(base) else vars(base).values()
-        for function in functions:
-            if isinstance(function, types.FunctionType):
-                found |= _globals_of(function)
+        for name, value in () if _is_a_librarys(base) else vars(base).items():
+            if isinstance(value, types.FunctionType):
+                found |= _globals_of(value)
+            elif not name.startswith("__") and not hasattr(value, "__get__"):  # properties and their like
+                found[f"{base.__qualname__}.{name}"] = vars(base), name
     return found
 
 
-def _globals_of(function: types.FunctionType) -> _Globals:
-    """The plain globals that a function names: where each is kept, by its module and name."""
+def _globals_of(function: types.FunctionType) -> _Named:
+    """The globals that a function names: where each is kept, by its module and name. Modules and types are left out."""
     variables = function.__globals__
-    plain = [name for name in function.__code__.co_names if _plain(variables.get(name, _OTHER)) is not _OTHER]
-    return {f"{function.__module__}.{name}": (variables, name) for name in plain}
+    kept = [n for n in function.__code__.co_names if n in variables and not isinstance(variables[n], _NEVER_CHANGE)]
+    return {f"{function.__module__}.{name}": (variables, name) for name in kept}
 
 
-def _of_function(function: types.FunctionType) -> _Facts:
-    if _is_a_librarys(function):
-        return
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            plain = _plain(cell.cell_contents)
-        except ValueError:  # of a name that has no value yet
-            continue
-        if plain is not _OTHER:
-            yield f"{function.__qualname__}'s {name}", plain
-    for label, (variables, name) in _globals_of(function).items():
-        yield label, _plain(variables[name])
+_NEVER_CHANGE = (types.ModuleType, types.BuiltinFunctionType)
 
 
 def _plain(value: Any) -> Any:
@@ -169,9 +222,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, Tensor) and (value.device.type != "cpu" or isinstance(value, nn.Parameter)):
             return _OTHER
-        # For a large one its identity, and the number of changes that PyTorch has made to it.
-        small = (value.numel() if isinstance(value, Tensor) else value.size) <= _ITEMS
-        return repr(value.tolist()) if small else (id(value), getattr(value, "_version", 0))
+        if (value.numel() if isinstance(value, Tensor) else value.size) <= _ITEMS:
+            return repr(value.tolist())
+        # The number of changes that PyTorch has made to it says nothing of those by way of a NumPy view.
+        return id(value), getattr(value, "_version", 0), _digest(value)
     for kind, form in _FORMS:
         if isinstance(value, kind):
             return form(value)
@@ -180,6 +234,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Iterator) and not isinstance(value, types.GeneratorType):
         return operator.length_hint(value, -1)
     return _OTHER
+
+
+def _digest(value: Tensor | np.ndarray) -> int:
+    """A number that changes with the contents of an array, if it isn't large."""
+    if value.nbytes > _LOOKED_AT or (isinstance(value, Tensor) and value.layout is not torch.strided):
+        return 0
+    array = value.detach().contiguous().view(torch.uint8).numpy() if isinstance(value, Tensor) else value
+    return 0 if array.dtype.hasobject else hash(array.tobytes())
 
 
 def _is_a_librarys(thing: type | types.FunctionType) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..utils.random import RNGState
 from ..utils.users_code import calling_lines
 from . import counters
 from .strict import LENIENT, Strict
@@ -85,15 +86,18 @@ class Watch(TorchFunctionMode):
         self._strict, self._step = strict, step
         self._draws_strict = strict if draws else LENIENT
         self.where = self.drew = ""
+        self._looked = False  # this very code has read a value
         self.fell: dict[str, str] = {}
         self.products: set[torch.dtype] = set()
-        self._begun = counters.fallen(), counters.looked_at()
-        self._fallen = self._begun[0]
+        self._begun: tuple[Counter[str], tuple[int | None, ...]] = Counter(), ()
+        self._fallen: Counter[str] = Counter()
         self._thread = get_ident()
         self._profiles = False
 
     def __enter__(self) -> Watch:
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._begun = counters.fallen(), counters.looked_at()
+        self._fallen = self._begun[0]
         self._profiles = sys.getprofile() is None  # else somebody measures
         if self._profiles:
             sys.setprofile(self._profile)
@@ -107,6 +111,16 @@ class Watch(TorchFunctionMode):
         if self._profiles:
             sys.setprofile(None)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @property
+    def reads_itself(self) -> bool:
+        """True if the code has read a value, and not another thread."""
+        return bool(self._looked or self.fell)
+
+    @property
+    def drew_perhaps(self) -> bool:
+        """True if it drew a random number on the host."""
+        return bool(self.drew)
 
     def reads(self) -> str:
         """Say that the code has read a value, and where; nothing if it hasn't."""
@@ -170,6 +184,7 @@ class Watch(TorchFunctionMode):
             return func(*args)
         looks = func in _LOOKS and args[0].device.type == "xla"
         if looks:
+            self._looked = True
             self._note_look()
         fallen, looked = self._fallen, counters.looked_at()
         result = func(*args, **(kwargs or {}))
@@ -182,6 +197,32 @@ class Watch(TorchFunctionMode):
         if func in _TORCH_DRAWS and result.device.type == "cpu":
             self._note_draw()
         return result
+
+
+class Glance:
+    """Sees, in a microsecond an operation less than `Watch`, that there is something to be watched.
+
+    Attributes:
+        drew: Nothing: it can't tell the line.
+        drew_perhaps: True if a random number was drawn on the host: by the code, or by the data's thread.
+        products: Nothing.
+        reads_itself: False: it can't tell a value that the code reads from one that another thread reads.
+    """
+
+    drew = ""
+    drew_perhaps = reads_itself = False
+    products: frozenset[torch.dtype] = frozenset()
+
+    def __enter__(self) -> Glance:
+        self._random, self._looked = RNGState.now(), counters.looked_at()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.drew_perhaps = not self._random.is_now()
+
+    def reads(self) -> str:
+        """Say that the code has read a value; nothing if it hasn't."""
+        return "it reads a value from the device" if counters.looked_at() != self._looked else ""
 
 
 def cure_of(cause: str) -> str:

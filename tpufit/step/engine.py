@@ -254,6 +254,15 @@ class Engine:
             for program, _ in self.programs.values():
                 program.forget()
 
+    def note_users_code(self, seldom: bool) -> None:
+        """Note that code of the user's has run, which may have changed something that the Python of steps reads.
+
+        Args:
+            seldom: True if it runs less often than at each batch.
+        """
+        for program, _ in self.programs.values():
+            program.audits.note_users_code(seldom)
+
     def expose(self) -> None:
         """Write the weights back before user code reads them; after a device fault there are none."""
         if not self.state.device.lost:
@@ -312,11 +321,12 @@ class Engine:
             remat=bool(self.blocks),
         )
 
-    def python_state(self, transform: Callable[[Any], Any] | None) -> dict[str, Any]:
+    def python_state(self, transform: Callable[[Any], Any] | None, deep: bool) -> dict[str, Any]:
         """Return the numbers, strings and flags in the user's Python, by name: a replayed step doesn't read them.
 
         Args:
             transform: The data's transform on the device, or None.
+            deep: See `runtime.facts`.
         """
         model = self.model
         kind = type(model)
@@ -324,7 +334,7 @@ class Engine:
         users = self.config.loss and self.config.loss.users
         parts = {kind.__name__: kind, type(model.module).__name__: model.module, "loss": users, "transform": transform}
         parts |= {metric.name: metric.users for metric in self.config.metrics if metric.users is not None}
-        return facts(parts | own)
+        return facts(parts | own, deep)
 
     def note_formats(self, products: set[torch.dtype]) -> None:
         """Note the formats that the first training step computed in, and warn if they contradict `precision`."""

@@ -25,6 +25,7 @@ from ..metrics import LazyLogs, PassMetrics, TrackedMetric, first_bad, metrics_i
 from ..optimizers import UpdatePlan
 from ..runtime import LENIENT, Draws, InFlight, Program, own_kernels, recomputing, to_host
 from ..utils.random import step_seed
+from ..utils.users_code import warn
 from .batch import BatchSender, DeviceGroup
 from .context import StepContext
 from .engine import Engine
@@ -104,7 +105,7 @@ class StepRunner:
             engine.programs[role] = self._build(tracked)
         self._program, self._metrics = engine.programs[role]
         # A program and its graphs outlive the pass; each pass brings its own Python and policy.
-        self._program.begin_pass(self._python_state, strict)
+        self._program.begin_pass(partial(self._python_state, deep=True), strict)
         self.restart()
         self._keys = PassKeys(engine.keys, role, engine.model.module, transform, self._python_state, now)
         engine.runners[role] = self
@@ -128,6 +129,7 @@ class StepRunner:
         group: DeviceGroup,
         pause: Callable[[], AbstractContextManager[object]] = nullcontext,
         last: bool = False,
+        left: int | None = None,
     ) -> Any:
         """Run a step for each batch of a group, as one graph.
 
@@ -135,6 +137,7 @@ class StepRunner:
             group: The batches on the device.
             pause: The function that returns a context in which nothing else is sent to the device.
             last: True if no batch of the pass comes after these.
+            left: The number of groups of the pass after this one, if it is known (default: it isn't).
 
         Returns:
             For `"predict"` the outputs of each batch, on the device; else None.
@@ -155,8 +158,11 @@ class StepRunner:
         state.count_updates(updates)
         key = self._keys.of(group.forms[0].signature, steps, group.stacked, updates)
         body = partial(self._body, group, updates)
+        if program.audit_due(key, left):
+            with state.counters.untouched(state.named_optimizers().values()):
+                program.audit(key, inputs, seeds, body, pause)
         if program.replays(key):
-            outputs = program(key, inputs, seeds, body, pause)
+            outputs = program.replay(key, inputs, seeds)
             state.counters.replayed((self.role, key))
         elif program.knows(key):
             outputs = program(key, inputs, seeds, body, pause)
@@ -165,6 +171,7 @@ class StepRunner:
             with state.counters.traced((self.role, key), state.named_optimizers().values()):
                 outputs = program(key, inputs, seeds, body, pause)
             engine.take_in_new_state()  # here only: a replayed step runs no Python that could create state
+            self._tell_change(program.take_change())
         if self.role == "train" and engine.observed.formats is None:
             engine.note_formats(program.products)
         self.inside = False
@@ -181,6 +188,23 @@ class StepRunner:
         self._metrics.count(rows, outputs)
         self._hold_back(group)
         return None
+
+    def _tell_change(self, change: tuple[str, int] | None) -> None:
+        """Warn of steps that may have run without a change of the user's Python.
+
+        Args:
+            change: The change that an audit has found, in words, and the number of such steps; None if it found none.
+        """
+        if change is None or not change[1]:
+            return
+        what, doubtful = change
+        now = self._engine.state.numbers.step if self.role == "train" else self.tally.steps
+        which = f"step {now}" if doubtful == 1 else f"some of the {doubtful} steps before step {now + 1}"
+        warn(
+            f"something that the {self.role} step's Python reads has changed while steps ran: {what}. From now on "
+            f"steps run with it, but {which} may have run without, because their Python runs only now and then. Keep "
+            "what changes in a buffer of the module, or change it between epochs"
+        )
 
     def note_hooks(self) -> None:
         """Note that callbacks have run, which may have changed the optimizer's options."""
@@ -369,10 +393,10 @@ class StepRunner:
         if finite is not None:
             metrics.on_finite(finite)
 
-    def _python_state(self) -> dict[str, Any]:
+    def _python_state(self, deep: bool = False) -> dict[str, Any]:
         weights = self._engine.options.class_weight if self.role == "train" else None
         summary = {} if weights is None else {"class_weight": weights.summary}
-        return self._engine.python_state(self._transform) | summary
+        return self._engine.python_state(self._transform, deep) | summary
 
     def _build(self, tracked: Mapping[str, torchmetrics.Metric]) -> tuple[Program, PassMetrics]:
         engine, learns = self._engine, self.role == "train"
@@ -387,6 +411,7 @@ class StepRunner:
             jit_compile=engine.config.jit_compile,
             donate=learns,
             inside=own_kernels,  # on one core too: there native batch norm in eval mode has no backward pass
+            matmul_precision=engine.config.matmul_precision,
         )
         return program, metrics
 

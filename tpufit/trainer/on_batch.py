@@ -41,6 +41,7 @@ def run_on_batch(
     if class_weight:
         batch = ClassWeight(class_weight).weigh(batch, HOST)
     run = _runner(engine, role, start(cores, f"{method}(cores={cores!r})"))
+    engine.note_users_code(seldom=False)
     with modes_kept(engine.model.module):
         engine.model.module.train(role == "train")
         try:

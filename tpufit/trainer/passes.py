@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from math import ceil
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -77,6 +78,13 @@ class PassLoop:
         if self.name == "train" and callbacks.has("on_train_step_begin"):
             run.before_step = self._step_hook()
         inline, began = data.pace.inline, thread_time()
+
+        def run_part(part: DeviceGroup, last: bool) -> Iterable[Any]:
+            left = None
+            if data.steps is not None:
+                left = ceil((data.steps - run.tally.batches - len(part.forms)) / run.group_size)
+            return step(part, feed.paused, last, left) or ()
+
         batches = _groups(data.epoch(epoch), lambda: run.group_size)
         feed: BatchReader[list[DeviceGroup]] = (
             InlineReader(batches, run.send, data.pace)
@@ -92,7 +100,7 @@ class PassLoop:
                     callbacks.call(begin, run.tally.batches)
                     run.note_hooks()
                 before, parts = run.tally.batches, joined(group, run.group_size)
-                outputs = [made for part in parts for made in step(part, feed.paused, last and part is parts[-1]) or ()]
+                outputs = [made for part in parts for made in run_part(part, last and part is parts[-1])]
                 if tells_end:
                     if self.waited is not None:  # first, because the hook may read `input_bound`
                         self.waited(feed.times.waited)

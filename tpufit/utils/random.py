@@ -105,6 +105,15 @@ class RNGState:
         own = tuple(generator.get_state() for generator in generators)
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), own)
 
+    def is_now(self) -> bool:
+        """True if nobody has drawn from Python's, NumPy's or PyTorch's generator since."""
+        now = RNGState.now()
+        return (
+            self.python == now.python
+            and all(np.array_equal(one, other) for one, other in zip(self.numpy, now.numpy, strict=True))
+            and torch.equal(self.pytorch, now.pytorch)
+        )
+
     def restore(self, generators: Sequence[Generator] = ()) -> None:
         """Go back to this state.
 

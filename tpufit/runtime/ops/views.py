@@ -147,7 +147,7 @@ def _layout(x: Tensor) -> tuple[Tensor, int, tuple[int, ...]] | None:
     base = x._base
     if base is None or base.numel() == 0 or x.dtype is not base.dtype or x.dim() == 0:
         return None
-    if x.requires_grad is not base.requires_grad or x._backward_hooks or x.retains_grad:
+    if x.requires_grad is not base.requires_grad or x._backward_hooks or x.retains_grad or not _only_views(x, base):
         return None
     try:
         # The views are computed once more, of a tensor without memory: a device's own tensors don't tell their strides.
@@ -155,6 +155,19 @@ def _layout(x: Tensor) -> tuple[Tensor, int, tuple[int, ...]] | None:
     except RuntimeError:  # memory has no strides for it; XLA has views that copy
         return None
     return base, int(view.storage_offset()), view.stride()
+
+
+def _only_views(x: Tensor, base: Tensor) -> bool:
+    """True if the gradient of a view goes to its base by way of views alone.
+
+    An `autograd.Function` may return a view too: that of a module's backward hook does.
+    """
+    node: Any = x.grad_fn
+    while node is not None and node is not base.grad_fn and node.next_functions:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        node = node.next_functions[0][0]
+    return True
 
 
 def _contiguous(shape: torch.Size | list[int]) -> tuple[int, ...]:

@@ -1,0 +1,93 @@
+"""What torch_xla reads only while it lowers a graph: two fits that differ in it get two programs."""
+
+import os
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit import runtime
+from tpufit.callbacks import Callback
+
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(64, 6)).astype("float32")
+Y = GENERATOR.integers(0, 3, 64)
+HIDDEN = {"precision": 17, "joined": 18, "variable": 19, "meanwhile": 20}  # no test finds another's programs
+
+
+def compiled(hidden, matmul_precision="default", **options):
+    torch.manual_seed(0)
+    model = tpufit.Model(nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3)))
+    model.compile("sgd", "cross_entropy", matmul_precision=matmul_precision, scale_lr=None, **options)
+    return model
+
+
+def graphs_of(model, cores, **options):
+    before = runtime.counts()
+    model.fit(X, Y, 16 // cores, 2, verbose=0, cores=cores, **options)
+    return (runtime.counts() - before).graphs["train"]
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("jit_compile", ["auto", False], ids=["replayed", "traced"])
+def test_each_precision_has_a_program_of_its_own(cores, jit_compile):
+    wanted = ["default", "highest", "high", "default", "highest", "high"]
+    hidden = HIDDEN["precision" if jit_compile else "joined"]
+    counts = [graphs_of(compiled(hidden, name, jit_compile=jit_compile), cores) for name in wanted]
+    assert counts == [1, 1, 1, 0, 0, 0]  # and each is found again
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("name", ["XLA_STABLEHLO_COMPILE"])
+def test_a_variable_that_is_read_at_each_compilation(cores, name, monkeypatch):
+    model = compiled(HIDDEN["variable"])
+    assert graphs_of(model, cores) == 1
+    monkeypatch.setenv(name, "0")
+    assert [graphs_of(model, cores), graphs_of(model, cores)] == [1, 0]
+    monkeypatch.delenv(name)
+    assert graphs_of(model, cores) == 0
+
+
+class Meanwhile(Callback):
+    """Predicts with another model, of the default precision, while this one trains."""
+
+    def __init__(self):
+        self.other = compiled(5)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.other.predict(X, verbose=0)
+
+
+@pytest.mark.cores(1)
+def test_another_model_in_a_callback_leaves_the_precision_alone(cores):
+    hidden = HIDDEN["meanwhile"]
+    assert graphs_of(compiled(hidden, "highest"), cores, callbacks=[Meanwhile()]) == 1
+    assert graphs_of(compiled(hidden, "highest"), cores) == 0  # it was lowered with its own
+    assert graphs_of(compiled(hidden), cores) == 1
+
+
+@pytest.mark.parametrize("cores", [1, 8])
+def test_the_text_of_the_programs_has_the_precision(cores, run_python, tmp_path):
+    """XLA writes each program into a file before it changes anything."""
+    flags = f"--xla_dump_to={tmp_path / 'hlo'} --xla_dump_hlo_as_text --xla_backend_optimization_level=0"
+    code = f"""
+        import torch, tpufit
+        from torch import nn
+        x, y = torch.zeros(32, 6), torch.zeros(32, dtype=torch.int64)
+        for name in ("default", "highest", "high", "default"):
+            torch.manual_seed(0)
+            model = tpufit.Model(nn.Linear(6, 3))
+            model.compile("sgd", "cross_entropy", matmul_precision=name)
+            model.fit(x, y, batch_size={32 // cores}, epochs=2, verbose=0, cores={cores})
+    """
+    done = run_python(textwrap.dedent(code), env={"XLA_FLAGS": flags})
+    assert done.returncode == 0, done.stderr
+    steps = []
+    for path in sorted((tmp_path / "hlo").glob("*before_optimizations.txt"), key=os.path.getmtime):
+        products = [line for line in path.read_text().splitlines() if " dot(" in line]
+        if len(products) == 2:  # of a step, forward and back: the input needs no gradient
+            steps.append({word for word in ("highest", "high") if all(f"={{{word},{word}}}" in p for p in products)})
+    assert steps == [set(), {"highest"}, {"high"}]

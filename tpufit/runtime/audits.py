@@ -1,0 +1,119 @@
+"""`Audits`: decides which steps are audited.
+
+A replayed step runs none of its Python, and what that may read can't be listed in full: a list that a callback has
+changed in place, a file, the time. So now and then a step is traced again, and its graph compared with the one that is
+replayed. An audited step is right in any case: it runs the graph of its own trace.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from time import perf_counter
+
+# Between two audits of a pass lie at least so many times the duration of the first one: a share of 1 %.
+_SHARE = 100
+
+# The replays before the first audit inside a pass; after each audit that agrees it takes twice as many.
+_FIRST = 4
+
+
+@dataclass
+class _Since:
+    """What has been since the last audit of a graph.
+
+    Attributes:
+        code: The times that user code had run then.
+        replayed: The steps replayed since.
+        after: Those of them that ran after user code.
+        interval: The steps to be replayed until the next audit inside a pass.
+    """
+
+    code: int = 0
+    replayed: int = 0
+    after: int = 0
+    interval: int = _FIRST
+
+
+class Audits:
+    """Decides which steps of one role are audited, and counts those that have run since the last audit.
+
+    Args:
+        in_step: True if other hosts must decide the same: then no clock is asked (default False).
+    """
+
+    def __init__(self, in_step: bool = False) -> None:
+        self._in_step = in_step
+        self._since: dict[Hashable, _Since] = {}  # by the graph's key
+        self._met: set[Hashable] = set()  # the graphs that need no audit before their next replay
+        self._code = 0  # the times that user code has run
+        self._cost, self._ended = 0.0, perf_counter()  # of the last audit: its duration and its end, in seconds
+
+    def begin_pass(self) -> None:
+        """Begin a pass, in which each graph is audited when it is first replayed."""
+        self._met.clear()
+        for since in self._since.values():
+            since.interval = _FIRST
+
+    def note_users_code(self, seldom: bool) -> None:
+        """Note that user code has run between two steps.
+
+        Args:
+            seldom: True if it runs so seldom that each graph can be audited before its next replay.
+        """
+        self._code += 1
+        if seldom:
+            self._met.clear()
+
+    def due(self, key: Hashable, left: int | None) -> bool:
+        """True if the next replay of a graph is to be an audit.
+
+        Args:
+            key: The graph's key.
+            left: The number of groups of steps in the pass after this one, or None if nobody knows.
+        """
+        if key not in self._met:
+            return True
+        since = self._since[key]
+        affordable = self._in_step or perf_counter() - self._ended > _SHARE * self._cost
+        # The last two: a short batch at the end has a graph of its own.
+        if left is not None and left < 2:
+            return since.code < self._code or (affordable and since.replayed > 0)
+        return affordable and since.replayed >= since.interval
+
+    def replayed(self, key: Hashable, steps: int) -> None:
+        """Note steps that have been replayed by one graph."""
+        since = self._since[key]
+        since.replayed += steps
+        since.after += steps if since.code < self._code else 0
+
+    def doubtful(self, key: Hashable) -> int:
+        """The number of steps that may have run without a change that an audit of their graph finds now.
+
+        Whatever changes is changed by user code between two steps; if there was none, then while steps ran, as by time.
+        """
+        since = self._since[key]
+        return since.after if since.code < self._code else since.replayed
+
+    def captured(self, key: Hashable) -> None:
+        """Note that a step has just been traced to a graph of its own."""
+        self._met.add(key)
+        self._since[key] = _Since(self._code)
+
+    def disturbed(self, key: Hashable) -> None:
+        """Note an audit that couldn't compare. Another one comes before the next replay of the graph but this."""
+        self._since[key].interval = 0
+        self._met.add(key)
+
+    def ended(self, key: Hashable, seconds: float, agreed: bool) -> None:
+        """Note an audit.
+
+        Args:
+            key: The graph's key.
+            seconds: The time that it took.
+            agreed: True if it has found the graph that is replayed; if not, the others are in doubt too.
+        """
+        interval = 2 * self._since[key].interval if key in self._met else _FIRST
+        if not agreed:
+            self._met.clear()
+        self.captured(key)
+        self._since[key].interval = interval if agreed else _FIRST
+        self._cost, self._ended = seconds, perf_counter()
