@@ -23,14 +23,34 @@ from torch.nn.utils import parametrize
 
 Read = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 Change = Callable[[nn.Module, float], object]
+Make = Callable[[], tuple[Read, Change]]
 
-CASES: dict[str, Callable[[], tuple[Read, Change]]] = {}
+CASES: dict[str, Make] = {}
+AT_ONCE: set[str] = set()  # those that are among the facts of `tpufit.runtime.python_state`
 
 
-def case(make: Callable[[], tuple[Read, Change]]) -> Callable[[], tuple[Read, Change]]:
+def case(make: Make) -> Make:
     """Add a case under its function's name."""
     CASES[make.__name__.replace("_", " ")] = make
     return make
+
+
+def seen_at_once(make: Make) -> Make:
+    """Add a case whose change is seen by the very next step, wherever a callback makes it."""
+    AT_ONCE.add(make.__name__.replace("_", " "))
+    return case(make)
+
+
+def table() -> str:
+    """The table of `docs/pages/guides/speed.md`."""
+    rows = {
+        "the next step sees it": [name for name in CASES if name in AT_ONCE],
+        "an audit sees it, and `fit` warns": [name for name in CASES if name not in AT_ONCE],
+    }
+    lines = [f"| {seen} | {', '.join(names)} |" for seen, names in rows.items()]
+    return "\n".join(
+        ["| changed between two steps of an epoch | what the step's Python reads |", "| --- | --- |", *lines]
+    )
 
 
 class Net(nn.Module):
@@ -51,12 +71,12 @@ class Net(nn.Module):
 # Containers and objects
 
 
-@case
+@seen_at_once
 def a_number_of_the_module():
     return lambda net, h: h * net.scale, lambda net, value: setattr(net, "scale", value)
 
 
-@case
+@seen_at_once
 def a_long_list_of_the_module():
     def change(net, value):
         net.scales[250] = value
@@ -96,7 +116,7 @@ def a_global_dict():
 SCALE = 1.0
 
 
-@case
+@seen_at_once
 def a_global_number():
     global SCALE
     SCALE = 1.0
@@ -147,7 +167,7 @@ def a_set():
     return lambda net, h: h * (3.0 if "double" in flags else 1.0), lambda net, value: flags.add("double")
 
 
-@case
+@seen_at_once
 def a_class_variable():
     Net.shared = 1.0
     return lambda net, h: h * type(net).shared, lambda net, value: setattr(Net, "shared", value)
@@ -156,13 +176,13 @@ def a_class_variable():
 # Functions
 
 
-@case
+@seen_at_once
 def a_function_kept_as_an_attribute():
     return lambda net, h: net.act(h), lambda net, value: setattr(net, "act", F.gelu)
 
 
-def scaled(h, scale=1.0, *, shift=0.0):
-    return h * scale + shift
+def scaled(h, scale=1.0, *, factor=1.0):
+    return h * scale * factor
 
 
 @case
@@ -173,8 +193,8 @@ def a_default():
 
 @case
 def a_default_by_keyword():
-    scaled.__defaults__, scaled.__kwdefaults__ = (1.0,), {"shift": 0.0}
-    return lambda net, h: scaled(h), lambda net, value: setattr(scaled, "__kwdefaults__", {"shift": value})
+    scaled.__defaults__, scaled.__kwdefaults__ = (1.0,), {"factor": 1.0}
+    return lambda net, h: scaled(h), lambda net, value: setattr(scaled, "__kwdefaults__", {"factor": value})
 
 
 @case
@@ -296,7 +316,7 @@ def a_clock():
 # torch
 
 
-@case
+@seen_at_once
 def a_forward_hook():
     def change(net, value):
         net.body.register_forward_hook(lambda module, args, output: output * value)
@@ -304,7 +324,7 @@ def a_forward_hook():
     return lambda net, h: h, change
 
 
-@case
+@seen_at_once
 def a_forward_pre_hook():
     def change(net, value):
         net.head.register_forward_pre_hook(lambda module, args: (args[0] * value,))
@@ -312,7 +332,7 @@ def a_forward_pre_hook():
     return lambda net, h: h, change
 
 
-@case
+@seen_at_once
 def a_backward_hook():
     def change(net, value):
         net.head.register_full_backward_hook(lambda module, inputs, outputs: tuple(g * value for g in inputs))
@@ -359,7 +379,7 @@ class Scaled(nn.Module):
         return weight * self.scales[250]
 
 
-@case
+@seen_at_once
 def a_number_of_a_parametrisation():
     def change(net, value):
         net.other.parametrizations.weight[0].scales[250] = value
@@ -453,7 +473,7 @@ def a_numpy_view_of_a_tensor_on_the_host():
     return lambda net, h: h * scale[0].to(h.device)[397:], lambda net, value: array.fill(value)
 
 
-@case
+@seen_at_once
 def an_array():
     array = np.ones(400, np.float32)
     return lambda net, h: h * float(array[399]), lambda net, value: array.fill(value)
@@ -478,3 +498,7 @@ def an_attribute_of_a_tensor():
     tensor = torch.ones(3)
     tensor.scale = 1.0
     return lambda net, h: h * tensor.scale, lambda net, value: setattr(tensor, "scale", value)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -30,7 +30,7 @@ _FACTS = 10_000
 # An array of so many bytes is looked at.
 _LOOKED_AT = 1 << 16
 
-_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, types.BuiltinFunctionType)
 _SIMPLE = {int, float, bool, str, type(None)}
 _OTHER = object()
 _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
@@ -42,6 +42,7 @@ _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 # The attributes of every module. Only the mode among them is a matter of the user's.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LIBRARIES = ("torch", "tpufit", "numpy", "builtins")  # torchmetrics and its like too
 
 _Facts = Iterator[tuple[str, Any]]
@@ -117,6 +118,7 @@ class _Walk:
         elif isinstance(value, types.MethodType):
             yield from self.of(name, value.__self__, depth)
         elif isinstance(value, types.FunctionType):
+            yield name, value.__code__  # which is equal to that of another time, if it is made anew
             yield from self._of_function(value, depth)
         elif isinstance(value, type):
             yield from self._of_class(value, depth)
@@ -141,6 +143,10 @@ class _Walk:
 
     def _of_object(self, name: str, value: Any, depth: int) -> _Facts:
         yield from self.of(name, type(value), depth)
+        if isinstance(value, nn.Module):
+            hooks = tuple(number for kind in _HOOKS for number in vars(value).get(kind) or ())
+            if hooks:
+                yield f"the hooks of {name}", hooks
         hidden = _TORCHS if isinstance(value, nn.Module) else ()
         for key, attribute in _attributes(value):
             if key not in hidden:
