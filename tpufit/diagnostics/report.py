@@ -176,7 +176,13 @@ def _times(report: Report) -> Table:
     table = Table("phase", "seconds", "share", "times", box=None, header_style="bold")
     for column in table.columns[1:]:
         column.justify = "right"
-    names = {"steps": "start of graphs", "data": "waiting for data", "trace": "tracing", "compile": "compiling"}
+    names = {
+        "steps": "start of graphs",
+        "data": "waiting for data",
+        "trace": "tracing",
+        "audit": "auditing",
+        "compile": "compiling",
+    }
     names |= {f"wait: {reason}": f"waiting for the device: {reason}" for reason in waits}
     rows = [
         (names.get(phase, phase), seconds, str(waits[phase.removeprefix("wait: ")] or ""))

@@ -1,8 +1,8 @@
 """`Audits`: decides which steps are audited.
 
 A replayed step runs none of its Python, and what that may read can't be listed in full: a list that a callback has
-changed in place, a file, the time. So now and then a step is traced again, and its graph compared with the one that is
-replayed. An audited step is right in any case: it runs the graph of its own trace.
+changed in place, a file, the time. So now and then a step is traced once more before it is replayed, and its graph
+compared. An audited step is right in any case: if the graph is another one, the step is captured anew.
 """
 
 from collections.abc import Hashable

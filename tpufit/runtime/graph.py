@@ -95,7 +95,7 @@ class Graph:
     def difference(self, later: Graph) -> str:
         """The difference to the next trace of the same step, in words, or nothing."""
         if self.hash != later.hash:
-            return "two traces of it gave different graphs: its Python depends on something that changes"
+            return "two traces of it gave different graphs, as its Python depends on something that changes"
         parts = ("sources", "changed", "summed", "escaped", "places")
         if any(getattr(self, part) != getattr(later, part) for part in parts):
             return "two traces of it used different tensors"

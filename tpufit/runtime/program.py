@@ -60,8 +60,8 @@ class Program:
     Attributes:
         jit_compile: The argument.
         audits: Decides which replays are audited.
-        change: The change that the last audit has found, in words, and the number of steps that may have run without
-            it; None if it has found none, or after `take_change`.
+        change: The change that the last audit has found, in words if it is known, and the number of steps that may have
+            run without it; None if it has found none, or after `take_change`.
         python_state: Gives the names and values that the body might change in Python, before and after a trace.
         traced_because: The reason why the step is traced on every call; empty as long as it isn't.
         products: The formats in which the last trace computed matrix products.
@@ -85,7 +85,8 @@ class Program:
         on_cpu = platform() == "CPU" and placement.recorder is None
         donates = donate and (not on_cpu or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
         self._target = Target(placement, role, state, sums, donates, inside)
-        self.jit_compile, self._strict = jit_compile, LENIENT
+        self.jit_compile = jit_compile
+        self._strict = self._new = LENIENT
         self.audits = Audits(in_step=placement.hosts > 1)
         self.change: tuple[str, int] | None = None
         self._matmul_precision = matmul_precision
@@ -131,14 +132,15 @@ class Program:
         if self.jit_compile is not False:
             self.traced_because = ""
 
-    def begin_pass(self, python_state: Callable[[], dict[str, Any]], strict: Strict) -> None:
+    def begin_pass(self, python_state: Callable[[], dict[str, Any]], strict: Strict, new: Strict) -> None:
         """Begin a pass over data.
 
         Args:
             python_state: Gives the names and values that the body might change in Python, before and after a trace.
             strict: The policy on whatever makes steps slow.
+            new: The policy on a new graph of a step that is replayed.
         """
-        self.python_state, self._strict = python_state, strict
+        self.python_state, self._strict, self._new = python_state, strict, new
         self.audits.begin_pass()
         if self._variables != variables():  # the graphs were lowered with others
             self._variables = variables()
@@ -320,9 +322,11 @@ class Program:
         known = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if known:
             difference = f"{known[0]} changed (from {before.get(known[0])!r} to {now.get(known[0])!r})"
-        self._strict.refuse(f"the {self._target.role} step needs another graph than before: {difference}")
+        self._new.refuse(
+            f"the {self._target.role} step needs another graph than the one that is replayed: {difference}"
+        )
         counters.count_capture(difference)
-        self.change = difference, doubtful
+        self.change = "" if not known and earlier.hash != later.hash else difference, doubtful
 
     def take_change(self) -> tuple[str, int] | None:
         """Return `change`, once."""

@@ -105,7 +105,7 @@ class StepRunner:
             engine.programs[role] = self._build(tracked)
         self._program, self._metrics = engine.programs[role]
         # A program and its graphs outlive the pass; each pass brings its own Python and policy.
-        self._program.begin_pass(partial(self._python_state, deep=True), strict)
+        self._program.begin_pass(partial(self._python_state, deep=True), strict, now)
         self.restart()
         self._keys = PassKeys(engine.keys, role, engine.model.module, transform, self._python_state, now)
         engine.runners[role] = self
@@ -193,17 +193,18 @@ class StepRunner:
         """Warn of steps that may have run without a change of the user's Python.
 
         Args:
-            change: The change that an audit has found, in words, and the number of such steps; None if it found none.
+            change: See `Program.change`.
         """
         if change is None or not change[1]:
             return
         what, doubtful = change
+        named = f": {what}" if what else ""
         now = self._engine.state.numbers.step if self.role == "train" else self.tally.steps
         which = f"step {now}" if doubtful == 1 else f"some of the {doubtful} steps before step {now + 1}"
         warn(
-            f"something that the {self.role} step's Python reads has changed while steps ran: {what}. From now on "
-            f"steps run with it, but {which} may have run without, because their Python runs only now and then. Keep "
-            "what changes in a buffer of the module, or change it between epochs"
+            f"something that the {self.role} step's Python reads has changed while steps ran{named}. From now on steps "
+            f"run with it, but {which} may have run without, because their Python runs only now and then. Keep what "
+            "changes in a buffer of the module, or change it between epochs"
         )
 
     def note_hooks(self) -> None:
