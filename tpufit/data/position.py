@@ -51,6 +51,16 @@ class Position:
         return cls(**known, offset=state.get("place", 0), **random)
 
 
+def at_next_pass(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the position of the pass after a position, as plain values: the data begin anew, in an order of their own.
+
+    Args:
+        state: The state that `Stream.state_dict` gave in the middle of an epoch.
+    """
+    position = Position.of(state)
+    return Position(number=position.number + 1, begun=position.draws).state_dict()
+
+
 class PositionLog:
     """Notes the position after each batch of an epoch. It never holds a batch: a cache uses its memory again.
 

@@ -255,7 +255,7 @@ class Stream:
             position = replace(self._log.last, batches=0, own=own)
         if position is None:
             raise ArgumentError(f"{self._name} was not read as far as batch {batches} in this epoch")
-        return position.state_dict() | {"form": self._source.form(), "cores": self._cores}
+        return position.state_dict() | {"form": self._form(), "cores": self._cores}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
         """Begin the next epoch at a position.
@@ -276,6 +276,8 @@ class Stream:
         position = Position.of(state)
         if position.offset:
             self._check_form(state.get("form") or {})
+        elif position.begun is not None and len(position.begun.own) != len(self.generators):
+            position = replace(position, begun=replace(position.begun, own=()))  # of other data
         if state.get("cores", self._cores) != self._cores and not self._goes_on:
             position = replace(position, batches=self._source.batches_before(position.offset))
         if state.keys() - {"own"}:
@@ -285,8 +287,11 @@ class Stream:
             self._source.load_state_dict(position.own)
         return position.batches
 
+    def _form(self) -> dict[str, Any]:
+        return self._source.form() | {"generators": len(self.generators)}
+
     def _check_form(self, form: Mapping[str, Any]) -> None:
-        now = self._source.form()
+        now = self._form()
         others = [
             f"{name} {then!r} then, {now.get(name)!r} now" for name, then in form.items() if then != now.get(name)
         ]
