@@ -131,7 +131,7 @@ class PositionLog:
             self._positions[-1] = replace(begin, begun=self._begun, draws=draws, kept_begun=self._kept_begun, kept=kept)
         return map(
             partial(self._note, begin.number),
-            source.batches(begin.number, begin.offset, partial(self._skipped, begin)),
+            source.batches(begin.number, begin.offset, partial(self.go_to, begin)),
         )
 
     def now_kept(self) -> dict[str, Any] | None:
@@ -143,8 +143,8 @@ class PositionLog:
         if state is not None and self.kept is not None and (homeless := self.kept.load_state_dict(state)):
             warn(f"the checkpoint has values of objects that the data no longer have: {few(homeless)}")
 
-    def _skipped(self, begin: Position) -> None:
-        """Go to what was noted after the batches that are skipped."""
+    def go_to(self, begin: Position) -> None:
+        """Set back what was noted at a position, where the batches before it are skipped, or none is read any more."""
         if begin.draws is not None:
             begin.draws.restore(self._source.generators)
         self.set_kept(begin.kept)

@@ -320,6 +320,9 @@ class Stream:
 
     def _one_pass(self, begin: Position) -> Iterator[Any]:
         left = None if self._limit is None else self._limit - begin.batches
+        if left == 0:  # resumed after the last batch: nothing is read that would skip to there
+            self._log.go_to(begin)
+            return
         yield from islice(self._log.read(begin, self.keeps_draws), left)
         if self._log.last.batches == 0 and not begin.offset:
             again = " this time: an iterator can be read only once" if self._log.passes else ""
