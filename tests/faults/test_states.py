@@ -817,7 +817,7 @@ CASES = {
     "loader: workers that stay": (loader(of_globals, num_workers=2, persistent_workers=True), EXACT),
     "loader: a generator in workers": (loader(of_numpy, num_workers=2), EXACT),
     "loader: a stream in workers": (loader(None, lambda: Stream(of_globals), num_workers=2), EXACT),
-    "fit: steps per epoch": (data(lambda: Rows(of_numpy), steps_per_epoch=3), EXACT),
+    "fit: steps per epoch": (data(lambda: Rows(of_numpy), steps_per_epoch=3, epochs=5), EXACT),
     "fit: a limit": (data(lambda: Rows(of_numpy), limit=3), EXACT),
     "fit: validation data that draw": (validated(lambda: Rows(of_globals)), EXACT),
     "fit: validation data with a generator": (validated(lambda: Rows(of_numpy)), EXACT),
