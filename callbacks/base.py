@@ -293,6 +293,8 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed `fit` needs: counters, the best so far. It is asked for between two steps.
 
+        A class that leaves this method alone has its attributes saved, as far as they change after `on_train_begin`.
+
         Returns:
             Numbers, strings, tensors and arrays, in lists and dicts; by default nothing. A callback that returns
             nothing gets no call of `load_state_dict`.

@@ -57,11 +57,13 @@ class LRScheduler(RateCallback):
         self._make = scheduler
         self._monitor = Monitor(monitor)
         self._iterations: int | None = None  # before the step that the rate is for; None if any
+        self._epoch: int | None = None  # the one under way; None between two
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Make the scheduler, if there is none of this optimizer."""
         optimizer = self.model.optimizer
         if self.scheduler is not None and self.scheduler.optimizer is optimizer:
+            self._epoch = None
             return
         assert optimizer is not None
         if callable(self._make):
@@ -74,7 +76,14 @@ class LRScheduler(RateCallback):
             raise ArgumentError(f"scheduler must make a scheduler of the optimizer it is given, got {self.scheduler!r}")
         # PyTorch warns where no optimizer.step() came before; in a step that is replayed there is none to be seen.
         setattr(optimizer, "_opt_called", True)  # noqa: B010 - no attribute that PyTorch declares
-        self._iterations = None
+        self._iterations = self._epoch = None
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Take the step after an epoch that `resume="next_epoch"` has left, unless it needs that epoch's logs."""
+        left = self._epoch is not None and epoch > self._epoch
+        if self.interval == "epoch" and left and _follower(self.scheduler) is None:
+            self._step(None)
+        self._epoch = epoch
 
     def on_train_step_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Set the rate of the step, unless it has one: the very first, and one that waits for more gradients."""
@@ -88,11 +97,12 @@ class LRScheduler(RateCallback):
         super().on_epoch_end(epoch, logs)
         if self.interval == "epoch":
             self._step(logs)
+        self._epoch = None
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state, as far as it is numbers and texts; the rest comes with another scheduler."""
         assert self.scheduler is not None
-        return {"scheduler": _plain(self.scheduler.state_dict()), "iterations": self._iterations}
+        return {"scheduler": _plain(self.scheduler.state_dict()), "iterations": self._iterations, "epoch": self._epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -104,18 +114,25 @@ class LRScheduler(RateCallback):
         self.scheduler.load_state_dict(dict(state["scheduler"]))
         # Earlier versions only knew if the rate had been used.
         self._iterations = state["iterations"] if "iterations" in state else None if state["fresh"] else -1
+        self._epoch = state.get("epoch", self._epoch)
         # When it was made it set the rates that training begins with.
         for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
     def _step(self, logs: Logs | None) -> None:
-        from torch.optim.lr_scheduler import ReduceLROnPlateau
-
         assert self.scheduler is not None
-        if not isinstance(self.scheduler, ReduceLROnPlateau):
+        follower = _follower(self.scheduler)
+        if follower is None:
             self.scheduler.step()
         elif (value := self._monitor.read(logs, type(self).__name__)) is not None:
-            self.scheduler.step(value)
+            follower.step(value)
+
+
+def _follower(scheduler: lr_scheduler.LRScheduler | None) -> lr_scheduler.ReduceLROnPlateau | None:
+    """Return the scheduler if it is the one that follows a log."""
+    from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+    return scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
 
 
 def _given(scheduler: lr_scheduler.LRScheduler, optimizer: Optimizer) -> lr_scheduler.LRScheduler:

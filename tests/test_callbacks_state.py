@@ -137,6 +137,18 @@ def test_every_scheduler_of_pytorchs(name, interval, first):
     resumed(partial(LRScheduler, SCHEDULES[name], interval, monitor="loss"), first)
 
 
+@pytest.mark.parametrize(("name", "falls"), [("exponential", True), ("plateau", False)])
+def test_a_schedule_by_epoch_counts_the_one_that_was_left(name, falls):
+    callback = begin(LRScheduler(SCHEDULES[name], monitor="loss"), FakeModel(lr=0.4))
+    callback.on_epoch_begin(0, {})
+    again = begin(LRScheduler(SCHEDULES[name], monitor="loss"), FakeModel(lr=0.4))
+    again.load_state_dict(through_json(callback.state_dict()))
+    again.on_epoch_begin(1, {})  # after a resumption with "next_epoch": epoch 0 has no end
+    assert again.model.learning_rate == pytest.approx(0.36 if falls else 0.4)
+    train(again, [], first=(1, 0))
+    assert again.scheduler.last_epoch == 10 - (not falls)
+
+
 @pytest.mark.parametrize("fresh", [True, False])
 def test_a_state_of_an_earlier_version_still_says_if_its_rate_was_used(fresh):
     callback = begin(LRScheduler(SCHEDULES["exponential"], "step"), FakeModel(lr=0.4))

@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import tpufit
 from tpufit.callbacks import BackupAndRestore, Callback, EarlyStopping, ModelCheckpoint
+from tpufit.checkpoint import read
 from tpufit.errors import ArgumentError, CallbackError, CheckpointMismatchError, CheckpointMissingError
+from tpufit.utils.random import RNGState
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600)
 
@@ -390,6 +392,40 @@ def test_what_does_not_fit_is_said_before_anything_is_compiled(cores, tmp_path):
         tpufit_model.fit(**fit, resume=True)
     history = resumed(x=X[:100], y=Y[:100], resume="next_epoch")
     assert len(history.epoch) >= 1
+
+
+@pytest.mark.parametrize(
+    ("data", "accumulate"),
+    [
+        ("loader with a generator", 3),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in [("arrays", 1), ("samples", 3), ("stream", 1)]),
+    ],
+)
+def test_the_next_epoch_has_nothing_of_the_one_that_was_left(cores, tmp_path, data, accumulate):
+    def trained(*callbacks, weights=None, draws=None, **options):
+        tpufit.set_random_seed(11)
+        model = tpufit.Model(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)))
+        sgd = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.05), "accumulate_steps": accumulate}
+        model.compile(**sgd, loss="cross_entropy", metrics=["accuracy", "auroc"], scale_lr=None)
+        given = DATA[data](cores)
+        if weights is not None:
+            model.load_weights(weights)
+            RNGState.of(draws).restore([given["x"].generator] if draws["own"] else [])
+        options = {**given, "epochs": 3, "cores": cores, "verbose": 0, "validation_data": (X[:30], Y[:30])} | options
+        history = model.fit(**options, callbacks=list(callbacks), validation_step_freq=2).history
+        return model.state_dict(), {name: values[-1] for name, values in history.items()}
+
+    with pytest.raises(SystemExit):
+        trained(ModelCheckpoint(tmp_path), StopAt(6))  # after two of the four batches of the second epoch
+    kept = tmp_path / "step-0000000006"
+    state = read(kept).state
+    assert state["model"]["batches_waiting"] == (2 if accumulate == 3 else 0)
+    draws = state["data"]["draws"] or state["draws"]
+    weights, logs = trained(weights=kept / "model.safetensors", draws=draws, initial_epoch=2)
+    left, same = trained(ModelCheckpoint(tmp_path), resume="next_epoch")
+    assert same == logs
+    for name, value in weights.items():
+        np.testing.assert_array_equal(left[name].numpy(), value.numpy(), err_msg=name)
 
 
 def test_another_number_of_cores_is_no_fault_but_is_said(cores, tmp_path):

@@ -1,6 +1,8 @@
 """A stream's rows: each exactly once an epoch, over any number of hosts, and resumed anywhere."""
 
 import gc
+import itertools
+import json
 
 import numpy as np
 import pytest
@@ -9,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from tpufit.data import PerHost, stream, workers
+from tpufit.data import PerHost, at_next_pass, stream, workers
 from tpufit.data.parts import Part
 from tpufit.data.sampling import order, rows_of
 from tpufit.errors import ArgumentError, DataError
+from tpufit.utils.random import RNGState
 
 
 class Numbers(Dataset):
@@ -143,6 +146,33 @@ def test_a_loader_with_a_state_of_its_own_is_resumed_by_it():
     rest = list(second.epoch(0))
     assert rows(ahead[:2]) + rows(rest) == [i for i in range(9) for _ in range(2)]
     assert data.reads == 5
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_the_pass_after_a_position_is_another_one(steps):
+    data = TensorDataset(torch.arange(40))
+    generator = torch.Generator().manual_seed(5)
+    first = stream(DataLoader(data, 10, shuffle=True, generator=generator), steps=steps)
+    first.keeps_draws = True
+    begun = [batch.tolist() for (batch,) in itertools.islice(first.epoch(0), 2)]
+    state = json.loads(json.dumps(at_next_pass(first.state_dict(2))))
+    drawn = RNGState.of(first.state_dict(2)["draws"])
+
+    def following(restored):
+        again = torch.Generator().manual_seed(5)
+        loader = DataLoader(data, 10, shuffle=True, generator=again)
+        second = stream(loader, steps=steps)
+        if restored:
+            assert second.load_state_dict(state) == 0
+        else:
+            drawn.restore([again])
+        return [batch.tolist() for (batch,) in second.epoch(1)]
+
+    assert following(True) == following(False) != begun
+    # Other data than then, which have no generator, begin anew as well.
+    other = stream(np.arange(40), batch_size=10, shuffle=True, steps=steps)
+    other.load_state_dict(state)
+    assert next(other.epoch(1))[0].tolist() == order(40, 0, 1)[:10].tolist()
 
 
 def test_a_position_in_other_data_is_refused():

@@ -17,6 +17,7 @@ from ..utils.json_codec import decode, encode
 from ..utils.random import RNGState
 from ..utils.users_code import warn
 from .format import Checkpoint, Score
+from .objects import UsersObjects
 from .resume import keepers
 from .store import step_of
 from .weights import NotFiniteError, write_weights
@@ -175,16 +176,34 @@ class CheckpointManager:
         engine: The engine that trains.
         train: The training data.
         callbacks: The callbacks, whose state goes into checkpoints too.
+        held_out: The data to validate on (default: none).
     """
 
-    def __init__(self, engine: Engine, train: Stream, callbacks: Callbacks) -> None:
-        self._engine, self._train, self._callbacks = engine, train, callbacks
+    def __init__(self, engine: Engine, train: Stream, callbacks: Callbacks, held_out: Stream | None = None) -> None:
+        self._engine, self._train, self._callbacks, self._held_out = engine, train, callbacks, held_out
         self._taken: dict[AsyncCheckpointWriter, Progress] = {}  # the point of each one's last checkpoint
         self._open = True
         self._run: StepRunner | None = None
         self._progress: Progress | None = None
+        self._objects: UsersObjects | None = None
         engine.log.wanted_saves.clear()  # requests left over from a `fit` that broke off
         train.keeps_draws = bool(keepers(callbacks))
+
+    def begin(self, resumes: bool) -> None:
+        """Note what the user's objects keep, once the callbacks have begun.
+
+        Args:
+            resumes: True if this `fit` will resume from a checkpoint.
+
+        Raises:
+            WeightsError: The module keeps something in its state that isn't a tensor, and there will be checkpoints.
+        """
+        saves = bool(keepers(self._callbacks))
+        if saves:
+            named_tensors(self._engine.model.module)  # now, and not when the first is due
+        if saves or resumes:
+            streams = [self._train] if self._held_out is None else [self._train, self._held_out]
+            self._objects = UsersObjects(self._engine, self._callbacks, streams)
 
     def at(self, progress: Progress, run: StepRunner | None = None) -> None:
         """Note the point that training has reached, between two steps, and take the requested checkpoints.
@@ -254,9 +273,13 @@ class CheckpointManager:
         """
         state = checkpoint.state
         restore(self._engine, checkpoint)  # before the callbacks, which count steps from the model's own
+        if self._objects is not None:
+            self._objects.load_state_dict(state.get("objects", {}))
         self._load_callbacks(state["callbacks"], checkpoint.training)
         try:
             batches = self._train.load_state_dict(state["data"])
+            if self._held_out is not None:
+                self._held_out.load_state_dict(state.get("validation", {}))
             if run is not None:
                 own = {n.removeprefix("metric/"): t for n, t in checkpoint.training.items() if n.startswith("metric/")}
                 run.load_sums(state["metrics"], own, batches)
@@ -284,7 +307,9 @@ class CheckpointManager:
         state = outside_of_fit(self._engine) | {
             "progress": {name: encode(getattr(progress, name), name, extra) for name in _FIELDS},
             "data": self._train.state_dict(progress.batches if run is not None else None),
+            "validation": {} if self._held_out is None else self._held_out.state_dict(None),
             "callbacks": self._callback_states(extra),
+            "objects": self._objects.state_dict() if self._objects is not None else {},
         }
         if run is not None:
             state["metrics"], sums = run.sums()

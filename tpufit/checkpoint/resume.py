@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..data import at_next_pass
 from ..errors import ArgumentError, CheckpointMissingError
 from ..utils.urls import is_url
 from .directory import CheckpointDirectory
@@ -63,10 +64,17 @@ def keepers(callbacks: Iterable[Any]) -> list[tuple[Any, AsyncCheckpointWriter]]
 
 
 def _at_next_epoch(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the same checkpoint without the rest of its epoch."""
-    own = checkpoint.state["progress"]
+    """Return the same checkpoint without the rest of its epoch, and without what belongs to the part that was done.
+
+    The gradients that wait in it are dropped by the next epoch's `StepRunner`, which finds their number in the state.
+    """
+    own, data = checkpoint.state["progress"], checkpoint.state["data"]
     if own is None or own["batches"] is None:
         return checkpoint
-    progress = own | {"epoch": own["epoch"] + 1, "batches": None, "trained": None}
-    model = checkpoint.state["model"] | {"batches_waiting": 0}
-    return replace(checkpoint, state={**checkpoint.state, "progress": progress, "model": model, "data": {}})
+    progress = own | {"epoch": own["epoch"] + 1, "batches": None, "trained": None, "validated": None}
+    state = {**checkpoint.state, "progress": progress, "metrics": None}
+    if own["trained"] is None:
+        state["data"] = at_next_pass(data)
+        # Those after the last batch that was trained on: what was read ahead of it has drawn as chance would have it.
+        state["draws"] = {**(data.get("draws") or state["draws"]), "own": []}  # the data's own are in the position
+    return replace(checkpoint, state=state)

@@ -5,6 +5,7 @@ from .cache import CachedDataset
 from .collate import PadToBuckets
 from .images import ImageFolder, presize
 from .parts import PerHost
+from .position import at_next_pass
 from .stream import Stream, stream, train_validation_split
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "PadToBuckets",
     "PerHost",
     "Stream",
+    "at_next_pass",
     "presize",
     "stream",
     "train_validation_split",

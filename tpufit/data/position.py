@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..errors import few
+from ..utils.kept import Kept
 from ..utils.random import RNGState
+from ..utils.users_code import warn
 from .batches import as_tensors
 from .parts import map_batch
 from .sources import Source
@@ -28,6 +31,8 @@ class Position:
         own: The data's own account of their position, if they keep one.
         begun: The random numbers' state when the pass began, where it is kept.
         draws: The random numbers' state here, with nothing more read, where it is kept.
+        kept_begun: What the data's objects kept when the pass began, see `Kept`.
+        kept: What they keep here, with nothing more read.
     """
 
     batches: int = 0
@@ -36,6 +41,8 @@ class Position:
     own: dict[str, Any] | None = None
     begun: RNGState | None = None
     draws: RNGState | None = None
+    kept_begun: dict[str, Any] | None = None
+    kept: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The same as plain values, which JSON can hold."""
@@ -46,9 +53,19 @@ class Position:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Position:
         """Make a position of the plain values that `state_dict` gave."""
-        known = {name: state[name] for name in ("batches", "number", "own") if name in state}
+        known = {name: state[name] for name in ("batches", "number", "own", "kept_begun", "kept") if name in state}
         random: dict[str, Any] = {name: RNGState.of(state[name]) for name in ("begun", "draws") if state.get(name)}
         return cls(**known, offset=state.get("place", 0), **random)
+
+
+def at_next_pass(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the position of the pass after a position, as plain values: the data begin anew, in an order of their own.
+
+    Args:
+        state: The state that `Stream.state_dict` gave in the middle of an epoch.
+    """
+    position = Position.of(state)
+    return Position(number=position.number + 1, begun=position.draws, kept_begun=position.kept).state_dict()
 
 
 class PositionLog:
@@ -60,13 +77,16 @@ class PositionLog:
     Attributes:
         resumed: The position where the next epoch is to begin, after a resumption.
         passes: The number of passes that have been read to their end.
+        kept: What the data's objects keep, if that is to be noted too.
     """
 
     def __init__(self, source: Source) -> None:
         self.resumed: Position | None = None
         self.passes = 0
+        self.kept: Kept | None = None
         self._source = source
         self._begun: RNGState | None = None  # the random numbers' state when the pass began
+        self._kept_begun: dict[str, Any] | None = None
         self._positions: deque[Position] = deque([Position()], maxlen=_KEPT)  # of this epoch
 
     @property
@@ -103,15 +123,36 @@ class PositionLog:
         source = self._source
         if begin.begun is not None:
             begin.begun.restore(source.generators)  # the batches to skip are drawn again, as a loader's order is
+        self.set_kept(begin.kept_begun)
         self._begun = RNGState.now(source.generators) if keeps_draws and source.draws else None
+        self._kept_begun = self.now_kept()
         if begin is self.last:  # nothing has been read yet, and what is read ahead may never be used
-            self._positions[-1] = replace(begin, begun=self._begun, draws=begin.draws or self._begun)
-        skipped = partial(begin.draws.restore, source.generators) if begin.draws is not None else lambda: None
-        return map(partial(self._note, begin.number), source.batches(begin.number, begin.offset, skipped))
+            draws, kept = begin.draws or self._begun, begin.kept or self._kept_begun
+            self._positions[-1] = replace(begin, begun=self._begun, draws=draws, kept_begun=self._kept_begun, kept=kept)
+        return map(
+            partial(self._note, begin.number),
+            source.batches(begin.number, begin.offset, partial(self.go_to, begin)),
+        )
+
+    def now_kept(self) -> dict[str, Any] | None:
+        """What the data's objects keep now; None if that isn't noted."""
+        return None if self.kept is None else self.kept.state_dict()
+
+    def set_kept(self, state: dict[str, Any] | None) -> None:
+        """Set back what the data's objects kept, if that was noted."""
+        if state is not None and self.kept is not None and (homeless := self.kept.load_state_dict(state)):
+            warn(f"the checkpoint has values of objects that the data no longer have: {few(homeless)}")
+
+    def go_to(self, begin: Position) -> None:
+        """Set back what was noted at a position, where the batches before it are skipped, or none is read any more."""
+        if begin.draws is not None:
+            begin.draws.restore(self._source.generators)
+        self.set_kept(begin.kept)
 
     def _note(self, number: int, located: tuple[int, Any]) -> Any:
         offset, batch = located
         draws = None if self._begun is None else RNGState.now(self._source.generators)
         own = self._source.state_dict()
-        self._positions.append(Position(self.last.batches + 1, number, offset, own, self._begun, draws))
+        last, kept = self.last.batches + 1, self.now_kept()
+        self._positions.append(Position(last, number, offset, own, self._begun, draws, self._kept_begun, kept))
         return map_batch(as_tensors, batch)

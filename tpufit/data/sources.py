@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, repeat
 from typing import Any
 
@@ -19,10 +20,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ..errors import DataError
+from ..utils.random import RNGState
+from ..utils.users_code import warn
 from .batches import as_tensors, count_rows, is_plain, join, rows_in
 from .cache import CachedDataset
 from .parts import Part, PerHost, Share, without_rows
 from .sampling import order
+from .worker_states import WorkerStates
 from .workers import read
 
 Transform = Callable[[Any], Any]
@@ -93,6 +97,14 @@ class Source(ABC):
     def sizes(self) -> tuple[int, int] | None:
         """The rows of a whole global batch, and of the shorter last one of a pass or 0; None if only reading tells."""
         return None
+
+    def objects(self) -> dict[str, Any]:
+        """The user's objects that a pass runs, by name, but those that keep an account of their own."""
+        return {}
+
+    def keep(self) -> None:
+        """Note from now on what cannot be seen in this process."""
+        return
 
     def state_dict(self) -> dict[str, Any] | None:
         """The data's own account of their position, for data that keep one."""
@@ -240,6 +252,9 @@ class Samples(_Rows):
         self.dataset: Any = dataset
         self.device_transform = _transform_of(dataset)
 
+    def objects(self) -> dict[str, Any]:
+        return {"dataset": self.dataset}
+
     def take(self, rows: Rows, index: int) -> Any:
         numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
         at_once = getattr(self.dataset, "__getitems__", None)
@@ -287,6 +302,7 @@ class Loader(Source):
         # will do, which may have workers already.
         self._batches = _JoinedBatches(loader.batch_sampler, cores, share)
         self._joined = loader if cores == 1 else _over(loader, self._batches)
+        self._workers: WorkerStates | None = None
 
     def steps(self) -> int | None:
         return _length(self._joined)
@@ -311,10 +327,31 @@ class Loader(Source):
             return None
         return _sizes(rows // size * size if batches.drop_last else rows, size * self.stride)
 
+    def objects(self) -> dict[str, Any]:
+        return _objects(self.loader)
+
+    def keep(self) -> None:
+        if self.loader.num_workers and self._workers is None:
+            self._workers = WorkerStates(self.loader)
+            self._joined = _over(self.loader, self._batches, **self._workers.options)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None if self._workers is None else self._workers.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        before, now = state.get("count"), self.loader.num_workers
+        if self._workers is not None and now == before:
+            self._workers.load_state_dict(state)
+        else:
+            warn(f"the loader had {before} workers, and has {now} now: what they draw and count begins anew")
+
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.loader), "batch_size": self.batch_size}
 
     def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
+        if self._workers is not None:
+            yield from self._told_batches(self._workers, start, skipped)
+            return
         loader, rows = self._joined, self._batches.rows
         if start:
             rest = _JoinedBatches(self.loader.batch_sampler, self.stride, self._share, start, skipped)
@@ -322,6 +359,23 @@ class Loader(Source):
         rows.clear()  # a pass that was left has read ahead
         for number, batch in enumerate(read(loader), 1):
             yield start + number * self.stride, batch if self._share is None else self._part(batch, rows.popleft())
+
+    def _told_batches(self, workers: WorkerStates, start: int, skipped: Hook) -> Batches:
+        """The batches of a pass of workers that tell their states."""
+        done, rest = divmod(start, self.stride)  # with a rest it was begun on another number of cores
+        whole = 0 if rest else workers.whole(done)
+        first, done = (start, 0) if rest else (whole * self.stride, done - whole)
+        again = workers.begin(whole)
+        # The order comes after what PyTorch draws for workers that it starts, and they were started earlier.
+        begun = partial(RNGState.now(self.generators).restore, self.generators) if again else _nothing
+        # A position is noted when the batches that are ready or being made have been asked for, too.
+        ahead = done + workers.ahead if start else 0
+        self._batches.begin(first, begun, skipped if start else _nothing, ahead)
+        for number, told in enumerate(read(self._joined), 1):
+            batch, rows = workers.take(told), self._batches.rows.popleft() if self._share is not None else 0
+            if number > done:
+                yield first + number * self.stride, batch if self._share is None else self._part(batch, rows)
+        workers.end()
 
     def _part(self, batch: Any, rows: int) -> Part:
         assert self._share is not None
@@ -360,6 +414,11 @@ class Iteration(Source):
         rows = [count_rows(tree_leaves(as_tensors(batch))) for batch in self.iterable]
         whole, last = sum(rows[: self.stride]), sum(rows[(len(rows) - 1) // self.stride * self.stride :])
         return whole, 0 if last == whole else last
+
+    def objects(self) -> dict[str, Any]:
+        if self._stateful is not None:
+            return {}
+        return _objects(self.iterable) if isinstance(self.iterable, DataLoader) else {"data": self.iterable}
 
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.iterable)}
@@ -403,22 +462,44 @@ class _JoinedBatches:
     ) -> None:
         self.batch_sampler, self.cores, self.start, self.skipped = batches, cores, start, skipped
         self._share = share
+        self._begun: Hook = _nothing
+        self._ahead = 0
         self.rows: deque[int] = deque()
+
+    def begin(self, start: int, begun: Hook, skipped: Hook, ahead: int) -> None:
+        """Let the next pass begin at an offset.
+
+        Args:
+            start: The number of batches to leave out.
+            begun: Called when it begins.
+            skipped: Called when they are left out, and so many more have been given.
+            ahead: The number of these.
+        """
+        self.start, self._begun, self.skipped, self._ahead = start, begun, skipped, ahead
+        self.rows.clear()  # a pass that was left has read ahead
 
     def __len__(self) -> int:
         return -(-(len(self.batch_sampler) - self.start) // self.cores)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        self._begun()
         batches = iter(self.batch_sampler)
         _skip(batches, self.start)
-        self.skipped()
+        ahead = self._ahead
+        if not ahead:
+            self.skipped()
         while group := list(islice(batches, self.cores)):
             rows = [row for batch in group for row in batch]
             if self._share is not None:
                 self.rows.append(len(rows))
                 # One that has none needs the form of a row.
                 rows = [rows[i] for i in self._share.rows(len(rows))] or rows[:1]
+            ahead -= 1
+            if not ahead:
+                self.skipped()
             yield rows
+        if ahead > 0:
+            self.skipped()
 
 
 def of_loader(loader: DataLoader[Any], cores: int, name: str, share: Share | None = None) -> Source:
@@ -453,6 +534,12 @@ def _skip(batches: Iterator[Any], count: int) -> None:
 
 def _is_stateful(data: Any) -> bool:
     return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+
+
+def _objects(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The user's objects in a loader."""
+    names = ("dataset", "sampler", "batch_sampler", "collate_fn")
+    return {name: getattr(loader, name) for name in names}
 
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:

@@ -12,11 +12,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Generator, Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ..errors import ArgumentError, DataError, counted, require_whole
+from ..utils.kept import Kept
 from ..utils.random import RNGState
 from ..utils.users_code import warn
 from .batches import as_tensors, count_rows, host_array
@@ -196,6 +198,16 @@ class Stream:
         begin = self._log.begin_epoch(replace(self._log.last, batches=0) if self._goes_on else Position(0, index))
         return self._next_batches(begin) if self._goes_on else self._one_pass(begin)
 
+    def keep(self) -> None:
+        """Note from now on what the user's objects that read the data keep: counts, random generators and the like."""
+        if self._log.kept is None and self._source.draws:
+            self._log.kept = Kept(self._source.objects())
+            self._source.keep()
+
+    def lost(self) -> list[str]:
+        """The names of what those objects have changed, and no position can hold."""
+        return [] if self._log.kept is None else self._log.kept.lost()
+
     def first(self) -> Any:
         """Read the first batch aside from any epoch, which changes nothing; None if only an epoch can give it."""
         before = RNGState.now(self._source.generators)
@@ -251,11 +263,12 @@ class Stream:
         if batches is None:
             own = self._source.state_dict()
             if not self._goes_on:
-                return {"own": own}
+                generators = [generator.get_state().numpy().tobytes().hex() for generator in self.generators]
+                return {"own": own, "generators": generators, "kept": self._log.now_kept()}
             position = replace(self._log.last, batches=0, own=own)
         if position is None:
             raise ArgumentError(f"{self._name} was not read as far as batch {batches} in this epoch")
-        return position.state_dict() | {"form": self._source.form(), "cores": self._cores}
+        return position.state_dict() | {"form": self._form(), "cores": self._cores}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
         """Begin the next epoch at a position.
@@ -276,17 +289,26 @@ class Stream:
         position = Position.of(state)
         if position.offset:
             self._check_form(state.get("form") or {})
+        elif position.begun is not None and len(position.begun.own) != len(self.generators):
+            position = replace(position, begun=replace(position.begun, own=()))  # of other data
         if state.get("cores", self._cores) != self._cores and not self._goes_on:
             position = replace(position, batches=self._source.batches_before(position.offset))
-        if state.keys() - {"own"}:
+        if "number" in state:
             self._log.resumed = position
+        else:  # between two passes
+            self._log.set_kept(position.kept)
+            for generator, given in zip(self.generators, state.get("generators", []), strict=False):
+                generator.set_state(torch.frombuffer(bytearray.fromhex(given), dtype=torch.uint8))
         self._rest = None
         if position.own is not None:
             self._source.load_state_dict(position.own)
         return position.batches
 
+    def _form(self) -> dict[str, Any]:
+        return self._source.form() | {"generators": len(self.generators)}
+
     def _check_form(self, form: Mapping[str, Any]) -> None:
-        now = self._source.form()
+        now = self._form()
         others = [
             f"{name} {then!r} then, {now.get(name)!r} now" for name, then in form.items() if then != now.get(name)
         ]
@@ -298,6 +320,9 @@ class Stream:
 
     def _one_pass(self, begin: Position) -> Iterator[Any]:
         left = None if self._limit is None else self._limit - begin.batches
+        if left == 0:  # resumed after the last batch: nothing is read that would skip to there
+            self._log.go_to(begin)
+            return
         yield from islice(self._log.read(begin, self.keeps_draws), left)
         if self._log.last.batches == 0 and not begin.offset:
             again = " this time: an iterator can be read only once" if self._log.passes else ""

@@ -7,5 +7,6 @@ the steps' graphs, and `LazyLogs` reads the sums.
 
 from .build import MetricsArgument, build
 from .lazy_logs import LazyLogs
+from .library import is_collection, is_metric
 from .pass_metrics import PassMetrics, first_bad
 from .tracked import TrackedMetric, metrics_in

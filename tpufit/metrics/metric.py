@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import ArgumentError
 from ..losses import Output, aligned, described, output_name, part, spread, weight_of
 from ..runtime import Placement, facts, has_lowering, move
+from ..utils.kept import Kept
 from ..utils.text import dtype_name
 from .library import MetricArgument
 from .named import TABLE, MetricName
@@ -256,7 +257,7 @@ class DeviceMetric:
     def _can_be_traced(self, arguments: Sequence[Tensor]) -> bool:
         """Try the update on tensors without values: can the device do it, with nothing left in Python?"""
         trial = self._metric.clone().to("meta")
-        before = facts({"metric": trial})
+        before, kept = facts({"metric": trial}), Kept({"metric": self._metric})
         try:
             with _OnlyLowered():  # type: ignore[no-untyped-call]
                 self._add(trial, [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments])
@@ -266,10 +267,13 @@ class DeviceMetric:
             with warnings.catch_warnings(), suppress(ValueError):
                 warnings.simplefilter("ignore")
                 self._add(self._metric.clone(), [torch.zeros(a.shape, dtype=a.dtype) for a in arguments])
+            kept.load_state_dict({})
             return False
         after = facts({"metric": trial})
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        return changed <= {"metric._update_count"}
+        counted = kept.state_dict()  # by the user's function, which both share
+        kept.load_state_dict({})
+        return changed <= {"metric._update_count"} and not counted
 
     def _add(self, metric: torchmetrics.Metric, arguments: Sequence[Tensor]) -> None:
         plain = arguments[:2] if self._weight else arguments

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torchmetrics
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics.classification import MulticlassStatScores
 from torchmetrics.utilities.compute import normalize_logits_if_needed
 
@@ -88,6 +88,11 @@ class RowMean(WeightedMean):
     """
 
     splits = False  # the function may do anything
+
+    def __init__(self, value: Callable[[Tensor, Tensor], Any]) -> None:
+        # A module is copied with the metric, and moves with its copy. Any other object is the user's: what it counts,
+        # it counts in that one, as a function does.
+        super().__init__(value if isinstance(value, nn.Module) else lambda y_pred, y: value(y_pred, y))
 
     def update(self, y_pred: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch; see `WeightedMean.update`. The weights need a value for each row."""

@@ -14,7 +14,7 @@
 from .batch import DeviceGroup, joined
 from .blocks import RematArgument
 from .config import CompileConfig
-from .engine import Engine, FitOptions
+from .engine import Engine, FitOptions, UserModel
 from .habits import instead
 from .methods import CompileOption, StepMethods
 from .modules import modes_kept, usable

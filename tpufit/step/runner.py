@@ -111,6 +111,11 @@ class StepRunner:
         engine.runners[role] = self
 
     @property
+    def on_host(self) -> bool:
+        """True if its steps run in plain PyTorch."""
+        return self._engine.state.placement.on_host
+
+    @property
     def is_current(self) -> bool:
         """True if no other pass of this role has begun since: passes of a role share their sums."""
         return self._engine.runners.get(self.role) is self

@@ -74,6 +74,7 @@ def fit(
         training = _Training(engine, train, validation, callbacks, epochs.stop, max_time, interruption)
         # The callbacks begin before the resumption, so that the checkpoint overrides what they begin with.
         callbacks.call("on_train_begin")
+        training.manager.begin(resumed is not None)
         begun = Progress(epochs.start) if resumed is None else training.begin_from(resumed, epochs.start)
         logs: dict[str, Any] = {}
         with training.manager.rescuing():
@@ -102,7 +103,7 @@ class _Training:
         self._engine, self._train, self._callbacks = engine, train, callbacks
         self._epochs, self._interruption = epochs, interruption
         self._validations = None if validation is None else Validations(engine, validation, callbacks, interruption)
-        self.manager = CheckpointManager(engine, train, callbacks)
+        self.manager = CheckpointManager(engine, train, callbacks, None if validation is None else validation.stream)
         self._deadline = None if max_time is None else perf_counter() + max_time
         self._resumed: Checkpoint | None = None  # for the epoch about to begin
         self._advised = False

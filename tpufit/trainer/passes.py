@@ -77,7 +77,8 @@ class PassLoop:
         step = timing("steps", run.__call__) if callbacks.measures else run.__call__
         if self.name == "train" and callbacks.has("on_train_step_begin"):
             run.before_step = self._step_hook()
-        inline, began = data.pace.inline, thread_time()
+        # On the host a step draws from PyTorch's own generator, as the data may: never at the same time.
+        inline, began = data.pace.inline or run.on_host, thread_time()
 
         def run_part(part: DeviceGroup, last: bool) -> Iterable[Any]:
             left = None

@@ -9,6 +9,7 @@ from ..callbacks.callback_list import CallbackList
 from ..data import Stream
 from ..errors import ArgumentError, BatchError, counted, require_whole
 from ..step import Engine, fault_of
+from ..utils.random import RNGState
 from .interruption import Interruption
 from .passes import evaluate
 
@@ -88,8 +89,13 @@ class Validations:
     def run(self, batches: int) -> None:
         """Validate, after so many batches of the epoch."""
         began = perf_counter()
-        logs = evaluate(self._engine, self._validation.stream, self._callbacks, self._interruption)
-        if not self._interruption.wanted:
+        data, draws = self._validation.stream, RNGState.now()
+        place = data.state_dict(None)
+        logs = evaluate(self._engine, data, self._callbacks, self._interruption)
+        if self._interruption.wanted:  # what it has drawn and counted is drawn and counted again
+            data.load_state_dict(place)
+            draws.restore()
+        else:
             self.last = {"batches": batches, "logs": {f"val_{name}": value for name, value in logs.items()}}
         self._seconds += perf_counter() - began
 

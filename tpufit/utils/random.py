@@ -118,12 +118,12 @@ class RNGState:
         """Go back to this state.
 
         Args:
-            generators: The generators that `now` was given.
+            generators: The generators that `now` was given. If it was given none, they stay as they are.
         """
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.pytorch)
-        for generator, state in zip(generators, self.own, strict=True):
+        for generator, state in zip(generators, self.own, strict=bool(self.own)):
             generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def raising_line(error: BaseException) -> str:
     """
     causes = [one for one in (error, error.__cause__) if one is not None]
     places = [(frame.f_code.co_filename, line) for one in causes for frame, line in walk_tb(one.__traceback__)]
-    users = [f"{os.path.basename(path)}:{line}" for path, line in places if _is_users(path)]
+    users = [f"{os.path.basename(path)}:{line}" for path, line in places if is_users(path)]
     return users[-1] if users else ""
 
 
@@ -71,11 +71,22 @@ def warn(message: str, again: bool = False) -> None:
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return frame
         frame = frame.f_back
     return None
 
 
-def _is_users(path: str) -> bool:
+def is_users(path: str) -> bool:
+    """True if a file is neither tpufit's nor a library's."""
     return not path.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in path
+
+
+def is_users_module(name: str | None) -> bool:
+    """True if a module of this name is the user's own code.
+
+    Args:
+        name: The `__module__` of a class or function.
+    """
+    path = getattr(sys.modules.get(name or ""), "__file__", None)
+    return name != "builtins" and (path is None or is_users(path))

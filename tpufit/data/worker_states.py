@@ -1,0 +1,128 @@
+"""What a loader's workers draw and count: told with each batch, and given back to workers that go on.
+
+A worker has its own random generators and its own copy of the data set. Batch b is worker b % n's. So a pass is gone on
+with at a whole round of batches; those of the round that were done are read again, with what they drew, and dropped.
+"""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, get_worker_info
+
+from ..utils.kept import Kept
+from ..utils.random import RNGState
+
+# In a worker: what its copies of the user's objects keep.
+_HERE = types.SimpleNamespace(kept=None)
+
+
+class Told(NamedTuple):
+    """A batch, with its worker's number and state after it."""
+
+    batch: Any
+    worker: int
+    state: dict[str, Any]
+
+
+class _Telling:
+    """A loader's `collate_fn`, which tells the worker's state too."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Told:
+        batch, worker = self.collate(samples), get_worker_info()
+        assert worker is not None
+        return Told(batch, worker.id, {"draws": RNGState.now().state_dict(), "kept": _HERE.kept.state_dict()})
+
+
+class _Beginning:
+    """A loader's `worker_init_fn`, which gives a worker the state that it goes on from."""
+
+    def __init__(self, own: Callable[[int], None] | None, collate: Callable[[Any], Any]) -> None:
+        self.own, self.collate = own, collate
+        self.states: Mapping[str, Any] = {}
+
+    def __call__(self, number: int) -> None:
+        if self.own is not None:
+            self.own(number)
+        worker = get_worker_info()
+        assert worker is not None
+        _HERE.kept = Kept({"dataset": worker.dataset, "collate_fn": self.collate})
+        given = self.states.get(str(number))
+        if given is not None:
+            _HERE.kept.load_state_dict(given["kept"])
+            RNGState.of(given["draws"]).restore()
+
+
+class WorkerStates:
+    """The states of a loader's workers, as they come with its batches.
+
+    Args:
+        loader: The loader, which has workers.
+
+    Attributes:
+        count: The number of workers.
+        ahead: The number of batches that they are asked for ahead.
+        options: The arguments of a loader whose workers tell their states.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.count, self._stay = loader.num_workers, loader.persistent_workers
+        self.ahead = self.count * (loader.prefetch_factor or 2)
+        self._begin = _Beginning(loader.worker_init_fn, loader.collate_fn)
+        self.options: dict[str, Any] = {"collate_fn": _Telling(loader.collate_fn), "worker_init_fn": self._begin}
+        self._last: dict[str, Any] = {}
+        self._round: dict[str, Any] = {}  # after the last whole round of batches
+        self._done = 0
+        self._inside = self._started = False
+        self._later = False  # this pass is not the first of these workers, if they stay
+
+    def whole(self, done: int) -> int:
+        """The number of batches in whole rounds, of so many that are done."""
+        return done // self.count * self.count
+
+    def begin(self, done: int) -> bool:
+        """Begin a pass, or go on with one.
+
+        Args:
+            done: The number of its batches that are done, in whole rounds.
+
+        Returns:
+            True if workers that stay are started anew in a later pass, for which PyTorch draws once more.
+        """
+        if not self._stay and not done:
+            self._last = {}
+        self._begin.states = dict(self._last)
+        self._round, self._done, self._inside = dict(self._last), done, True
+        again = self._stay and self._later and not self._started
+        self._started = True
+        return again
+
+    def take(self, told: Told) -> Any:
+        """Take the state that came with a batch, and return the batch."""
+        self._last[str(told.worker)] = told.state
+        self._done += 1
+        if self._done % self.count == 0:
+            self._round = dict(self._last)
+        return told.batch
+
+    def end(self) -> None:
+        """Note that the pass is over."""
+        self._inside, self._later = False, True
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the states to go on from; None if workers begin anew in each pass, and none is under way."""
+        if self._inside or self._stay:
+            states = self._round if self._inside else dict(self._last)
+            return {"workers": states, "count": self.count, "later": self._later}
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on from states.
+
+        Args:
+            state: The dict that `state_dict` returned, of as many workers.
+        """
+        self._last, self._later = dict(state["workers"]), state["later"]
