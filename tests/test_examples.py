@@ -1,6 +1,7 @@
 """The examples, run as a user runs them."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -96,6 +97,7 @@ def test_mlflow_keeps_what_the_history_has(run_python):
 
 
 NOTEBOOKS = sorted(path.name for path in (ROOT / "examples").glob("*.ipynb"))
+LIBRARIES = {"text.ipynb": "transformers", "colab.ipynb": "peft", "kaggle.ipynb": "timm"}
 EXECUTED = """
 import nbclient, nbformat, sys
 notebook = nbformat.read(sys.argv[1], 4)
@@ -109,8 +111,8 @@ print([output.text for output in outputs if output.get("name") == "stderr" and "
 @pytest.mark.soak
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_without_a_warning(tmp_path, name):
-    if name == "text.ipynb":
-        pytest.importorskip("transformers", reason="the extra libraries is not installed")
+    if name in LIBRARIES and not importlib.util.find_spec(LIBRARIES[name]):
+        pytest.skip("the extra libraries is not installed")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = processes.run(
         [sys.executable, "-c", EXECUTED, str(ROOT / "examples" / name)],
