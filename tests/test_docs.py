@@ -45,7 +45,7 @@ def test_the_programs_of_a_page_run_and_print_what_it_says(run_python, tmp_path,
         path = tmp_path / (title or f"page{number}.py")
         path.write_text(code)
         # As a user does: nothing set, and what torch_xla says is heard. Only the first pages are compiled for long.
-        environment = {"TF_CPP_MIN_LOG_LEVEL": None, "PJRT_DEVICE": None, "TQDM_DISABLE": "1"}
+        environment = {"PJRT_DEVICE": None, "TQDM_DISABLE": "1"}
         if name in FIRST:
             environment["XLA_FLAGS"] = xla_flags.as_users_have_it() or None
         run = f"import runpy, sys; sys.argv = [{str(path)!r}]; runpy.run_path({str(path)!r}, run_name='__main__')"

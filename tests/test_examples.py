@@ -19,7 +19,7 @@ def run(run_python, script, *arguments):
     path = str(ROOT / script)
     code = f"import runpy, sys; sys.argv = {[path, *arguments]!r}; runpy.run_path({path!r}, run_name='__main__')"
     # As a user does, with nothing set: these compute for long, and what torch_xla would say is heard.
-    environment = {"XLA_FLAGS": xla_flags.as_users_have_it() or None, "TF_CPP_MIN_LOG_LEVEL": None, "PJRT_DEVICE": None}
+    environment = {"XLA_FLAGS": xla_flags.as_users_have_it() or None, "PJRT_DEVICE": None}
     process = run_python(code, timeout=600, env=environment)
     mlflows = re.compile(r"^\S+ \S+ INFO mlflow\..*\n", re.M)
     assert (process.returncode, mlflows.sub("", process.stderr)) == (0, "")
