@@ -68,14 +68,15 @@ ENVIRONMENT = {
 }
 
 
-def cpu() -> str:
-    """The features of this machine's CPU that may change bits."""
+def computer() -> str:
+    """What may change bits here: the release of torch, and thereby of XLA, and the features of the CPU."""
     found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-    return " ".join(sorted(flag for flag in (found[1].split() if found else []) if re.match(r"avx|amx|fma|f16c", flag)))
+    flags = sorted(flag for flag in (found[1].split() if found else []) if re.match(r"avx|amx|fma|f16c", flag))
+    return f"torch {torch.__version__.partition('+')[0]}, {' '.join(flags)}"
 
 
 def recorded(cores: int) -> dict[str, Any]:
-    """What was recorded: the `"environment"`, and the `"items"` by name, each with the `"cpu"` that it was on."""
+    """What was recorded: the `"environment"`, and the `"items"` by name, each with the `"computer"` it was on."""
     return json.loads((DATA / f"cores{cores}.json").read_text())
 
 
@@ -599,7 +600,7 @@ def _record(names: Container[str]) -> None:
         uninterrupted: dict[str, Any] = {}
         if not (DATA / f"checkpoint-cores{cores}.zip").exists():
             uninterrupted = _run_all(cores, [_WRITING])[_WRITING]
-        found = {name: {**own, "cpu": cpu()} for name, own in _run_all(cores, in_order(names)).items()}
+        found = {name: {**own, "computer": computer()} for name, own in _run_all(cores, in_order(names)).items()}
         for name, expected in uninterrupted.items():
             for key in expected.keys() - {"counts"}:  # the graphs of the trainings before are there already
                 if found[name][key] != expected[key]:
