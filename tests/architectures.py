@@ -1,10 +1,15 @@
-"""Small nets of the true structure of the large ones they are named after, each with its data and how it is trained."""
+"""Small nets of the true structure of the large ones they are named after, each with its data and how it is trained.
+
+None has a bias that nothing depends on, as before a batch norm or in an attention's keys: its gradient is zero but for
+rounding, and Adam makes whole steps of that, other ones on another CPU (`tests/test_goldens.py`).
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -163,7 +168,7 @@ class MixerBlock(nn.Module):
     def __init__(self, patches: int, width: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.over_patches = nn.Sequential(nn.Linear(patches, 8), nn.GELU(), nn.Linear(8, patches))
+        self.over_patches = nn.Sequential(nn.Linear(patches, 8), nn.GELU(), nn.Linear(8, patches, bias=False))
         self.over_channels = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
 
     def forward(self, x):
@@ -198,7 +203,7 @@ class Mixer(nn.Module):
 class Attention(nn.Module):
     def __init__(self, heads: int, dropout: float, causal: bool) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.heads, self.dropout, self.causal = heads, dropout, causal
 
     def forward(self, x):
@@ -324,7 +329,9 @@ class Translator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.02)
-        self.transformer = nn.Transformer(WIDTH, 2, 1, 1, 32, dropout=0.1, batch_first=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that without biases it won't take a way that it takes in evaluations only
+            self.transformer = nn.Transformer(WIDTH, 2, 1, 1, 32, dropout=0.1, batch_first=True, bias=False)
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, source, target):
@@ -494,7 +501,7 @@ class TwoHeads(nn.Module):
         self.image = nn.Sequential(
             nn.Conv2d(3, 8, 3, 2), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(72, 16)
         )
-        self.numbers = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.numbers = nn.Sequential(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU())
         self.label, self.value = nn.Linear(32, CLASSES), nn.Linear(32, 1)
 
     def forward(self, image, numbers):
@@ -642,13 +649,16 @@ class Diffusion(tpufit.Model):
         return {"loss": loss}
 
 
+def _projector(inputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8, bias=False))
+
+
 class Twins(nn.Module):
     """A net, and a slow copy of it that no optimizer touches."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fast = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
-        self.predictor = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+        self.fast, self.predictor = _projector(12), _projector(8)
         self.slow = copy.deepcopy(self.fast).requires_grad_(False)
 
 

@@ -20,22 +20,13 @@ from typing import Protocol
 import on_cores
 import processes
 import pytest
+import xla_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 # They compile with the TPU's compiler, and the JAX that belongs to it is made for Python 3.11 and later.
 collect_ignore = ["test_preflight.py", "test_preflight_programs.py", "test_tpu_peers.py"]
 collect_ignore += ["faults/test_preflight_faults.py"]
 collect_ignore = collect_ignore if sys.version_info < (3, 11) else []
-# Here a graph takes far longer to compile than to run. Together these take seven eighths of it away.
-QUICK_TO_COMPILE = " ".join(
-    [
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-        "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_parallel_codegen_split_count=1",
-    ]
-)
-
 # A shell starts what it runs in the background with SIGINT ignored, and so would every process be that a test starts:
 # those that are interrupted would never end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,11 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Also for the processes that tests start. The library itself says how many virtual cores there are.
+    # Also for the processes that tests start. The library itself says how many virtual cores there are, and keeps XLA
+    # quiet.
     os.environ["PJRT_DEVICE"] = "CPU"
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    os.environ.pop("CPU_NUM_DEVICES", None)
-    os.environ.setdefault("XLA_FLAGS", QUICK_TO_COMPILE)
+    for name in ("CPU_NUM_DEVICES", "TF_CPP_MIN_LOG_LEVEL"):
+        os.environ.pop(name, None)
+    if not config.getoption("--journal"):  # a child has what its parent gives it
+        xla_flags.compile_quickly()
     half = on_cores.Parent if config.getoption("--on-cores") is None else on_cores.Child
     config.pluginmanager.register(half(config), "on-cores")
 

@@ -68,14 +68,15 @@ ENVIRONMENT = {
 }
 
 
-def cpu() -> list[str]:
-    """The features of this machine's CPU that may change bits."""
+def computer() -> str:
+    """What may change bits here: the release of torch, and thereby of XLA, and the features of the CPU."""
     found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-    return sorted(flag for flag in (found[1].split() if found else []) if re.match(r"avx|amx|fma|f16c", flag))
+    flags = sorted(flag for flag in (found[1].split() if found else []) if re.match(r"avx|amx|fma|f16c", flag))
+    return f"torch {torch.__version__.partition('+')[0]}, {' '.join(flags)}"
 
 
 def recorded(cores: int) -> dict[str, Any]:
-    """What was recorded: the `"environment"` and `"cpu"` it was on, and the `"items"` by name."""
+    """What was recorded: the `"environment"`, and the `"items"` by name, each with the `"computer"` it was on."""
     return json.loads((DATA / f"cores{cores}.json").read_text())
 
 
@@ -257,9 +258,17 @@ def _copying(model: type[tpufit.Model]) -> type[tpufit.Model]:
     return Copying
 
 
-def small(width: int) -> nn.Module:
-    """A net with dropout and batch norm."""
-    return nn.Sequential(nn.Linear(12, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4))
+def small(width: int, bias: bool = False) -> nn.Sequential:
+    """A net with dropout and batch norm, which leaves a bias before it without a gradient but for rounding."""
+    first = nn.Linear(12, width, bias)
+    return nn.Sequential(first, nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4))
+
+
+def with_bias(width: int) -> nn.Sequential:
+    """The net of the checkpoints, whose first layer has a bias. It stays as it is: see `small`."""
+    net = small(width, bias=True)
+    net[0].bias.requires_grad_(False)
+    return net
 
 
 def adamw(net: nn.Module) -> optim.Optimizer:
@@ -291,7 +300,9 @@ class Rivals(tpufit.Model):
 def rivals(width: int) -> nn.Module:
     return nn.ModuleDict(
         {
-            "generator": nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 12)),
+            "generator": nn.Sequential(
+                nn.Linear(4, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 12)
+            ),
             "critic": nn.Sequential(nn.Linear(12, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)),
         }
     )
@@ -397,7 +408,7 @@ class Warm(Callback):
 
 def compiled(width: int, seed: int = 11) -> tpufit.Model:
     tpufit.set_random_seed(seed)
-    model = tpufit.Model(small(width))
+    model = tpufit.Model(with_bias(width))
     model.compile(
         "adamw",
         "cross_entropy",
@@ -451,7 +462,7 @@ def loaded(cores: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(DATA / f"saved-cores{cores}.zip", folder)
         tpufit.set_random_seed(98)
-        return fit_once_more(cores, tpufit.load(Path(folder), small(53)))
+        return fit_once_more(cores, tpufit.load(Path(folder), with_bias(53)))
 
 
 def write_checkpoints(cores: int) -> dict[str, Any]:
@@ -589,7 +600,7 @@ def _record(names: Container[str]) -> None:
         uninterrupted: dict[str, Any] = {}
         if not (DATA / f"checkpoint-cores{cores}.zip").exists():
             uninterrupted = _run_all(cores, [_WRITING])[_WRITING]
-        found = _run_all(cores, in_order(names))
+        found = {name: {**own, "computer": computer()} for name, own in _run_all(cores, in_order(names)).items()}
         for name, expected in uninterrupted.items():
             for key in expected.keys() - {"counts"}:  # the graphs of the trainings before are there already
                 if found[name][key] != expected[key]:
@@ -597,11 +608,11 @@ def _record(names: Container[str]) -> None:
         path = DATA / f"cores{cores}.json"
         if path.exists():
             before = recorded(cores)
-            if (before["cpu"], before["environment"]) != (cpu(), ENVIRONMENT) and len(found) < len(ITEMS):
-                sys.exit(f"{path} was recorded on another CPU or with other flags: record everything")
-            found = before["items"] | found
+            if before["environment"] != ENVIRONMENT and len(found) < len(ITEMS):
+                sys.exit(f"{path} was recorded with other flags: record everything")
+            found = before["items"] | {name: found[name] for name in found if name in names}
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in ITEMS)
-        head = f'"environment": {json.dumps(ENVIRONMENT)},\n"cpu": {json.dumps(cpu())}'
+        head = f'"environment": {json.dumps(ENVIRONMENT)}'
         path.write_text(f'{{\n{head},\n"items": {{\n{lines}\n}}\n}}\n')
 
 

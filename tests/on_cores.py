@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xla_flags
 from processes import ends, process_group
 
 TIMEOUT = 300.0  # seconds
@@ -69,9 +70,9 @@ def timeout_of(item: pytest.Item) -> float:
 
 
 def environment_of(item: pytest.Item) -> dict[str, str]:
-    """The environment of a test's process. One that is alone has XLA's own flags: it may be about what XLA does."""
+    """The environment of a test's process. One that is alone may be about what XLA does: it isn't compiled quickly."""
     alone = item.get_closest_marker("cores").kwargs.get("alone")
-    return {**os.environ, **({"XLA_FLAGS": ""} if alone else {})}
+    return {**os.environ, **({"XLA_FLAGS": xla_flags.as_users_have_it()} if alone else {})}
 
 
 class Child:

@@ -1,14 +1,17 @@
 """Tries a release before it is published: `python tests/release.py python3.10 python3.12`, or any other Pythons.
 
-It builds the sdist and the wheel as `python -m build` does (`pip install build`), installs each of them into a fresh
-environment of each Python, with all that they require, and runs there what a user tries first, away from the checkout.
-For each environment pip fetches torch: gigabytes and minutes, so this is done by hand.
+It builds the sdist and the wheel as `python -m build` does, and has `twine check --strict` look at them (`pip install
+build twine`). It installs each of them into a fresh environment of each Python, with all that they require, and runs
+there what a user tries first, away from the checkout. For each environment pip fetches torch: gigabytes and minutes, so
+this is done by hand. `dist/` then holds what was tried.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,17 +19,18 @@ from pathlib import Path
 
 from pages import ROOT, Page
 
-FIRST = [Page(ROOT / "docs" / "pages" / name).program for name in ("index.md", "guides/callbacks.md")]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "pages" / "index.md", ROOT / "docs" / "pages" / "guides" / "callbacks.md"]
 NEEDS = ["scikit-learn"]  # for the data of these programs
 
 
 def run(*command: object, folder: Path) -> str:
-    """Run a command as on a machine with nothing set, and return what it prints."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PJRT_DEVICE", "XLA_FLAGS")}
+    """Run a command as on a machine with nothing set, and return all that it prints."""
+    unset = ("PYTHONPATH", "PJRT_DEVICE", "XLA_FLAGS", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run([str(word) for word in command], cwd=folder, env=kept, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}")
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def tried(python: str, distribution: Path, folder: Path) -> str:
@@ -38,8 +42,8 @@ def tried(python: str, distribution: Path, folder: Path) -> str:
     where = "import sys, tpufit; print(sys.version.split()[0], tpufit.__version__, tpufit.__file__)"
     version, release, file = run(own, "-c", where, folder=folder).split()
     assert Path(file).is_relative_to(folder), file
-    for program in FIRST:
-        run(own, "-c", program, folder=folder)
+    for page in PAGES:
+        run(own, "-c", Page(page).program, folder=folder)
     run(own, "-m", "tpufit", "doctor", folder=folder)
     return f"Python {version}: {distribution.name} is installed, and tpufit {release} trains"
 
@@ -49,12 +53,18 @@ if __name__ == "__main__":
     parser.add_argument("python", nargs="+", help="a Python, e.g. python3.12")
     parser.add_argument("--only", choices=("wheel", "sdist"), help="try one of the two")
     chosen = parser.parse_args()
+    target = ROOT / "dist"
+    shutil.rmtree(target, ignore_errors=True)
+    said = run(sys.executable, "-m", "build", "--outdir", target, ROOT, folder=ROOT)
+    assert not re.search(r"warn|deprecat", said, re.I), said
+    suffixes = {"wheel": ".whl", "sdist": ".gz"}
+    wanted = [suffix for kind, suffix in suffixes.items() if chosen.only in (None, kind)]
+    built = sorted(target.iterdir())
+    print(run(sys.executable, "-m", "twine", "check", "--strict", *built, folder=ROOT), end="", flush=True)
+    for page in PAGES:
+        if "on PyPI" in page.read_text():
+            print(f"{page.relative_to(ROOT)} still says that tpufit isn't on PyPI", flush=True)
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        run(sys.executable, "-m", "build", "--outdir", place / "dist", ROOT, folder=place)
-        suffixes = {"wheel": ".whl", "sdist": ".gz"}
-        wanted = [suffix for kind, suffix in suffixes.items() if chosen.only in (None, kind)]
-        built = [path for path in sorted((place / "dist").iterdir()) if path.suffix in wanted]
         for number, python in enumerate(chosen.python):
-            for distribution in built:
-                print(tried(python, distribution, place / f"{number}{distribution.suffix}"), flush=True)
+            for distribution in (path for path in built if path.suffix in wanted):
+                print(tried(python, distribution, Path(name, f"{number}{distribution.suffix}")), flush=True)

@@ -7,13 +7,19 @@ import pty
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def in_a_terminal(code: str, **environ: str) -> str:
-    """Run code in a Python whose standard streams are a (pseudo-)terminal, and return all that it wrote there."""
+def in_a_terminal(code: str, watch: Callable[[str], object] = len, **environ: str) -> str:
+    """Run code in a Python whose standard streams are a (pseudo-)terminal, and return all that it wrote there.
+
+    Args:
+        watch: Called with all that there is so far, whenever more has come.
+        environ: Variables of its environment.
+    """
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(ROOT), **environ}
     child = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
@@ -24,6 +30,7 @@ def in_a_terminal(code: str, **environ: str) -> str:
             written += os.read(ours, 65536)
         except OSError:  # how a terminal says that nobody writes to it any more
             break
+        watch(written.decode(errors="ignore"))
     os.close(ours)
     assert child.wait(timeout=60) == 0, written.decode()
     return written.decode()

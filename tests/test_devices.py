@@ -2,6 +2,7 @@
 
 import os
 import textwrap
+from contextlib import nullcontext
 
 import fake_torch_xla
 import pytest
@@ -9,13 +10,14 @@ import pytest
 from tpufit.diagnostics import messages as advice
 from tpufit.errors import ArgumentError, CoresError, StartError, VersionError
 from tpufit.runtime import Cores, Placement, devices
-from tpufit.utils import hardware
+from tpufit.utils import releases
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Each test is a process of its own that has settled nothing."""
     monkeypatch.setattr(devices, "_settled", None)
+    monkeypatch.setattr(devices, "_failed", None)
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")  # so that what a test sets is taken back
 
 
@@ -131,34 +133,64 @@ def test_a_runtime_that_does_not_start(monkeypatch):
     fake_torch_xla.install(monkeypatch, fails="The TPU is already in use by process with pid 17")
     with pytest.raises(StartError, match=r"(?s)the TPU is held by.*End it yourself.*pid 17"):
         start("auto")
+    with pytest.raises(
+        StartError, match=r"(?s)the TPU is held by.*pid 17\ntorch_xla tries once only: then restart this"
+    ):
+        start("auto")
 
 
 @pytest.mark.parametrize(
     ("torch_version", "xla_version", "message"),
     [
-        ("2.13.0", "2.9.0", "here are torch 2.13.0 and torch_xla 2.9.0"),
-        ("2.9.0", "2.8.1", "here are torch 2.9.0 and torch_xla 2.8.1"),
-        ("2.8.0", "2.8.0", "needs torch 2.9 and torch_xla 2.9"),
-        ("2.9.0", None, "torch_xla is not installed"),
-        (None, "2.9.0", "torch is not installed"),
+        (
+            "2.13.0",
+            "2.9.0",
+            "are torch 2.13.0 and torch_xla 2.9.0. Run: pip install torch==2.9.0 torch_xla==2.9.0",
+        ),
+        ("2.9.0", "2.8.1", "here are torch 2.9.0 and torch_xla 2.8.1. Run: pip install torch_xla==2.9.0"),
+        ("2.8.0+cpu", "2.9.0", r"here are torch 2.8.0\+cpu and torch_xla 2.9.0. Run: pip install torch_xla==2.8.0"),
+        ("2.7.0", "2.7.0", "a pair, 2.8 of both or 2.9 of both; here are"),
+        ("2.10.0", "2.10.0", "a pair, 2.8 of both or 2.9 of both; here are"),
+        ("2.9.0", None, "torch_xla is not installed. Run: pip install torch_xla==2.9.0"),
+        ("2.8.0", None, "torch_xla is not installed. Run: pip install torch_xla==2.8.0"),
+        (None, "2.9.0", "torch is not installed. Run: pip install torch==2.9.0 torch_xla==2.9.0"),
     ],
 )
 def test_versions_that_do_not_belong_together(torch_version, xla_version, message):
-    with pytest.raises(VersionError, match=message) as error:
-        hardware.check_versions(torch_version, xla_version)
-    assert "pip install torch==2.9.0 torch_xla==2.9.0" in str(error.value)
+    with pytest.raises(VersionError, match=message):
+        releases.check_versions(torch_version, xla_version)
 
 
 def test_versions_that_do():
-    hardware.check_versions("2.9.0+cpu", "2.9.0")
+    assert releases.check_versions("2.9.0+cpu", "2.9.0") == "2.9"
+    assert releases.check_versions("2.8.0+cpu", "2.8.1") == "2.8"
 
 
 def test_versions_are_looked_at_before_anything_is_started(monkeypatch):
     fake = fake_torch_xla.install(monkeypatch)
-    monkeypatch.setattr(hardware, "version", {"torch": "2.13.0", "torch_xla": "2.9.0"}.get)
+    monkeypatch.setattr(releases, "version", {"torch": "2.13.0", "torch_xla": "2.9.0"}.get)
     with pytest.raises(VersionError):
         start(8)
     assert fake.calls == []
+
+
+KAGGLE = {"torch": "2.8.0+cpu", "torch_xla": "2.8.0", "libtpu": "0.0.17"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "warned"),
+    [
+        (KAGGLE, False),
+        (KAGGLE | {"libtpu": "0.0.30"}, True),
+        ({"torch": "2.9.0", "torch_xla": "2.9.0", "libtpu": "0.0.30"}, False),
+    ],
+)
+def test_a_libtpu_that_may_end_the_process(monkeypatch, versions, warned):
+    monkeypatch.setattr(releases, "version", versions.get)
+    fake_torch_xla.install(monkeypatch)
+    cure = r"here is 0\.0\.30\. If that happens now: pip install libtpu==0\.0\.17$"
+    with pytest.warns(UserWarning, match=cure) if warned else nullcontext():
+        assert start("auto").count == 8
 
 
 def test_what_fit_prints_of_the_cores():

@@ -102,15 +102,20 @@ def test_a_hint_about_short_steps():
     assert "steps_per_execution" not in advice.starting(8.0, 10.0, joined=True)
 
 
-def test_times_are_exclusive_of_each_other():
-    inner = timing("test inner", time.sleep)
-    before = runtime.counts()
+def test_times_are_exclusive_of_each_other(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("tpufit.runtime.counters.perf_counter", lambda: now[0])
+
+    def take(seconds):
+        now[0] += seconds
+
+    inner, before = timing("test inner", take), runtime.counts()
     with timed("test outer"):
-        inner(0.05)
+        take(1.0)
+        inner(2.0)
         add_seconds("test known", 100.0, beside=True)
     seconds = (runtime.counts() - before).seconds
-    assert seconds["test inner"] >= 0.05 > seconds["test outer"] >= 0
-    assert seconds["test known"] == 100.0
+    assert (seconds["test outer"], seconds["test inner"], seconds["test known"]) == (1.0, 2.0, 100.0)
 
 
 class Net(nn.Module):

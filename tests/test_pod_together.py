@@ -61,9 +61,9 @@ def together(tmp_path_factory):
     told["stop"] = fit(None, At(5, stop if me == 1 else id)).steps_taken
 
     def late(model):
-        time.sleep(1.5 * (me == 1))
+        time.sleep(5 * (me == 1))
 
-    told["time"] = fit(None, At(6, late), max_time=1.4, epochs=400).steps_taken > 5
+    told["time"] = fit(None, At(6, late), max_time=5, epochs=400).steps_taken > 5
 
     class Poisoned(Callback):
         def on_train_batch_begin(self, batch, logs=None):

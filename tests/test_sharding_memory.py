@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import xla_flags
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,7 +45,9 @@ def test_eight_virtual_cores_hold_an_eighth_each(run_python):
     kept = [int(m[1]) for l in lines if (m := re.match(r"allocation \\d+: size (\\d+), .*(parameter|output)", l))]
     print(json.dumps(found | {"kept": sum(kept)}))
     """
-    flags = "--xla_dump_to=dump --xla_dump_hlo_as_text --xla_backend_optimization_level=0"
+    flags = (
+        f"{xla_flags.as_users_have_it()} --xla_backend_optimization_level=0 --xla_dump_to=dump --xla_dump_hlo_as_text"
+    )
     ended = run_python(NET + dedented(code), timeout=300, env={"XLA_FLAGS": flags})
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])

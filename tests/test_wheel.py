@@ -1,7 +1,12 @@
 """The built wheel holds every module once, and works away from the checkout. The sdist makes the same wheel."""
 
+import email
+import os
+import re
+import runpy
 import shutil
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -11,33 +16,34 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def pip(*arguments):
-    """Run pip with nothing to download: the build backend is the one installed."""
-    command = [sys.executable, "-m", "pip", *map(str, arguments), "--no-deps", "--no-index", "--quiet"]
-    result = processes.run(command, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
+def built(kind, source, folder):
+    """Build a wheel or an sdist with the build backend that is installed, which has nothing to warn of."""
+    build = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
+    # Where no bytecode is to be written, setuptools warns that it compiles none.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    process = processes.run([sys.executable, "-c", build], timeout=120, cwd=source, env=environment)
+    output = process.stdout + process.stderr
+    assert process.returncode == 0, output
+    assert not re.search(r"warn|deprecat", output, re.I), output
+    return folder / process.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     # A copy, because setuptools leaves a build/ behind, and puts what an older one holds into the wheel.
     copy = tmp_path_factory.mktemp("checkout")
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in ("tpufit", "callbacks"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "tests").mkdir()
+    shutil.copy(__file__, copy / "tests")
     return copy
-
-
-def wheel_of(source, folder):
-    pip("wheel", source, "--no-build-isolation", "--wheel-dir", folder)
-    [built] = folder.iterdir()
-    return built
 
 
 @pytest.fixture(scope="module")
 def wheel(checkout, tmp_path_factory):
-    return wheel_of(checkout, tmp_path_factory.mktemp("wheel"))
+    return built("wheel", checkout, tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_holds_every_module_once(wheel):
@@ -52,7 +58,9 @@ def test_the_wheel_holds_every_module_once(wheel):
 
 def test_the_wheel_works_elsewhere(wheel, tmp_path, run_python):
     target = tmp_path / "site"
-    pip("install", wheel, "--target", target)
+    command = ["-m", "pip", "install", str(wheel), "--target", str(target), "--no-deps", "--no-index", "--quiet"]
+    installed = processes.run([sys.executable, *command], timeout=120)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
     result = run_python(
         """
         import tpufit, tpufit.callbacks
@@ -68,12 +76,38 @@ def test_the_wheel_works_elsewhere(wheel, tmp_path, run_python):
 
 @pytest.mark.slow
 def test_the_sdist_makes_the_same_wheel(checkout, wheel, tmp_path):
-    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
-    process = processes.run([sys.executable, "-c", build], timeout=120, cwd=checkout)
-    assert process.returncode == 0, process.stderr
-    [sdist] = tmp_path.iterdir()
-    again = wheel_of(sdist, tmp_path / "wheel")
+    sdist = built("sdist", checkout, tmp_path)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
+    assert not (unpacked / "tests").exists()
+    again = built("wheel", unpacked, tmp_path)
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
         files = [name for name in one.namelist() if ".dist-info/" not in name]
         assert files == [name for name in other.namelist() if ".dist-info/" not in name]
         assert all(one.read(name) == other.read(name) for name in files)
+
+
+def elsewhere(text):
+    """What a text links to or shows that isn't a whole address."""
+    targets = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'\b(?:src|srcset|href)="([^"]+)"', text)
+    return [target for target in targets if not target.startswith(("https://", "#"))]
+
+
+def test_its_description_needs_no_other_file(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        about = email.message_from_bytes(archive.read(name))
+    text = about.get_payload()
+    assert about["Description-Content-Type"] == "text/markdown"
+    assert text.startswith("# tpufit\n") and "model.fit(images" in text and "\n## Install\n" in text
+    assert elsewhere(text) == [] and "<picture>" not in text and "make demo" not in text
+
+
+def test_its_description_leads_to_the_repository_once_there_is_one():
+    readme = (ROOT / "README.md").read_text()
+    text = runpy.run_path(str(ROOT / "setup.py"))["description"](readme, "https://example.org/tpufit", "1.2.3")
+    assert elsewhere(readme) and elsewhere(text) == []
+    assert "](https://example.org/tpufit/blob/v1.2.3/docs/pages/index.md)" in text
+    assert 'src="https://example.org/tpufit/raw/v1.2.3/docs/pages/pictures/bar-light.svg"' in text
+    assert text.count("\n") == readme.count("\n")

@@ -1,0 +1,49 @@
+"""What differs between the releases of torch_xla that tpufit works with. Nothing else asks which of them is installed.
+
+| | 2.8 | 2.9 |
+| --- | --- | --- |
+| a libtpu of a later release | may end the process as it starts | works |
+| a runtime that doesn't start | ends the process at its exit, and at the next call | an error, each time |
+| a step that fails while it runs, as for want of memory | ends the process when a result is read | an error |
+
+The last can't be mended from outside: of all that reads a result or waits for it, nothing in 2.8 tells of a failure
+before. A program that is too large for a TPU fails as it is compiled, which is an error on both.
+
+`matmul_precision` is no difference: both releases write it into each product of a program, and begin with `"default"`,
+which a TPU computes in one pass of bfloat16.
+"""
+
+import atexit
+from typing import Any
+
+from ..utils import releases
+from ..utils.users_code import warn
+
+
+def release() -> str:
+    """The installed release, e.g. `"2.9"`.
+
+    Raises:
+        VersionError: torch and torch_xla don't belong together.
+    """
+    return releases.check_versions(releases.version("torch"), releases.version("torch_xla"))
+
+
+def warn_of_libtpu() -> None:
+    """Warn before a TPU is started with a libtpu that may end the process."""
+    found = releases.compiler()
+    if release() == "2.8" and found["libtpu"] is not None and not releases.tried_libtpu(found):
+        warn(
+            f"torch_xla {found['torch_xla']} was released for libtpu 0.0.17, and later ones are known to end the "
+            f"process; here is {found['libtpu']}. If that happens now: {releases.command(found, 'libtpu')}"
+        )
+
+
+def survive(runtime: Any) -> None:
+    """Keep a process alive whose runtime hasn't started: leave out torch_xla's own end, which would start it again.
+
+    Args:
+        runtime: torch_xla.
+    """
+    if release() == "2.8":
+        atexit.unregister(runtime._prepare_to_exit)
