@@ -30,7 +30,7 @@ test: lint
 	$(PYTEST) -m "not soak"
 
 soak: $(READY)
-	$(BIN)/python -m pip install --editable '.[test,examples,libraries,docs]'
+	$(BIN)/python -m pip install --editable '.[test,examples,preflight,libraries,docs]'
 	$(PYTEST) -m soak
 
 docs: $(READY)
@@ -44,5 +44,5 @@ lint: $(READY)
 
 $(READY): setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --editable '.[test,examples]'
+	$(BIN)/python -m pip install --editable '.[test,examples,preflight]'
 	touch $@

@@ -9,7 +9,7 @@ import pytest
 from tpufit.diagnostics import messages as advice
 from tpufit.errors import ArgumentError, CoresError, StartError, VersionError
 from tpufit.runtime import Cores, Placement, devices
-from tpufit.utils import hardware
+from tpufit.utils import releases
 
 
 @pytest.fixture(autouse=True)
@@ -136,26 +136,33 @@ def test_a_runtime_that_does_not_start(monkeypatch):
 @pytest.mark.parametrize(
     ("torch_version", "xla_version", "message"),
     [
-        ("2.13.0", "2.9.0", "here are torch 2.13.0 and torch_xla 2.9.0"),
-        ("2.9.0", "2.8.1", "here are torch 2.9.0 and torch_xla 2.8.1"),
-        ("2.8.0", "2.8.0", "needs torch 2.9 and torch_xla 2.9"),
-        ("2.9.0", None, "torch_xla is not installed"),
-        (None, "2.9.0", "torch is not installed"),
+        (
+            "2.13.0",
+            "2.9.0",
+            "are torch 2.13.0 and torch_xla 2.9.0. Run: pip install torch==2.9.0 torch_xla==2.9.0",
+        ),
+        ("2.9.0", "2.8.1", "here are torch 2.9.0 and torch_xla 2.8.1. Run: pip install torch_xla==2.9.0"),
+        ("2.8.0+cpu", "2.9.0", r"here are torch 2.8.0\+cpu and torch_xla 2.9.0. Run: pip install torch_xla==2.8.0"),
+        ("2.7.0", "2.7.0", "a pair, 2.8 of both or 2.9 of both; here are"),
+        ("2.10.0", "2.10.0", "a pair, 2.8 of both or 2.9 of both; here are"),
+        ("2.9.0", None, "torch_xla is not installed. Run: pip install torch_xla==2.9.0"),
+        ("2.8.0", None, "torch_xla is not installed. Run: pip install torch_xla==2.8.0"),
+        (None, "2.9.0", "torch is not installed. Run: pip install torch==2.9.0 torch_xla==2.9.0"),
     ],
 )
 def test_versions_that_do_not_belong_together(torch_version, xla_version, message):
-    with pytest.raises(VersionError, match=message) as error:
-        hardware.check_versions(torch_version, xla_version)
-    assert "pip install torch==2.9.0 torch_xla==2.9.0" in str(error.value)
+    with pytest.raises(VersionError, match=message):
+        releases.check_versions(torch_version, xla_version)
 
 
 def test_versions_that_do():
-    hardware.check_versions("2.9.0+cpu", "2.9.0")
+    assert releases.check_versions("2.9.0+cpu", "2.9.0") == "2.9"
+    assert releases.check_versions("2.8.0+cpu", "2.8.1") == "2.8"
 
 
 def test_versions_are_looked_at_before_anything_is_started(monkeypatch):
     fake = fake_torch_xla.install(monkeypatch)
-    monkeypatch.setattr(hardware, "version", {"torch": "2.13.0", "torch_xla": "2.9.0"}.get)
+    monkeypatch.setattr(releases, "version", {"torch": "2.13.0", "torch_xla": "2.9.0"}.get)
     with pytest.raises(VersionError):
         start(8)
     assert fake.calls == []

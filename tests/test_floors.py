@@ -126,7 +126,7 @@ def strings(tree):
 
 
 # All but the first in messages only.
-_NAMES_IT = ("tpufit.runtime", "tpufit.errors", "tpufit.utils.hardware", "tpufit.diagnostics.checkup")
+_NAMES_IT = ("tpufit.runtime", "tpufit.errors", "tpufit.utils.releases", "tpufit.diagnostics.checkup")
 
 
 def test_torch_xla_is_named_in_the_runtime_only():
@@ -137,7 +137,7 @@ def test_torch_xla_is_named_in_the_runtime_only():
         if ("torch_xla" in text or "_XLAC" in text) and not module.startswith(_NAMES_IT)
     ]
     assert not named, (
-        f"only tpufit/runtime/ may name torch_xla (and errors.py, utils/hardware.py and checkup/ in messages): {named}"
+        f"only tpufit/runtime/ may name torch_xla (and errors.py, utils/releases.py and checkup/ in messages): {named}"
     )
 
 

@@ -21,7 +21,7 @@ from tpufit.errors import (
     StateLostError,
 )
 from tpufit.runtime import Load, devices, translate
-from tpufit.utils import hardware
+from tpufit.utils import hardware, releases
 
 GB = 1 << 30
 LOAD = Load(
@@ -136,8 +136,8 @@ FIT += "m.fit(np.ones((8, 2), 'f4'), np.ones((8, 1), 'f4'), verbose=0)"
 
 # The driver is there where the TPU's compiler is, of which it is a part.
 NO_TPU = "this host has no TPU chip on its PCI bus"
-if hardware.version("libtpu") is None:
-    NO_TPU = "libtpu, its driver, is not installed. On a TPU run: pip install 'torch_xla[tpu]"
+if releases.version("libtpu") is None:
+    NO_TPU = "libtpu, its driver, is not installed. On a TPU run: pip install libtpu=="
 
 
 @pytest.mark.slow

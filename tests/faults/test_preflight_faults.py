@@ -23,44 +23,77 @@ X, Y = torch.randn(64, 6), torch.arange(64) % 3
 # The compiler is not there
 
 
-def test_another_version_of_the_compiler(tmp_path, monkeypatch):
-    folder = tmp_path / "libtpu-0.0.7.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 0.0.7\n")
-    monkeypatch.syspath_prepend(tmp_path)
+def pretend(folder, monkeypatch, **versions):
+    """Let packages be of other versions for whoever asks Python for them."""
+    for name, version in versions.items():
+        (folder / f"{name}-{version}.dist-info").mkdir()
+        words = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(words)
+    monkeypatch.syspath_prepend(folder)
+
+
+def compiled():
     model = tpufit.Model(nn.Linear(6, 3))
     model.compile("adamw", "cross_entropy")
-    with pytest.raises(
-        PreflightError, match=r"pip install 'tpufit\[preflight\]'.* Here: libtpu 0\.0\.7, not 0\.0\.21$"
-    ):
-        model.preflight(X, Y, verbose=0)
+    return model.preflight(X, Y, verbose=0)
 
 
-def test_without_the_compiler(run_python):
-    ended = run_python(
-        """
-        import sys
-        from importlib import metadata
-        real = metadata.Distribution.from_name
+UNTRIED = r"not tried with the TPU's compiler that is here \(libtpu 0\.0\.7, jax \S+, jaxlib \S+\) and torch_xla 2"
 
-        def from_name(name):
-            if name in ("libtpu", "jax", "jaxlib"):
-                raise metadata.PackageNotFoundError(name)
-            return real(name)
 
-        metadata.Distribution.from_name = from_name
-        lines = ["import tpufit", "from torch import nn, zeros", "model = tpufit.Model(nn.Linear(2, 2))"]
-        lines += ["model.compile('adamw', 'mse')", "model.fit(zeros(64, 2), zeros(64, 2))"]
-        open("script.py", "w").write(chr(10).join(lines))
-        from tpufit.__main__ import main
-        sys.exit(main(["preflight", "script.py"]))
-        """
-    )
+def test_a_compiler_of_another_version_is_tried(tmp_path, monkeypatch):
+    pretend(tmp_path, monkeypatch, libtpu="0.0.7")
+    with pytest.warns(UserWarning, match=rf"{UNTRIED}.*It is tried now; one that was: pip install libtpu==0\.0\."):
+        report = compiled()
+    assert report.fits and "libtpu 0.0.7" in str(report)
+
+
+def test_a_compiler_of_another_version_that_fails(tmp_path, monkeypatch):
+    pretend(tmp_path, monkeypatch, libtpu="0.0.7")
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("raise ImportError('this jaxlib is of another year')")
+    with pytest.warns(UserWarning, match=UNTRIED), pytest.raises(PreflightError) as error:
+        compiled()
+    first, second = str(error.value).splitlines()
+    assert first == "compiling for v5e-8 failed: ImportError: this jaxlib is of another year"
+    assert re.fullmatch(rf"Perhaps because tpufit was {UNTRIED}\.\d\.\d. One that was: pip install libtpu==\S+", second)
+
+
+ABSENT = """
+    import sys
+    from importlib import metadata
+    real = metadata.Distribution.from_name
+
+    def from_name(name):
+        if name in {}:
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    metadata.Distribution.from_name = from_name
+    lines = ["import tpufit", "from torch import nn, zeros", "model = tpufit.Model(nn.Linear(2, 2))"]
+    lines += ["model.compile('adamw', 'mse')", "model.fit(zeros(64, 2), zeros(64, 2))"]
+    open("script.py", "w").write(chr(10).join(lines))
+    from tpufit.__main__ import main
+    sys.exit(main(["preflight", "script.py"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("absent", "command"),
+    [
+        (("libtpu", "jax", "jaxlib"), r"libtpu==\S+ jax==(\S+) jaxlib==\1"),
+        (("jaxlib",), r"jaxlib==\S+"),  # it comes with jax, unless pip was told to leave it out
+    ],
+)
+def test_without_the_compiler(run_python, absent, command):
+    ended = run_python(ABSENT.format(absent))
     assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.splitlines()[-1] == (
-        "error: a preflight needs the TPU's compiler: pip install 'tpufit[preflight]', which takes 1 GB (from Python "
-        "3.11 on). Here: libtpu missing, jax missing, jaxlib missing"
+    here = ", ".join(f"{name} {'missing' if name in absent else '[0-9.]+'}" for name in ("libtpu", "jax", "jaxlib"))
+    said = (
+        rf"error: a preflight needs the TPU's compiler: pip install {command}, which takes up to 1 GB \(from Python "
+        rf"3\.11 on\)\. Here: torch_xla 2\S+, {here}"
     )
+    assert re.fullmatch(said, ended.stderr.splitlines()[-1])
 
 
 # A process that ends before its time

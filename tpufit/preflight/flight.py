@@ -15,7 +15,8 @@ from ..data.stream import DEFAULT_BATCH_SIZE, brings_batches
 from ..errors import ArgumentError, PreflightError, counted
 from ..step import Engine
 from ..trainer.arguments import TrainingData, ValidationData
-from ..utils.hardware import COMPILER, misfits, version
+from ..utils import releases
+from ..utils.users_code import warn
 from .analysis import Program, analyse
 from .children import run
 from .plan import ENVIRON, FAULT, PLAN, TRACED, Plan, plan_of
@@ -39,6 +40,7 @@ class Flight:
         limit: The argument of `fit`.
         timeout: The seconds that one process may take.
         verbose: True to show a clock.
+        compiler: The versions of the TPU's compiler, and of what goes with it.
     """
 
     engine: Engine
@@ -47,6 +49,7 @@ class Flight:
     limit: int | float | None
     timeout: float
     verbose: bool
+    compiler: Mapping[str, str]
 
     def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
         """Compile everything that `fit` would compile on slices. The same steps on as many cores are traced once.
@@ -92,7 +95,12 @@ class Flight:
             traced = self.trace(plan, folder)
             return [
                 PreflightReport(
-                    on, self.compile(traced, folder, on), size, config.precision, config.steps_per_execution
+                    on,
+                    self.compile(traced, folder, on),
+                    size,
+                    config.precision,
+                    config.steps_per_execution,
+                    self.compiler,
                 )
                 for on in slices
             ]
@@ -137,7 +145,13 @@ class Flight:
         (folder / "job.json").write_text(json.dumps(job))
         script = str(Path(__file__).with_name("compiling.py"))
         command = ["-P", script, str(folder), str(folder / "job.json")]
-        run(command, f"compiling for {on.name}", self.timeout, self.verbose)
+        try:
+            run(command, f"compiling for {on.name}", self.timeout, self.verbose)
+        except PreflightError as error:
+            if releases.tried(self.compiler):
+                raise
+            why, cure = releases.untried(self.compiler), releases.command(self.compiler)
+            raise PreflightError(f"{error}\nPerhaps because {why}. One that was: {cure}") from None
         found = []
         for name, facts in traced.items():
             compiled = json.loads((folder / f"{name}.{on.name}.json").read_text())
@@ -208,7 +222,6 @@ def fly(engine: Engine, tpu: str | Sequence[str], arguments: Mapping[str, Any]) 
     slices = [slice_of(name) for name in ([tpu] if isinstance(tpu, str) else tpu)]
     if not slices:
         raise ArgumentError("tpu must be the name of a slice, such as 'v5e-8', or several, got none")
-    check_installed()
     flight = flight_of(engine, arguments)
     reports = flight.reports(slices)
     return reports[0] if isinstance(tpu, str) else Comparison(reports)
@@ -223,6 +236,7 @@ def flight_of(engine: Engine, arguments: Mapping[str, Any]) -> Flight:
 
     Raises:
         ArgumentError: `fit` has no such argument.
+        PreflightError: The compiler is missing.
     """
     own = {one.name for one in fields(TrainingData)}
     held = {f"validation_{one.name}" for one in fields(ValidationData)}
@@ -232,26 +246,26 @@ def flight_of(engine: Engine, arguments: Mapping[str, Any]) -> Flight:
     train = TrainingData(**{name: value for name, value in arguments.items() if name in own})
     given = {name.removeprefix("validation_"): value for name, value in arguments.items() if name in held}
     timeout, verbose = arguments.get("timeout", 3600.0), bool(arguments.get("verbose", True))
-    return Flight(engine, train, ValidationData(**given), arguments.get("limit"), timeout, verbose)
+    return Flight(engine, train, ValidationData(**given), arguments.get("limit"), timeout, verbose, checked())
 
 
-def check_installed() -> None:
-    """Check that the TPU's compiler is installed.
+def checked() -> dict[str, str]:
+    """The versions of the TPU's compiler, and of what goes with it. A warning says if nobody has tried these together.
 
     Raises:
-        PreflightError: It is not, or in another version.
+        PreflightError: It is not installed.
     """
-    found = {name: version(name) for name in COMPILER}
-    missing = misfits(found)
+    found = releases.compiler()
+    missing = releases.missing(found)
     if missing:
-        here = ", ".join(
-            f"{name} missing" if found[name] is None else f"{name} {found[name]}, not {COMPILER[name]}"
-            for name in missing
-        )
+        here = ", ".join(f"{name} {own or 'missing'}" for name, own in found.items())
         raise PreflightError(
-            "a preflight needs the TPU's compiler: pip install 'tpufit[preflight]', which takes 1 GB (from Python 3.11 "
-            f"on). Here: {here}"
+            f"a preflight needs the TPU's compiler: {releases.command(found, *missing)}, which takes up to 1 GB (from "
+            f"Python 3.11 on). Here: {here}"
         )
+    if not releases.tried(found):
+        warn(f"{releases.untried(found)}. It is tried now; one that was: {releases.command(found)}")
+    return {name: str(own) for name, own in found.items()}
 
 
 def _fault(folder: Path) -> errors.TpufitError | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class PreflightReport:
         batch_size: The rows per core.
         precision: The argument of `compile`.
         steps_per_execution: The argument of `compile` (default 1).
+        compiler: The versions of the compiler and of what goes with it, by their names (default: not told).
 
     Example:
         >>> from tpufit.preflight.analysis import Cost, Memory
@@ -66,6 +67,7 @@ class PreflightReport:
     batch_size: int
     precision: str
     steps_per_execution: int | str = 1
+    compiler: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def step(self) -> Program:
@@ -143,7 +145,7 @@ class PreflightReport:
             "share_of_peak": self.share_of_peak,
         }
         own = {"tpu": asdict(self.tpu), "batch_size": self.batch_size, "precision": self.precision, "fits": self.fits}
-        own["steps_per_execution"] = self.steps_per_execution
+        own |= {"steps_per_execution": self.steps_per_execution, "compiler": dict(self.compiler)}
         return own | {"estimates": estimates, "programs": programs}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -261,6 +263,8 @@ class PreflightReport:
         if self.step.cost.cycles:
             parts += [Text(), self._layers()]
         parts += [Text(), self._programs()]
+        if self.compiler:
+            parts.append(Text(f"\ncompiled with {_named(self.compiler)}"))
         if self.steps_per_execution == "auto":
             parts.append(Text(_JOINED_LATER))
         parts += [Text(f"warning: {said}", style="yellow") for said in self.warnings]
@@ -326,10 +330,17 @@ class Comparison:
             mark = " <- cheapest that fits" if report is self.cheapest else ""
             fits = Text("yes", style="green") if report.fits else Text("no", style="bold red")
             table.add_row(report.tpu.name, str(report.tpu.devices), fits, used, *times[:3], times[3] + mark)
-        yield Group(table, Text("* the compiler's estimate, at list prices of a chip's hour; none of it is measured"))
+        own = self.reports[0].compiler
+        by = f" ({_named(own)})" if own else ""
+        note = f"* the compiler's estimate{by}, at list prices of a chip's hour; none of it is measured"
+        yield Group(table, Text(note))
 
     def __str__(self) -> str:
         return rendered(self, _WIDTH)
+
+
+def _named(compiler: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in compiler.items())
 
 
 def price(report: PreflightReport) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ArgumentError, CoresError
-from ..utils import hardware
+from ..utils import hardware, releases
 from ..utils.deferred import deferred
 from ..utils.users_code import users_line
 from . import hosts
@@ -194,12 +194,12 @@ def available(used: int) -> int:
 
 def versions() -> dict[str, str]:
     """The installed versions that the last digits of a training depend on."""
-    return {name: hardware.version(name) or "none" for name in ("torch", "torch_xla")}
+    return {name: releases.version(name) or "none" for name in ("torch", "torch_xla")}
 
 
 def _import_runtime() -> Any:
     """Import torch_xla without its log line about the platform: `fit` prints a better one."""
-    hardware.check_versions(hardware.version("torch"), hardware.version("torch_xla"))
+    releases.check_versions(releases.version("torch"), releases.version("torch_xla"))
     if "torch_xla" not in sys.modules:
         hardware.drop_stale_variables()
         hardware.leave_the_cloud_alone()

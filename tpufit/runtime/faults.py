@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .. import errors
 from ..errors import StartError, TpufitError, counted
-from ..utils import hardware
+from ..utils import hardware, releases
 from ..utils.less_memory import measures
 from ..utils.text import bytes_of, size
 
@@ -123,15 +123,16 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
         wish: The value of `PJRT_DEVICE` in the user's environment, or None.
 
     Example:
-        >>> print(translate_start(OSError("libtpu not found"), "TPU", "TPU"))
-        PJRT_DEVICE='TPU' asks for a TPU, but libtpu, its driver, is not installed. On a TPU run: pip install 'torch_xla[tpu]==2.9.0'; without one unset PJRT_DEVICE
+        >>> print(translate_start(OSError("libtpu not found"), "TPU", "TPU"))  # doctest: +ELLIPSIS
+        PJRT_DEVICE='TPU' asks for a TPU, but libtpu, its driver, is not installed. On a TPU run: pip install libtpu==...; without one unset PJRT_DEVICE
         torch_xla says: libtpu not found
     """  # noqa: E501
     text = str(error)
     held = hardware.holders()
     asks = f"PJRT_DEVICE={wish!r} asks for a {platform}, but"
     if ("libtpu" in text and ("not found" in text or "cannot open" in text)) or "Failed to open" in text:
-        cure = "On a TPU run: pip install 'torch_xla[tpu]==2.9.0'; without one unset PJRT_DEVICE"
+        found = {"torch_xla": releases.version("torch_xla")}
+        cure = f"On a TPU run: {releases.command(found, 'libtpu')}; without one unset PJRT_DEVICE"
         said = f"{asks} libtpu, its driver, is not installed. {cure}"
     elif platform is None or "PJRT_DEVICE is not set" in text or "Missing XLA configuration" in text:
         said = "no device is chosen. Set PJRT_DEVICE=TPU (or CPU), and unset PJRT_SELECT_DEFAULT_DEVICE"

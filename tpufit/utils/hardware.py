@@ -1,4 +1,4 @@
-"""This host's hardware and versions, read without torch: TPU chips, their holders, the platform, the memory.
+"""This host's hardware, read without torch: TPU chips, their holders, the platform, the memory.
 
 All of it is read from files that Linux keeps. The functions take their root, so that tests can lay out another host in
 a folder.
@@ -8,18 +8,9 @@ import os
 import resource
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
-from ..errors import VersionError
 from .users_code import warn
-
-# Replay, sharding and seeds were measured with this version of both, at which torch_xla is frozen.
-SUPPORTED = "2.9"
-
-# The TPU's compiler and what a preflight calls it by: the pair that torch_xla 2.9.0 names in its own extras `tpu` and
-# `pallas`. None: any version.
-COMPILER = {"libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1", "cloudpickle": None}
 
 # What a process says that may use no more memory, or start no more threads.
 LACKS_MEMORY = (
@@ -65,44 +56,6 @@ CHIPS = {
     "0x0063": Chip("v5e", 1, 16),
     "0x006f": Chip("v6e", 1, 32),
 }
-
-
-def check_versions(torch_version: str | None, xla_version: str | None) -> None:
-    """Raise `VersionError` unless both are installed and of the release that tpufit was made for.
-
-    Args:
-        torch_version: The installed version of torch, or None.
-        xla_version: The installed version of torch_xla, or None.
-    """
-    cure = f"pip install torch=={SUPPORTED}.0 torch_xla=={SUPPORTED}.0 (on a TPU: 'torch_xla[tpu]=={SUPPORTED}.0')"
-    for name, version in (("torch", torch_version), ("torch_xla", xla_version)):
-        if version is None:
-            raise VersionError(f"{name} is not installed. Run: {cure}")
-    if [str(v).split(".")[:2] for v in (torch_version, xla_version)] != [SUPPORTED.split(".")] * 2:
-        wanted = f"torch {SUPPORTED} and torch_xla {SUPPORTED}, which belong together"
-        here = f"torch {torch_version} and torch_xla {xla_version}"
-        raise VersionError(f"tpufit needs {wanted}; here are {here}. Run: {cure}")
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def misfits(found: Mapping[str, str | None]) -> list[str]:
-    """The packages of the TPU's compiler that are missing, or of another version than is needed.
-
-    Args:
-        found: The installed versions; one that is None or not there is missing.
-
-    Example:
-        >>> misfits({"libtpu": "0.0.7", "jax": "0.7.1", "jaxlib": "0.7.1", "cloudpickle": "3.1"})
-        ['libtpu']
-    """
-    return [name for name, wanted in COMPILER.items() if found.get(name) is None or wanted not in (None, found[name])]
 
 
 def chips(root: Path = _ROOT) -> list[Chip]:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...errors import VersionError, counted
-from ...utils.hardware import COMPILER, LACKS_MEMORY, check_versions, describe, misfits, retired_variables
+from ...utils import releases
+from ...utils.hardware import LACKS_MEMORY, describe, retired_variables
 from ...utils.text import size
 from .facts import Facts
 from .trial import ALL, Trial
@@ -50,7 +51,7 @@ def _row(name: str, found: str, *, error: str = "", warning: str = "") -> Row:
 
 def python(facts: Facts) -> Iterator[Row]:
     supported = (3, 10) <= facts.python[:2] <= (3, 13)
-    cure = "" if supported else "torch 2.9 and torch_xla 2.9 need Python 3.10 to 3.13"
+    cure = "" if supported else "torch and torch_xla of the releases that tpufit works with need Python 3.10 to 3.13"
     yield _row("Python", ".".join(map(str, facts.python)), error=cure)
 
 
@@ -58,7 +59,7 @@ def versions(facts: Facts) -> Iterator[Row]:
     pair = facts.versions.get("torch"), facts.versions.get("torch_xla")
     found = f"torch {pair[0] or 'missing'}, torch_xla {pair[1] or 'missing'}"
     try:
-        check_versions(*pair)
+        releases.check_versions(*pair)
         cure = ""
     except VersionError as error:
         cure = str(error)
@@ -67,24 +68,33 @@ def versions(facts: Facts) -> Iterator[Row]:
 
 def libtpu(facts: Facts) -> Iterator[Row]:
     version = facts.versions.get("libtpu")
+    install = releases.command(facts.versions, "libtpu")
     if version is None:
-        cure = "pip install 'torch_xla[tpu]==2.9.0': without libtpu the TPU is not found" if facts.chips else ""
+        cure = f"{install}: without libtpu the TPU is not found" if facts.chips else ""
         yield _row("libtpu", "not installed" + ("" if facts.chips else "; only a TPU needs it"), error=cure)
         return
-    fits = facts.wants_libtpu in (None, version)
-    cure = f"this torch_xla was released with libtpu {facts.wants_libtpu}: pip install libtpu=={facts.wants_libtpu}"
-    yield _row("libtpu", version, warning="" if fits else cure)
+    # What trains is right, whatever its number is; without a TPU nobody can say.
+    unproven = facts.chips and not any(trial.ran_on for trial in facts.trials)
+    if releases.tried_libtpu(facts.versions) or not unproven:
+        yield _row("libtpu", version)
+        return
+    xla = facts.versions.get("torch_xla")
+    cure = f"tpufit was not tried with this one and torch_xla {xla}; if training doesn't start: {install}"
+    yield _row("libtpu", version, warning=cure)
 
 
 def compiler(facts: Facts) -> Iterator[Row]:
-    found = {name: facts.versions.get(name) for name in COMPILER}
+    found = {name: facts.versions.get(name) for name in releases.COMPILER}
     here = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
-    if found["jax"] is None and found["jaxlib"] is None:
+    missing = releases.missing(found)
+    if missing and found["jax"] is None and found["jaxlib"] is None:
         yield _row("the TPU's compiler", "not installed; only preflight needs it")
-        return
-    needed = ", ".join(f"{name} {wanted}" for name, wanted in COMPILER.items() if wanted)
-    cure = f"preflight needs {needed} and cloudpickle: pip install 'tpufit[preflight]'"
-    yield _row("the TPU's compiler", here, warning=cure if misfits(found) else "")
+    elif missing:
+        cure = f"preflight needs {' and '.join(missing)} too: {releases.command(facts.versions)}"
+        yield _row("the TPU's compiler", here, warning=cure)
+    else:
+        known = "" if releases.tried(facts.versions) else "; not tried with this torch_xla, which preflight will do"
+        yield _row("the TPU's compiler", here + known)
 
 
 def tensorflow(facts: Facts) -> Iterator[Row]:

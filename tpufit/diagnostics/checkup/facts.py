@@ -1,18 +1,16 @@
 """`gather`: the facts of this machine, without a judgement and without starting the runtime in this process."""
 
 import os
-import re
 import shutil
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 
-from ...utils import hardware
+from ...utils import hardware, releases
 from .trial import ALL, Trial, run
 
-_PACKAGES = ("torch", "torch_xla", "tensorflow", "tensorflow-cpu", *hardware.COMPILER)
+_PACKAGES = ("torch", "torch_xla", "tensorflow", "tensorflow-cpu", *releases.COMPILER)
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class Facts:
     Attributes:
         python: Python's version.
         versions: The versions of the packages that matter and are installed.
-        wants_libtpu: The version of libtpu that the installed torch_xla was built for, or None.
         environ: The environment's variables.
         place: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`.
         chips: The TPU chips on the PCI bus.
@@ -68,7 +65,6 @@ class Facts:
 
     python: tuple[int, ...] = (3, 11, 0)
     versions: Mapping[str, str] = field(default_factory=lambda: {"torch": "2.9.0", "torch_xla": "2.9.0"})
-    wants_libtpu: str | None = "0.0.21"
     environ: Mapping[str, str] = field(default_factory=dict)
     place: str = "a machine without a TPU"
     chips: tuple[hardware.Chip, ...] = ()
@@ -96,8 +92,7 @@ def gather(train: bool, timeout: float) -> Facts:
     train = train and cores is None and len(hosts) < 2
     return Facts(
         python=sys.version_info[:3],
-        versions={name: version for name in _PACKAGES if (version := hardware.version(name)) is not None},
-        wants_libtpu=_wanted_libtpu(),
+        versions={name: version for name in _PACKAGES if (version := releases.version(name)) is not None},
         environ=dict(os.environ),
         place=hardware.place(),
         chips=tuple(hardware.chips()),
@@ -120,10 +115,3 @@ def _leads_somewhere(name: str) -> bool:
         return bool(socket.getaddrinfo(name, None))
     except OSError:
         return False
-
-
-def _wanted_libtpu() -> str | None:
-    """The version of libtpu that `torch_xla[tpu]` asks for: the two are released as a pair."""
-    wanted = metadata.requires("torch_xla") if hardware.version("torch_xla") else None
-    found = [match[1] for line in wanted or () if (match := re.match(r"libtpu\s*==\s*([\w.]+)", line))]
-    return found[0] if found else None
