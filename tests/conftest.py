@@ -54,10 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Also for the processes that tests start. The library itself says how many virtual cores there are.
+    # Also for the processes that tests start. The library itself says how many virtual cores there are, and keeps XLA
+    # quiet.
     os.environ["PJRT_DEVICE"] = "CPU"
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    os.environ.pop("CPU_NUM_DEVICES", None)
+    for name in ("CPU_NUM_DEVICES", "TF_CPP_MIN_LOG_LEVEL"):
+        os.environ.pop(name, None)
     os.environ.setdefault("XLA_FLAGS", QUICK_TO_COMPILE)
     half = on_cores.Parent if config.getoption("--on-cores") is None else on_cores.Child
     config.pluginmanager.register(half(config), "on-cores")

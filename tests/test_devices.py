@@ -16,6 +16,7 @@ from tpufit.utils import releases
 def fresh(monkeypatch):
     """Each test is a process of its own that has settled nothing."""
     monkeypatch.setattr(devices, "_settled", None)
+    monkeypatch.setattr(devices, "_failed", None)
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")  # so that what a test sets is taken back
 
 
@@ -130,6 +131,10 @@ def test_one_process_of_several(monkeypatch):
 def test_a_runtime_that_does_not_start(monkeypatch):
     fake_torch_xla.install(monkeypatch, fails="The TPU is already in use by process with pid 17")
     with pytest.raises(StartError, match=r"(?s)the TPU is held by.*End it yourself.*pid 17"):
+        start("auto")
+    with pytest.raises(
+        StartError, match=r"(?s)the TPU is held by.*pid 17\ntorch_xla tries once only: then restart this"
+    ):
         start("auto")
 
 

@@ -44,7 +44,7 @@ def test_the_programs_of_a_page_run_and_print_what_it_says(run_python, tmp_path,
         path = tmp_path / (title or f"page{number}.py")
         path.write_text(code)
         # As a user does: nothing set, and what torch_xla says is heard. Only the first pages are compiled for long.
-        unset = ("TF_CPP_MIN_LOG_LEVEL", "PJRT_DEVICE", *(["XLA_FLAGS"] if name in FIRST else []))
+        unset = ("PJRT_DEVICE", *(["XLA_FLAGS"] if name in FIRST else []))
         environment = {**dict.fromkeys(unset), "TQDM_DISABLE": "1"}
         run = f"import runpy, sys; sys.argv = [{str(path)!r}]; runpy.run_path({str(path)!r}, run_name='__main__')"
         process = run_python(run, timeout=600, env=environment)

@@ -32,6 +32,7 @@ def results(hosts, cores, interleaved=False):
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import pod.scenarios"
     ended = Pod(hosts, cores, folder, interleaved).run(code, timeout=540)
     assert [host.code for host in ended] == [0] * hosts, "\n".join(host.err for host in ended)
+    assert not any("/xla/" in host.out + host.err for host in ended)  # XLA's own notes name the file that they are from
     return [torch.load(folder / f"results{host}.pt", weights_only=False) for host in range(hosts)]
 
 

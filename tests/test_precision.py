@@ -1,11 +1,14 @@
 """In which format a module computes, and what is said of ways that don't work."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import tpufit
+from tpufit import runtime
 from tpufit.errors import UnknownNameError
 from tpufit.optimizers import device_state
 from tpufit.step import precision
@@ -111,6 +114,21 @@ def test_the_precision_of_products_is_torch_xlas(cores):
         assert torch_xla._XLAC._xla_get_mat_mul_precision() == name
     with pytest.raises(UnknownNameError, match="unknown matmul_precision 'higher': did you mean 'high"):
         model.compile("sgd", "cross_entropy", matmul_precision="higher")
+
+
+@pytest.mark.parametrize(("name", "written"), [("default", ""), ("high", "high,high"), ("highest", "highest,highest")])
+def test_a_program_says_the_precision_of_each_product(name, written):
+    """So that it means the same on every release of torch_xla; what isn't written is one pass of bfloat16 on a TPU."""
+    import torch_xla
+
+    runtime.set_matmul_precision(name)
+    x = torch.ones(2, 4, 8, device="xla")
+    products = [x[0] @ x[0].T, nn.functional.conv1d(x, x), torch.bmm(x, x.mT)]
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo(products)
+    runtime.set_matmul_precision("default")
+    lines = [line for line in hlo.splitlines() if re.search(r" (dot|convolution)\(", line)]
+    found = [re.search(r"operand_precision=\{(.*?)\}", line) for line in lines]
+    assert [match[1] if match else "" for match in found] == [written] * 3
 
 
 @pytest.mark.parametrize("variable", ["XLA_USE_BF16", "XLA_DOWNCAST_F16"])

@@ -103,6 +103,7 @@ def test_what_is_not_known_is_left_as_it_is(error):
 @pytest.fixture
 def fresh(monkeypatch):
     monkeypatch.setattr(devices, "_settled", None)
+    monkeypatch.setattr(devices, "_failed", None)
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
 
@@ -149,8 +150,11 @@ if releases.version("libtpu") is None:
     ],
 )
 def test_really_a_device_that_is_not_there(run_python, env, sentence):
-    process = run_python(FIT, env=env)
+    """And the process lives on: torch_xla 2.8 would end it at the second call, and at its exit."""
+    again = "try:\n    tpufit.init()\nexcept tpufit.errors.StartError as error:\n    print(error)\n"
+    process = run_python(FIT.replace("m.fit", f"{again}m.fit"), env=env)
     assert process.returncode == 1 and "StartError" in process.stderr and sentence in process.stderr, process.stderr
+    assert sentence in process.stdout and "torch_xla tries once only" in process.stderr
 
 
 class Hungry(nn.Module):

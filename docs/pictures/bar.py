@@ -63,7 +63,7 @@ def picture(lines: list[str], theme: TerminalTheme) -> str:
 
 
 if __name__ == "__main__":
-    written = in_a_terminal(TRAINING, TERM="xterm-256color", COLUMNS=str(COLUMNS), TF_CPP_MIN_LOG_LEVEL="2")
+    written = in_a_terminal(TRAINING, TERM="xterm-256color", COLUMNS=str(COLUMNS))
     third = [match.end() for match in re.finditer(r"Epoch 3/3[^\n\r]*", written)]
     lines = on_screen(written[: third[len(third) // 2]])
     FOLDER.mkdir(parents=True, exist_ok=True)

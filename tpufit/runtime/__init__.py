@@ -6,6 +6,7 @@
 | --- | --- |
 | `bindings` | torch_xla's own bindings |
 | `devices` | find and start the cores |
+| `release` | what differs between torch_xla 2.8 and 2.9 |
 | `hosts` | the hosts of a pod: what they agree on |
 | `pulse` | their signs of life |
 | `placement` | the host, one core or a mesh, and how tensors lie over it |

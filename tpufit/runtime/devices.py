@@ -13,13 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ArgumentError, CoresError
+from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware, releases
 from ..utils.deferred import deferred
 from ..utils.users_code import users_line
-from . import hosts
+from . import hosts, release
 from .faults import translate_start
 from .ops.lowerings import lower_missing
+
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all, 1: warnings, 2: errors, 3: what ends the process
 
 CoresArgument = int | str | list[int] | None
 """The values of `cores=`: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
@@ -62,6 +64,7 @@ class _Request:
 
 
 _settled: Cores | None = None
+_failed: StartError | None = None
 
 
 def settled() -> Cores | None:
@@ -99,12 +102,15 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     Returns:
         The cores of this process.
     """
-    global _settled
+    global _settled, _failed
     request = _parse(cores)
     if _settled is not None:
         _agree(request, _settled, cores)
         return _settled
     wish = os.environ.get("PJRT_DEVICE")  # torch_xla sets it when it is imported
+    if _failed is not None:  # torch_xla tries once only, and 2.8 ends a process that tries again
+        cure = "torch_xla tries once only: then restart this process (in a notebook: the kernel)"
+        raise type(_failed)(f"{_failed}\n{cure}") from _failed
     runtime = _import_runtime()
     started = runtime._XLAC._xla_runtime_is_initialized()
     platform = runtime.runtime.device_type()
@@ -115,7 +121,9 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
         available = runtime.runtime.global_runtime_device_count()
         processes = runtime.runtime.process_count()
     except (RuntimeError, OSError) as error:
-        raise translate_start(error, platform, wish) from error
+        release.survive(runtime)
+        _failed = translate_start(error, platform, wish)
+        raise _failed from error
     index, count = _choose(request, available, platform, started, runtime.runtime.is_spmd(), cores)
     if processes > 1 and count < available:
         raise CoresError(
@@ -199,11 +207,11 @@ def versions() -> dict[str, str]:
 
 def _import_runtime() -> Any:
     """Import torch_xla without its log line about the platform: `fit` prints a better one."""
-    releases.check_versions(releases.version("torch"), releases.version("torch_xla"))
+    release.release()
+    _quieten()
     if "torch_xla" not in sys.modules:
         hardware.drop_stale_variables()
         hardware.leave_the_cloud_alone()
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides a GSPMD deprecation line at every compilation
         logging.disable(logging.WARNING)
         try:
             # It needs half of PyTorch's compiler, for `torch.compile` only, which takes half of the time of the import.
@@ -216,6 +224,16 @@ def _import_runtime() -> Any:
     # It puts a GRU of its own in PyTorch's place, whose backward pass needs JAX on several cores.
     nn.GRU = getattr(nn.GRU, "_orig", nn.GRU)  # type: ignore[misc]
     return torch_xla
+
+
+def _quieten() -> None:
+    """Hide what XLA notes and warns of, such as that GSPMD will be replaced, at every compilation. Errors still show.
+
+    XLA reads the level when it has something to say for the first time, and so later than torch_xla, which sets it to
+    1 where a user has set nothing, or has imported torch_xla first.
+    """
+    if os.environ.get(_LOG_LEVEL, "1") == "1":
+        os.environ[_LOG_LEVEL] = "2"
 
 
 def _parse(cores: CoresArgument) -> _Request:

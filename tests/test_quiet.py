@@ -1,0 +1,27 @@
+"""What XLA writes into the user's terminal: nothing but errors, whoever imports torch_xla first, unless it is asked for."""
+
+import pytest
+
+FIT = """
+import numpy as np, torch, tpufit
+model = tpufit.Model(torch.nn.Linear(4, 3))
+model.compile("adamw", "mse")
+model.fit(np.ones((64, 4), "f4"), np.ones((64, 3), "f4"), batch_size=4, verbose=0, cores=8)
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("first", ["import tpufit", "import torch_xla"])
+def test_a_script_is_quiet(run_python, first):
+    ended = run_python(first + FIT)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_a_variable_shows_all(run_python):
+    assert " external/xla/" in run_python(FIT, env={"TF_CPP_MIN_LOG_LEVEL": "0"}).stderr
+
+
+def test_what_ends_the_process_is_shown(run_python):
+    ended = run_python(FIT, env={"XLA_FLAGS": "--xla_no_such_flag=1"})
+    assert ended.returncode < 0 and "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in ended.stderr

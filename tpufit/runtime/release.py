@@ -1,0 +1,33 @@
+"""What differs between the releases of torch_xla that tpufit works with. Nothing else asks which of them is installed.
+
+| | 2.8 | 2.9 |
+| --- | --- | --- |
+| a runtime that doesn't start | ends the process at its exit, and at the next call | an error, each time |
+
+`matmul_precision` is no difference: both releases write it into each product of a program, and begin with `"default"`,
+which a TPU computes in one pass of bfloat16.
+"""
+
+import atexit
+from typing import Any
+
+from ..utils import releases
+
+
+def release() -> str:
+    """The installed release, e.g. `"2.9"`.
+
+    Raises:
+        VersionError: torch and torch_xla don't belong together.
+    """
+    return releases.check_versions(releases.version("torch"), releases.version("torch_xla"))
+
+
+def survive(runtime: Any) -> None:
+    """Keep a process alive whose runtime hasn't started: leave out torch_xla's own end, which would start it again.
+
+    Args:
+        runtime: torch_xla.
+    """
+    if release() == "2.8":
+        atexit.unregister(runtime._prepare_to_exit)
