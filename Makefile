@@ -1,7 +1,8 @@
 # make demo    train a network on 8 virtual cores
 # make check   the quick tests
 # make test    all tests but the exhaustive ones
-# make soak    the exhaustive ones; .ci/run runs both
+# make soak    the exhaustive ones
+# make images  the quick tests and more on copies of Kaggle's and Colab's images; .ci/run runs these three
 # make docs    the site, in build/site
 #
 # The first of them builds .venv. PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
@@ -17,7 +18,7 @@ READY := .venv/ready
 export PJRT_DEVICE := CPU
 unexport CPU_NUM_DEVICES
 
-.PHONY: demo check test soak docs lint
+.PHONY: demo check test soak images docs lint
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -32,6 +33,9 @@ test: lint
 soak: $(READY)
 	$(BIN)/python -m pip install --editable '.[test,examples,preflight,libraries,docs]'
 	$(PYTEST) -m soak
+
+images:
+	$(PYTHON) tests/images.py --jobs $(JOBS)
 
 docs: $(READY)
 	$(BIN)/python -m pip install --editable '.[docs]'

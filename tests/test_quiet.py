@@ -1,4 +1,4 @@
-"""What XLA writes into the user's terminal: nothing but errors, whoever imports torch_xla first, unless it is asked for."""
+"""What XLA writes into the user's terminal: errors only, unless it is asked for more."""
 
 import pytest
 
