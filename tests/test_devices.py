@@ -2,6 +2,7 @@
 
 import os
 import textwrap
+from contextlib import nullcontext
 
 import fake_torch_xla
 import pytest
@@ -171,6 +172,25 @@ def test_versions_are_looked_at_before_anything_is_started(monkeypatch):
     with pytest.raises(VersionError):
         start(8)
     assert fake.calls == []
+
+
+KAGGLE = {"torch": "2.8.0+cpu", "torch_xla": "2.8.0", "libtpu": "0.0.17"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "warned"),
+    [
+        (KAGGLE, False),
+        (KAGGLE | {"libtpu": "0.0.30"}, True),
+        ({"torch": "2.9.0", "torch_xla": "2.9.0", "libtpu": "0.0.30"}, False),
+    ],
+)
+def test_a_libtpu_that_may_end_the_process(monkeypatch, versions, warned):
+    monkeypatch.setattr(releases, "version", versions.get)
+    fake_torch_xla.install(monkeypatch)
+    cure = r"here is 0\.0\.30\. If that happens now: pip install libtpu==0\.0\.17$"
+    with pytest.warns(UserWarning, match=cure) if warned else nullcontext():
+        assert start("auto").count == 8
 
 
 def test_what_fit_prints_of_the_cores():

@@ -32,6 +32,7 @@ FRIENDLY_ATTRIBUTES = {
     "_getframe": "of sys: the caller's line",
     "_current_frames": "of sys: the line of the main thread",
     "_orig": "of torch_xla's GRU: PyTorch's own",
+    "_prepare_to_exit": "of torch_xla: what it does at the end of a process",
     "_task_info": "of a DataLoader's iterator: the worker that has a batch",
     "_rcvd_idx": "of a DataLoader's iterator: the batch that comes next",
     "_is_compiling_flag": "of torch.compiler: as torch.export sets it",

@@ -114,6 +114,8 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     runtime = _import_runtime()
     started = runtime._XLAC._xla_runtime_is_initialized()
     platform = runtime.runtime.device_type()
+    if platform == "TPU" and not started:
+        release.warn_of_libtpu()
     if platform == "CPU" and not started:
         wanted = request.count or 1
         os.environ["CPU_NUM_DEVICES"] = str(wanted if request.index is None else request.index + 1)

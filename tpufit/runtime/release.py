@@ -2,6 +2,7 @@
 
 | | 2.8 | 2.9 |
 | --- | --- | --- |
+| a libtpu of a later release | may end the process as it starts | works |
 | a runtime that doesn't start | ends the process at its exit, and at the next call | an error, each time |
 
 `matmul_precision` is no difference: both releases write it into each product of a program, and begin with `"default"`,
@@ -12,6 +13,7 @@ import atexit
 from typing import Any
 
 from ..utils import releases
+from ..utils.users_code import warn
 
 
 def release() -> str:
@@ -21,6 +23,16 @@ def release() -> str:
         VersionError: torch and torch_xla don't belong together.
     """
     return releases.check_versions(releases.version("torch"), releases.version("torch_xla"))
+
+
+def warn_of_libtpu() -> None:
+    """Warn before a TPU is started with a libtpu that may end the process."""
+    found = releases.compiler()
+    if release() == "2.8" and found["libtpu"] is not None and not releases.tried_libtpu(found):
+        warn(
+            f"torch_xla {found['torch_xla']} was released for libtpu 0.0.17, and later ones are known to end the "
+            f"process; here is {found['libtpu']}. If that happens now: {releases.command(found, 'libtpu')}"
+        )
 
 
 def survive(runtime: Any) -> None:
