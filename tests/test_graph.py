@@ -117,6 +117,12 @@ class PerEpoch(Callback):
         self.model.optimizer.param_groups[0]["lr"] *= 0.8
 
 
+# With the flags of tests, by which LLVM optimises nothing, the CPU's compiler of torch_xla 2.8 rounds an update with
+# momentum otherwise in one step than in several. As users have it, it does not.
+as_users_have_it = pytest.mark.cores(1, 8, timeout=600, alone=True)
+
+
+@as_users_have_it
 @pytest.mark.parametrize("k", [3, 10])
 def test_several_steps_in_one_graph_are_the_same_to_the_bit(cores, k):
     def run(k):
@@ -154,6 +160,7 @@ def test_several_steps_in_one_graph_are_the_same_but_for_rounding(cores, k):
     assert several[3].graphs["train"] <= 3  # k steps, one step, the tail
 
 
+@as_users_have_it
 def test_auto_joins_steps_that_are_short_and_changes_nothing_else(cores, monkeypatch):
     class Hooks(Callback):
         reads_weights = False

@@ -40,8 +40,9 @@ RATE_IS_AN_INPUT = {
 # These read a value in their step, or keep it in Python, and so are traced at every call. They are right all the same.
 TRACED = {
     "adafactor": (optim.Adafactor, "reads a value from the device"),
-    "muon": (partial(optim.Muon, lr=1e-3), "reads a value from the device"),
 }
+if hasattr(optim, "Muon"):  # of PyTorch 2.9
+    TRACED["muon"] = (partial(optim.Muon, lr=1e-3), "reads a value from the device")
 
 
 class Signs(optim.Optimizer):

@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Flight:
         limit: The argument of `fit`.
         timeout: The seconds that one process may take.
         verbose: True to show a clock.
-        compiler: The versions of the TPU's compiler, and of what goes with it.
+        compiler: The versions of the TPU's compiler, and of what goes with it (default: not known).
     """
 
     engine: Engine
@@ -49,7 +49,7 @@ class Flight:
     limit: int | float | None
     timeout: float
     verbose: bool
-    compiler: Mapping[str, str]
+    compiler: Mapping[str, str] = field(default_factory=dict)
 
     def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
         """Compile everything that `fit` would compile on slices. The same steps on as many cores are traced once.
@@ -148,7 +148,7 @@ class Flight:
         try:
             run(command, f"compiling for {on.name}", self.timeout, self.verbose)
         except PreflightError as error:
-            if releases.tried(self.compiler):
+            if not self.compiler or releases.tried(self.compiler):
                 raise
             why, cure = releases.untried(self.compiler), releases.command(self.compiler)
             raise PreflightError(f"{error}\nPerhaps because {why}. One that was: {cure}") from None

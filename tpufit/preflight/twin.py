@@ -6,7 +6,9 @@ Another process has to trace it, because a process settles its cores once, and t
 from __future__ import annotations
 
 import io
+import marshal
 from collections.abc import Collection
+from types import CodeType
 from typing import Any
 
 import torch
@@ -45,6 +47,8 @@ def pickled(training: Any, model: Any, state: Collection[int]) -> bytes:
             if isinstance(obj, Optimizer):  # whose own way leaves out what a subclass adds
                 kept = {name: value for name, value in vars(obj).items() if name not in ("step", "zero_grad")}
                 return _bare, (type(obj),), kept
+            if isinstance(obj, CodeType):  # cloudpickle from 3.1.3 on leaves out the file that an error's line is in
+                return marshal.loads, (marshal.dumps(obj),)
             if isinstance(obj, nn.Module) and is_parametrized(obj):  # which refuses to be pickled by others
                 return _bare, (type(obj),), vars(obj)
             return super().reducer_override(obj)

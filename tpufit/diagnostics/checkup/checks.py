@@ -78,8 +78,8 @@ def libtpu(facts: Facts) -> Iterator[Row]:
     if releases.tried_libtpu(facts.versions) or not unproven:
         yield _row("libtpu", version)
         return
-    xla = facts.versions.get("torch_xla")
-    cure = f"tpufit was not tried with this one and torch_xla {xla}; if training doesn't start: {install}"
+    with_it = f"torch_xla {facts.versions.get('torch_xla')}"
+    cure = f"tpufit was not tried with this one and {with_it}; if training doesn't start: {install}"
     yield _row("libtpu", version, warning=cure)
 
 
