@@ -6,8 +6,8 @@
 | a runtime that doesn't start | ends the process at its exit, and at the next call | an error, each time |
 | a step that fails while it runs, as for want of memory | ends the process when a result is read | an error |
 
-The last can't be mended from outside: of all that reads a result or waits for it, nothing in 2.8 tells of a failure before.
-A program that is too large for a TPU fails as it is compiled, which is an error on both.
+The last can't be mended from outside: of all that reads a result or waits for it, nothing in 2.8 tells of a failure
+before. A program that is too large for a TPU fails as it is compiled, which is an error on both.
 
 `matmul_precision` is no difference: both releases write it into each product of a program, and begin with `"default"`,
 which a TPU computes in one pass of bfloat16.
