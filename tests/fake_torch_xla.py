@@ -37,6 +37,7 @@ def install(
         fake.calls.append("use_spmd")
 
     fake.runtime = runtime
+    fake._prepare_to_exit = lambda: None
     fake._XLAC = SimpleNamespace(
         _xla_runtime_is_initialized=lambda: started,
         _xla_get_spmd_config_is_locked=lambda: locked,

@@ -2,7 +2,7 @@
 
 For each it makes an environment in `.images/` with the image's Python and the versions that tpufit depends on, and
 proves by pip's own report that installing tpufit changes none of them. Then it runs there, on virtual cores:
-the doctor, a preflight, the image's notebook and the quick tests. The environments are kept; each takes 7 GB.
+the doctor, a preflight, the image's notebook and the quick tests. The environments are kept; each takes 9 GB.
 """
 
 from __future__ import annotations

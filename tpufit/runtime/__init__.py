@@ -63,6 +63,7 @@ from .program import Program
 from .python_state import facts
 from .recompute import recomputing
 from .recorder import Recorded, Recorder, like_a_tpu
+from .release import words_of
 from .rows import fetch_rows, gather_rows, send_rows
 from .strict import LENIENT, Strict
 from .trace_watch import cure_of

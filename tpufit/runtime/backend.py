@@ -84,6 +84,9 @@ class Backend(Protocol):
     def versions(self) -> dict[str, str]:
         """The versions that the last digits of a training depend on."""
 
+    def words_of(self, error: BaseException) -> str:
+        """The text of an error of the runtime, for users."""
+
     # Hosts
 
     def process_index(self) -> int:

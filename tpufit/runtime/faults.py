@@ -8,6 +8,7 @@ from ..errors import StartError, TpufitError, counted
 from ..utils import hardware, releases
 from ..utils.less_memory import measures
 from ..utils.text import bytes_of, size
+from .release import words_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def translate(error: BaseException, load: Load | None = None) -> TpufitError | N
     """  # noqa: E501
     if isinstance(error, TpufitError) or not isinstance(error, (RuntimeError, AssertionError)):
         return None
-    text = str(error)
+    text = words_of(error)
     if _SCRATCH.search(text):  # before `_FULL`, whose words are in it too
         sentence = (
             "an operation needs more of a core's scratch memory than there is, a fault of the compiler, not of the "
@@ -127,7 +128,7 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
         PJRT_DEVICE='TPU' asks for a TPU, but libtpu, its driver, is not installed. On a TPU run: pip install libtpu==...; without one unset PJRT_DEVICE
         torch_xla says: libtpu not found
     """  # noqa: E501
-    text = str(error)
+    text = words_of(error)
     held = hardware.holders()
     asks = f"PJRT_DEVICE={wish!r} asks for a {platform}, but"
     if ("libtpu" in text and ("not found" in text or "cannot open" in text)) or "Failed to open" in text:
@@ -136,7 +137,7 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
         said = f"{asks} libtpu, its driver, is not installed. {cure}"
     elif platform is None or "PJRT_DEVICE is not set" in text or "Missing XLA configuration" in text:
         said = "no device is chosen. Set PJRT_DEVICE=TPU (or CPU), and unset PJRT_SELECT_DEFAULT_DEVICE"
-    elif "No PjRtPlugin" in text:
+    elif "No PjRtPlugin" in text or "Unknown PJRT_DEVICE" in text:
         said = f"{asks} torch_xla knows only TPU and CPU here. Unset PJRT_DEVICE: then a TPU is taken, if there is one"
     elif _BUSY.search(text) or _CLOSED.search(text):
         hidden = "another process, of another user or in another container"

@@ -3,6 +3,7 @@
 | | 2.8 | 2.9 |
 | --- | --- | --- |
 | a libtpu of a later release | may end the process as it starts | works |
+| an error's text | has the C++ stack in it | is words only |
 | a runtime that doesn't start | ends the process at its exit, and at the next call | an error, each time |
 | a step that fails while it runs, as for want of memory | ends the process when a result is read | an error |
 
@@ -14,10 +15,13 @@ which a TPU computes in one pass of bfloat16.
 """
 
 import atexit
+import re
 from typing import Any
 
 from ..utils import releases
 from ..utils.users_code import warn
+
+_STACK = re.compile(r"\s*\*\*\* Begin stack trace \*\*\*.*?\*\*\* End stack trace \*\*\*\s*", re.DOTALL)
 
 
 def release() -> str:
@@ -47,3 +51,16 @@ def survive(runtime: Any) -> None:
     """
     if release() == "2.8":
         atexit.unregister(runtime._prepare_to_exit)
+
+
+def words_of(error: BaseException) -> str:
+    """The text of an error without the C++ stack in it.
+
+    Args:
+        error: An error of torch_xla's.
+
+    Example:
+        >>> words_of(RuntimeError("No client. *** Begin stack trace *** main() *** End stack trace *** Unknown device"))
+        'No client. Unknown device'
+    """
+    return _STACK.sub(" ", str(error)).strip()

@@ -3,6 +3,7 @@
 Read from what pip has written down, without importing any of them: each may be the fault.
 """
 
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 
@@ -132,12 +133,14 @@ def command(found: Mapping[str, str | None], *names: str) -> str:
     Example:
         >>> command({"torch_xla": "2.8.0", "libtpu": "0.0.17"})
         'pip install jax==0.7.2 jaxlib==0.7.2'
-        >>> command({"torch_xla": "2.9.0"}, "libtpu")
-        'pip install libtpu==0.0.21.1'
+        >>> command({"torch_xla": "2.8.0"}, "libtpu")
+        'pip install libtpu==0.0.17'
     """
     by_libtpu = TRIED[release_of(found.get("torch_xla")) or NEWEST]
     libtpu, jax = str(found.get("libtpu")), found.get("jax")
-    libtpu = libtpu if libtpu in by_libtpu else list(by_libtpu)[-1]
+    # There is no 0.0.21 for Python 3.13, and no 0.0.21.1 for 3.10.
+    newest = list(by_libtpu)[0 if sys.version_info < (3, 11) else -1]
+    libtpu = libtpu if libtpu in by_libtpu else newest
     jax = jax if jax in by_libtpu[libtpu] else by_libtpu[libtpu][-1]
     wanted = {"libtpu": libtpu, "jax": jax, "jaxlib": jax}
     chosen = names or [name for name in COMPILER if found.get(name) != wanted[name]]
