@@ -70,6 +70,13 @@ def test_the_last_steps_are_audited_if_it_is_affordable_or_code_of_the_users_run
     assert hooked == [8, 9]
 
 
+def test_none_comes_soon_after_a_capture_that_shows_what_it_costs(clock):
+    own = audits.Audits()
+    own.captured("graph")  # compiled
+    own.captured("graph", 0.5)
+    assert steps_audited(own, clock, 400, 0.25) == [201]
+
+
 def test_code_that_runs_seldom_is_followed_by_an_audit(clock):
     own = captured()
     own.replayed("graph", 3)

@@ -107,7 +107,8 @@ def test_a_replayed_step_runs_none_of_its_python(cores):
 
     _, _, _, counts = train(cores, model=Counting, epochs=10)
     captures = 4  # two for each shape
-    assert captures + 2 * 9 <= len(calls) <= captures + counts.waits["audit"] < 90  # steps
+    at_least = 9 + 8  # one a pass for each shape, once it is replayed
+    assert captures + at_least <= len(calls) <= captures + counts.waits["audit"] < 90  # steps
 
 
 class PerEpoch(Callback):

@@ -93,15 +93,23 @@ class Audits:
         since = self._since[key]
         return since.after if since.code < self._code else since.replayed
 
-    def captured(self, key: Hashable) -> None:
-        """Note that a step has just been traced to a graph of its own."""
+    def captured(self, key: Hashable, seconds: float | None = None) -> None:
+        """Note that a step has just been traced to a graph of its own.
+
+        Args:
+            key: The graph's key.
+            seconds: The time that it took, if nothing was compiled: an audit will take as long.
+        """
         self._met.add(key)
         self._since[key] = _Since(self._code)
+        if seconds is not None:
+            self._cost, self._ended = seconds, perf_counter()
 
     def disturbed(self, key: Hashable) -> None:
-        """Note an audit that couldn't compare. Another one comes before the next replay of the graph but this."""
+        """Note an audit that couldn't compare. Another one follows as soon as it can be afforded."""
         self._since[key].interval = 0
         self._met.add(key)
+        self._ended = perf_counter()
 
     def ended(self, key: Hashable, seconds: float, agreed: bool) -> None:
         """Note an audit.

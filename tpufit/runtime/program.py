@@ -94,7 +94,6 @@ class Program:
         self.python_state: Callable[[], dict[str, Any]] = dict
         self.products: set[torch.dtype] = set()
         self._graphs: dict[Hashable, Graph] = {}
-        self._undisturbed = True  # nothing was read in the last audit
         self._doubtful: dict[Hashable, int] = {}  # the doubtful steps of graphs that an audit has refuted
         self._varied = 0  # traces in a row, of whatever key, whose Python was another
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
@@ -194,7 +193,7 @@ class Program:
 
         Nothing is run, and the state is left as it is. The arguments are those of `__call__`.
         """
-        target, graph = self._target, self._graphs[key]
+        graph = self._graphs[key]
         if graph.escaped:  # what it leaves elsewhere must be computed
             graph.proven, self._doubtful[key] = False, self.audits.doubtful(key)
             return
@@ -202,31 +201,39 @@ class Program:
             self._hold()
             wait("audit")  # memory that is still to be can't be told apart
             began = perf_counter()  # from here on the device has nothing to do
-            watch, difference, ran = Glance() if self._undisturbed else self._watch(), "", False
-            try:
-                with target.state.lent() as stored:
-                    capture = Capture(target, stored, inputs, seeds, watch, self.python_state)
-                    difference, ran = capture.trace(body), True
-                    difference = difference or capture.difference(graph)
-                    capture.abandon()
-            except RuntimeError:
-                # torch_xla stumbles over a tensor of the trace while another thread reads it.
-                if not ran and not watch.reads():
-                    raise
-                ran = False
-            finally:
-                target.sums.tensors = target.sums.begun
-        if not ran or watch.reads():  # by the step itself, or by another thread: the next one is watched, and can tell
-            self._undisturbed = not self._undisturbed
-            graph.proven = not watch.reads_itself
+            watch: Glance | Watch = Glance()
+            difference = self._compare(graph, inputs, seeds, body, watch)
+            if difference is None or watch.drew_perhaps:  # by the step, or by another thread: a watch can tell
+                watch = self._watch()
+                difference = self._compare(graph, inputs, seeds, body, watch)
+        if difference is None and not watch.reads_itself:
             self.audits.disturbed(key)
             return
-        self._undisturbed = True
-        # A number may have been drawn by the data's thread. A capture can tell.
-        graph.proven = not difference and not watch.drew_perhaps
-        if difference:
-            self._doubtful[key] = self.audits.doubtful(key)
-        self.audits.ended(key, perf_counter() - began, agreed=not difference)
+        agreed = difference == "" and not watch.drew_perhaps
+        if not agreed:
+            graph.proven, self._doubtful[key] = False, self.audits.doubtful(key)
+        self.audits.ended(key, perf_counter() - began, agreed)
+
+    def _compare(
+        self, graph: Graph, inputs: list[Tensor], seeds: list[int], body: Body, watch: Glance | Watch
+    ) -> str | None:
+        """Trace a step, run nothing, and say how its graph differs; None if a value was read meanwhile."""
+        target, traced = self._target, False
+        try:
+            with target.state.lent() as stored:
+                capture = Capture(target, stored, inputs, seeds, watch, self.python_state)
+                obstacle = capture.trace(body)
+                traced = True
+                difference = obstacle or capture.difference(graph)
+                capture.abandon()
+        except RuntimeError:
+            # torch_xla stumbles over a tensor of the trace while another thread reads it.
+            if not traced and not watch.reads():
+                raise
+            return None
+        finally:
+            target.sums.tensors = target.sums.begun
+        return None if watch.reads() else difference
 
     def _hold(self) -> None:
         """Take the state's values out of the user's tensors."""
@@ -270,9 +277,9 @@ class Program:
 
     def _capture(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step and compile its graph, or show that it is the one there is; then run that graph."""
-        target = self._target
+        target, earlier = self._target, self._graphs.get(key)
         self._finish()
-        graph = None
+        graph, began = None, perf_counter()
         with undoing(target.state):
             stored = target.state.begin_trace()  # before the watch, which would see it as work of the step
             watch = self._watch()
@@ -283,7 +290,7 @@ class Program:
                 self._give_up(obstacle)
             else:
                 graph = self._prove(key, capture)
-        self.audits.captured(key)
+        self.audits.captured(key, perf_counter() - began if graph is not None and graph is earlier else None)
         if obstacle:  # outside of `undoing`: what fails now has consumed the state
             return target.launch(capture.outputs, obstacle)
         return capture.outputs if graph is None else capture.settle(graph)
