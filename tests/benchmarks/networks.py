@@ -121,6 +121,58 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(x))[:, 0])
 
 
+class LlamaBlock(nn.Module):
+    """Attention whose queries share keys and values by fours, and a feed-forward net with a gate."""
+
+    def __init__(self, width: int, heads: int, shared: int) -> None:
+        super().__init__()
+        size = width // heads
+        self.norm1, self.norm2 = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key, self.value = (nn.Linear(width, shared * size, bias=False) for _ in range(2))
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+        self.size = size
+
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (
+            project(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for project in (self.query, self.key, self.value)
+        )
+        q, k = rotated(q, *turns), rotated(k, *turns)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos.to(x.dtype) + torch.cat([-second, first], -1) * sin.to(x.dtype)
+
+
+class Llama(nn.Module):
+    """8 query heads on 2 key heads, and rotary positions."""
+
+    def __init__(
+        self, vocabulary: int = 8192, length: int = 1024, width: int = 512, depth: int = 8, shared: int = 2
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(LlamaBlock(width, width // 64, shared) for _ in range(depth))
+        self.norm, self.head = nn.RMSNorm(width, 1e-6), nn.Linear(width, vocabulary, bias=False)
+        angles = torch.outer(torch.arange(length), 10000 ** (-torch.arange(0, 64, 2) / 64)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.words(x)
+        for block in self.blocks:
+            y = block(y, (self.cos, self.sin))
+        return self.head(self.norm(y))
+
+
 def mlp() -> nn.Module:
     """5.8 million weights."""
     return nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
@@ -188,6 +240,8 @@ TRAININGS = {
     "BERT base": Training(BERT, (128,), 32, words=True),
     "GPT-2 XL": _text(partial(GPT2, width=1600, depth=48), (1024,), 1),
     "ViT-S/16": Training(ViT, (3, 224, 224), 64, peer="ViT-S/16"),
+    "Llama 8 x 512": _text(Llama, (1024,), 2, slices=_ALL, peer="Llama"),
+    "Llama of 2 blocks": _text(partial(Llama, depth=2), (1024,), 2, slices=_ALL, peer="Llama of 2 blocks"),
     # Short enough to be compiled again and again.
     "ViT of 2 blocks": Training(partial(ViT, depth=2), (3, 224, 224), 64, peer="ViT of 2 blocks"),
 }
