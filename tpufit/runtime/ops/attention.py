@@ -64,19 +64,20 @@ class _Attention(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> Tensor:
-        shares = _shares(query, key, mask, is_causal, scale)
-        y = _mean(shares, kept, value)
-        ctx.save_for_backward(query, key, value, mask, kept, shares, y)
+        shares, blind = _shares(query, key, mask, is_causal, scale), _blind(mask)
+        y = _mean(shares, kept, value, blind)
+        ctx.save_for_backward(query, key, value, mask, kept, blind, shares, y)
         ctx.is_causal, ctx.scale = is_causal, scale
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, mask, kept, shares, y = ctx.saved_tensors
+        query, key, value, mask, kept, blind, shares, y = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative goes through the shares too
             shares = _shares(query, key, mask, ctx.is_causal, ctx.scale)
-            y = _mean(shares, kept, value)
+            y = _mean(shares, kept, value, blind)
         q, k = _indices(query, key)
+        gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
         of_shares = product(f"{q}xz,{k}yz->{q}xy", gradient, value).to(shares.dtype)
         mean = (gradient.to(shares.dtype) * y.to(shares.dtype)).sum(-1, keepdim=True)
         of_scores = shares * ((of_shares if kept is None else of_shares * kept) - mean)
@@ -94,28 +95,36 @@ class _Attention(torch.autograd.Function):
 
 
 def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """How much each query takes of each key, in float32 at least."""
+    """How much each query takes of each key, in float32 at least; of a query that may look at nothing, anything."""
     q, k = _indices(query, key)
     scores = product(f"{q}xz,{k}yz->{q}xy", query, key)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    nothing = scores.new_full((), -math.inf)  # Python's number would be in 64 bits, which a TPU emulates
+    # Not infinite, as softmax of nothing else is NaN. Python's number would be in 64 bits, which a TPU emulates.
+    number = torch.finfo(scores.dtype).min
+    least = scores.new_full((), number)
     if is_causal:
         queries, keys = (torch.arange(x.shape[-2], dtype=torch.int32, device=x.device) for x in (query, key))
-        scores = scores.masked_fill(queries[:, None] < keys, nothing)
+        scores = scores.masked_fill(queries[:, None] < keys, least)
+    if mask is not None:
+        of_bool = mask.dtype is torch.bool
+        scores = scores.masked_fill(~mask, least) if of_bool else (scores + mask).clamp(min=number)
+    return torch.softmax(scores, -1)
+
+
+def _blind(mask: Tensor | None) -> Tensor | None:
+    """True for a query that may look at nothing, and so takes nothing: told by the mask, which heads and blocks share."""
     if mask is None:
-        return torch.softmax(scores, -1)
-    scores = scores.masked_fill(~mask, nothing) if mask.dtype is torch.bool else scores + mask
-    # A query that may look at nothing takes nothing, where softmax would be NaN: its best score is made finite, so that
-    # each share is exp(-inf), and its sum of them 1. All others have a best score, whose exp(0) makes their sum 1 or more.
-    best = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    shares = torch.exp(scores - best)
-    return shares / shares.sum(-1, keepdim=True).clamp(min=1)
+        return None
+    if mask.dtype is torch.bool:
+        return ~mask.any(-1, keepdim=True)
+    return (mask == mask.new_full((), -math.inf)).all(-1, keepdim=True)
 
 
-def _mean(shares: Tensor, kept: Tensor | None, value: Tensor) -> Tensor:
+def _mean(shares: Tensor, kept: Tensor | None, value: Tensor, blind: Tensor | None) -> Tensor:
     q, k = _indices(shares, value)
     weights = shares if kept is None else shares * kept
-    return product(f"{q}xy,{k}yz->{q}xz", weights.to(value.dtype), value)
+    y = product(f"{q}xy,{k}yz->{q}xz", weights.to(value.dtype), value)
+    return y if blind is None else y.masked_fill(blind, 0)
 
 
 def _indices(query: Tensor, key: Tensor) -> tuple[str, str]:
