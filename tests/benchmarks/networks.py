@@ -46,11 +46,21 @@ def resnet50() -> nn.Module:
 class Block(nn.Module):
     """Attention and a feed-forward net. GPT-2 and ViT have the norms before them, BERT has them after the shortcut."""
 
-    def __init__(self, width: int, heads: int, dropout: float, causal: bool = False, norms_last: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        dropout: float,
+        causal: bool = False,
+        norms_last: bool = False,
+        approximate: str = "none",
+    ) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(dropout)
         self.heads, self.causal, self.norms_last = heads, causal, norms_last
 
@@ -72,11 +82,18 @@ class GPT2(nn.Module):
     """Small: 124 million weights, 1,024 words."""
 
     def __init__(
-        self, vocabulary: int = 50257, length: int = 1024, width: int = 768, depth: int = 12, dropout: float = 0.1
+        self,
+        vocabulary: int = 50257,
+        length: int = 1024,
+        width: int = 768,
+        depth: int = 12,
+        dropout: float = 0.1,
+        approximate: str = "none",
     ) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, width // 64, dropout, causal=True) for _ in range(depth)])
+        blocks = [Block(width, width // 64, dropout, causal=True, approximate=approximate) for _ in range(depth)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.words.weight
         self.dropout = nn.Dropout(dropout)
@@ -96,8 +113,8 @@ class BERT(nn.Module):
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
         self.pooler, self.head = nn.Linear(width, width), nn.Linear(width, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        mask = (x != 0)[:, None, None]
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = (x != 0 if attention_mask is None else attention_mask.bool())[:, None, None]
         y = self.words(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         y = self.dropout(self.norm(y))
         for block in self.blocks:
@@ -124,12 +141,12 @@ class ViT(nn.Module):
 class LlamaBlock(nn.Module):
     """Attention whose queries share keys and values by fours, and a feed-forward net with a gate."""
 
-    def __init__(self, width: int, heads: int, shared: int) -> None:
+    def __init__(self, width: int, heads: int, shared: int, bias: bool = False) -> None:
         super().__init__()
         size = width // heads
         self.norm1, self.norm2 = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
-        self.query = nn.Linear(width, width, bias=False)
-        self.key, self.value = (nn.Linear(width, shared * size, bias=False) for _ in range(2))
+        self.query = nn.Linear(width, width, bias)
+        self.key, self.value = (nn.Linear(width, shared * size, bias) for _ in range(2))
         self.out = nn.Linear(width, width, bias=False)
         self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
         self.down = nn.Linear(3 * width, width, bias=False)
@@ -156,11 +173,17 @@ class Llama(nn.Module):
     """8 query heads on 2 key heads, and rotary positions."""
 
     def __init__(
-        self, vocabulary: int = 8192, length: int = 1024, width: int = 512, depth: int = 8, shared: int = 2
+        self,
+        vocabulary: int = 8192,
+        length: int = 1024,
+        width: int = 512,
+        depth: int = 8,
+        shared: int = 2,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(LlamaBlock(width, width // 64, shared) for _ in range(depth))
+        self.blocks = nn.ModuleList(LlamaBlock(width, width // 64, shared, bias) for _ in range(depth))
         self.norm, self.head = nn.RMSNorm(width, 1e-6), nn.Linear(width, vocabulary, bias=False)
         angles = torch.outer(torch.arange(length), 10000 ** (-torch.arange(0, 64, 2) / 64)).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -205,6 +228,7 @@ class Training:
         loss: By tpufit's name for it, or a function.
         words: True if a row is words of a vocabulary, and not numbers.
         slices: The TPUs that it is compiled for.
+        metrics: As in `Model.compile`.
         precision: As in `Model.compile`.
         remat: As in `Model.compile`.
         peer: The name of the same network in `keras_networks.py`; empty if it isn't compared with peers.
@@ -216,6 +240,7 @@ class Training:
     loss: str | Callable[[Tensor, Tensor], Tensor] = "cross_entropy"
     words: bool = False
     slices: tuple[str, ...] = ("v5e-8",)
+    metrics: tuple[str, ...] = ("accuracy",)
     precision: str = "bf16"
     remat: bool | None = None
     peer: str = ""
