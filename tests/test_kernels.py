@@ -90,7 +90,9 @@ MASKS = {
     "float of heads": lambda: randn(1, 4, 1, 6),
     "float of keys": lambda: randn(1, 6),
     "float with nothing": lambda: torch.zeros(2, 1, 4, 6, dtype=F64).masked_fill(~looking(2, 1, 4, 6), NOTHING),
-    "learned with nothing": lambda: torch.where(looking(1, 4, 4, 6), randn(1, 4, 4, 6), NOTHING).detach_().requires_grad_(),
+    "learned with nothing": lambda: (
+        torch.where(looking(1, 4, 4, 6), randn(1, 4, 4, 6), NOTHING).detach_().requires_grad_()
+    ),
     "float with the least number": lambda: torch.zeros(2, 1, 4, 6, dtype=F64).masked_fill(
         ~looking(2, 1, 4, 6), torch.finfo(torch.float32).min
     ),

@@ -244,9 +244,7 @@ class Grouped(nn.Module):
         )[:, None, None]
         for layers in zip(self.queries, self.keys, self.values, strict=True):
             given = (x, others, others)
-            q, k, v = (
-                layer(y).unflatten(2, (-1, 16)).transpose(1, 2) for layer, y in zip(layers, given, strict=True)
-            )
+            q, k, v = (layer(y).unflatten(2, (-1, 16)).transpose(1, 2) for layer, y in zip(layers, given, strict=True))
             y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
             x = x + y.transpose(1, 2).flatten(2)[..., :64]
         return x

@@ -6,8 +6,8 @@ Those by hand have one projection for queries, keys and values where the others 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +38,14 @@ _BERT = {
     "vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS,
     "intermediate_size": 4 * WIDTH, "max_position_embeddings": LENGTH,
 }  # fmt: skip
-_GPT2 = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": DEPTH, "n_head": HEADS, "use_cache": False}
+_GPT2 = {
+    "vocab_size": WORDS,
+    "n_positions": LENGTH,
+    "n_embd": WIDTH,
+    "n_layer": DEPTH,
+    "n_head": HEADS,
+    "use_cache": False,
+}
 
 
 class Padded(Llama):
@@ -116,7 +123,12 @@ _PAIRS: dict[str, tuple[Callable[..., Beside], Callable[[], nn.Module], Callable
         partial(BERT, vocabulary=WORDS, width=WIDTH, depth=DEPTH),
         "cross_entropy",
     ),
-    "ViT": (_images, partial(huggingface, "ViTForImageClassification", **_vit), partial(ViT, depth=DEPTH), "cross_entropy"),
+    "ViT": (
+        _images,
+        partial(huggingface, "ViTForImageClassification", **_vit),
+        partial(ViT, depth=DEPTH),
+        "cross_entropy",
+    ),
 }
 PAIRS: dict[str, Training] = {}
 for _name, (_trained, _theirs, _own, _loss) in _PAIRS.items():
