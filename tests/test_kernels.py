@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -73,18 +74,65 @@ def test_second_derivatives_of_products_and_attention():
     check(penalty, w, x)
 
 
-def mask_of(kind):
-    if kind == "bool":
-        mask = torch.rand(2, 1, 4, 6) > 0.4
-        mask[0, 0, 1] = False  # a query that may look at nothing
-        return mask
-    return {"float": randn(4, 6), "of each row": randn(2, 3, 4, 6), "none": None}[kind]
+MATH = partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH)
+NOTHING = -math.inf
+MASKS = {
+    "none": lambda: None,
+    "bool": lambda: looking(2, 1, 4, 6),
+    "bool of queries": lambda: looking(4, 6),
+    "bool of each row and head": lambda: looking(2, 4, 4, 6),
+    "bool of heads": lambda: looking(4, 4, 6),
+    "padding": lambda: looking(2, 1, 1, 6),
+    "whole rows of padding": lambda: torch.tensor([True, False]).view(2, 1, 1, 1),
+    "one key": lambda: torch.arange(6).eq(2).expand(4, 6),
+    "float": lambda: randn(4, 6),
+    "float of each row": lambda: randn(2, 4, 4, 6),
+    "float of heads": lambda: randn(1, 4, 1, 6),
+    "float of keys": lambda: randn(1, 6),
+    "float with nothing": lambda: torch.zeros(2, 1, 4, 6, dtype=F64).masked_fill(~looking(2, 1, 4, 6), NOTHING),
+    "learned with nothing": lambda: (
+        torch.where(looking(1, 4, 4, 6), randn(1, 4, 4, 6), NOTHING).detach_().requires_grad_()
+    ),
+    "float with the least number": lambda: torch.zeros(2, 1, 4, 6, dtype=F64).masked_fill(
+        ~looking(2, 1, 4, 6), torch.finfo(torch.float32).min
+    ),
+}
 
 
-@pytest.mark.parametrize("kind", ["none", "bool", "float", "of each row"])
-def test_attention_with_a_mask(kind):
-    q, k, v, mask = randn(2, 3, 4, 5), randn(2, 3, 6, 5), randn(2, 3, 6, 7), mask_of(kind)
-    check(F.scaled_dot_product_attention, q, k, v, mask)
+def looking(*shape):
+    """True where a query may look at a key, which the second may at none, and the first at one."""
+    mask = torch.rand(shape) > 0.4
+    if shape[-2] > 1:
+        mask[..., 0, :] = torch.arange(shape[-1]) == 3
+        mask[..., 1, :] = False
+    return mask
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("heads", [4, 2, 1], ids="{} heads of keys".format)
+def test_attention_with_a_mask(kind, heads):
+    q, k, v = randn(2, 4, 4, 5), randn(2, heads, 6, 5), randn(2, heads, 6, 7)
+
+    def attended(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=heads == 2)
+
+    _, (y, *_) = check(attended, q, k, v, MASKS[kind]())
+    assert y.isfinite().all()
+    if kind in ("bool", "float with nothing", "learned with nothing"):
+        assert not y[:, :, 1].any()
+
+
+@pytest.mark.parametrize("kind", ["bool", "learned with nothing"])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_second_derivatives_of_attention_with_a_mask(kind, heads):
+    q, k, v, mask = randn(2, 4, 4, 5), randn(2, heads, 6, 5), randn(2, heads, 6, 7), MASKS[kind]()
+
+    def penalty(q, k, v, mask):
+        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        (gradient,) = torch.autograd.grad(y.pow(3).sum(), k, create_graph=True)
+        return gradient.square().sum()
+
+    check(penalty, q, k, v, mask)
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"scale": 0.3}, {"is_causal": True, "scale": 2.0}], ids=str)
@@ -94,17 +142,26 @@ def test_attention_of_any_dimension(shape, options):
     check(lambda *args: F.scaled_dot_product_attention(*args, **options), q, k, v)
 
 
-def test_attention_of_heads_that_share_keys():
-    q, k, v = randn(2, 4, 3, 5), randn(2, 2, 3, 5), randn(2, 2, 3, 5)
+@pytest.mark.parametrize("keys", [3, 5, 9])
+@pytest.mark.parametrize("rows", [(), (2,), (2, 3)], ids=str)
+def test_attention_of_heads_that_share_keys(rows, keys):
+    q, k, v = randn(*rows, 6, 5, 4), randn(*rows, 2, keys, 4), randn(*rows, 2, keys, 7)
+    check(lambda *args: F.scaled_dot_product_attention(*args, is_causal=True, enable_gqa=True), q, k, v)
+    check(lambda *args: F.scaled_dot_product_attention(*args, scale=0.3, enable_gqa=True), q, k, v)
+
+
+def test_heads_of_values_may_be_shared_by_others_than_those_of_keys():
+    q, k, v = randn(2, 8, 3, 5), randn(2, 4, 3, 5), randn(2, 2, 3, 5)
     check(lambda *args: F.scaled_dot_product_attention(*args, enable_gqa=True), q, k, v)
 
 
-def test_dropout_leaves_out_shares_and_keeps_the_mean():
-    q, k, v = randn(2, 2, 64, 8), randn(2, 2, 64, 8), torch.eye(64, dtype=F64).expand(2, 2, 64, 64)
+@pytest.mark.parametrize("heads", [2, 1])
+def test_dropout_leaves_out_shares_and_keeps_the_mean(heads):
+    q, k, v = randn(2, 2, 64, 8), randn(2, heads, 64, 8), torch.eye(64, dtype=F64).expand(2, heads, 64, 64)
     v = v.clone().requires_grad_()
     with own_kernels("CPU"):
-        shares = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
-    whole = F.scaled_dot_product_attention(q, k, v)
+        shares = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, enable_gqa=True)
+    whole = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     left_out = shares == 0
     assert 0.22 < left_out.double().mean() < 0.28
     torch.testing.assert_close(shares, torch.where(left_out, 0, whole / 0.75))
@@ -115,12 +172,18 @@ def test_dropout_leaves_out_shares_and_keeps_the_mean():
         torch.testing.assert_close(gradient, expected)
 
 
-def test_attention_under_autocast_multiplies_in_bfloat16_and_is_within_its_rounding():
-    q, k, v = (torch.randn(4, 2, 32, 16, requires_grad=True) for _ in range(3))
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("kind", ["none", "bool", "least"])
+def test_attention_under_autocast_multiplies_in_bfloat16_and_is_within_its_rounding(heads, kind):
+    q, k, v = (torch.randn(4, n, 32, 16, requires_grad=True) for n in (2, heads, heads))
     upstream = torch.randn(4, 2, 32, 16)
-    exact = F.scaled_dot_product_attention(q, k, v)
+    mask = None if kind == "none" else looking(4, 1, 32, 32)
+    # Of a query that looks at nothing, the least number makes the mean of all keys: in bfloat16 as in any format.
+    given = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.bfloat16).min) if kind == "least" else mask
+    with MATH():  # the CPU's other kernel has wrong gradients of such a query
+        exact = F.scaled_dot_product_attention(q, k, v, given, enable_gqa=True)
     with own_kernels("CPU"), torch.autocast("cpu", torch.bfloat16):
-        ours = F.scaled_dot_product_attention(q, k, v)
+        ours = F.scaled_dot_product_attention(q, k, v, given, enable_gqa=True)
     assert ours.dtype is torch.bfloat16
     found = [ours, *torch.autograd.grad(ours, [q, k, v], upstream.bfloat16())]
     for one, expected in zip(found, [exact, *torch.autograd.grad(exact, [q, k, v], upstream)], strict=True):
@@ -281,6 +344,12 @@ REFUSED = {
     "matmul of a number": lambda: torch.matmul(torch.ones(2, 3, 4), torch.ones(())),
     "attention of other keys": lambda: F.scaled_dot_product_attention(*(torch.ones(2, 3, n) for n in (4, 5, 5))),
     "a mask of another shape": lambda: F.scaled_dot_product_attention(*[torch.ones(2, 3, 4)] * 3, torch.ones(2, 2)),
+    "heads that can't share": lambda: F.scaled_dot_product_attention(
+        torch.ones(2, 4, 3, 5), *[torch.ones(2, 3, 3, 5)] * 2, enable_gqa=True
+    ),
+    "heads that don't say so": lambda: F.scaled_dot_product_attention(
+        torch.ones(2, 4, 3, 5), *[torch.ones(2, 2, 3, 5)] * 2
+    ),
     "a mask and a triangle": lambda: F.scaled_dot_product_attention(
         *[torch.ones(2, 3, 4)] * 3, torch.ones(3, 3), is_causal=True
     ),
@@ -292,7 +361,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_errors_are_the_native_ones(name):
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with MATH():
         with pytest.raises(Exception) as native:
             REFUSED[name]()
         with pytest.raises(Exception) as ours, own_kernels("CPU"):

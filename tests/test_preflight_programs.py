@@ -230,6 +230,41 @@ def test_weights_of_convolutions_lie_as_they_are_used():
     assert not kinds["copy"] and not kinds["transpose"], kinds
 
 
+class Grouped(nn.Module):
+    """Attention of 8 heads to 2 heads of other words, twice, where sentences are filled up."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.ModuleList(nn.Linear(64, 8 * 16) for _ in range(2))
+        self.keys, self.values = (nn.ModuleList(nn.Linear(64, 2 * 16) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x, others):
+        mask = (torch.arange(128, device=x.device)[:, None] >= torch.arange(160, device=x.device) - 32) & (
+            others[:, :, 0] != 0
+        )[:, None, None]
+        for layers in zip(self.queries, self.keys, self.values, strict=True):
+            given = (x, others, others)
+            q, k, v = (layer(y).unflatten(2, (-1, 16)).transpose(1, 2) for layer, y in zip(layers, given, strict=True))
+            y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+            x = x + y.transpose(1, 2).flatten(2)[..., :64]
+        return x
+
+
+def test_queries_share_keys_and_blocks_share_a_mask():
+    """The compiled program keeps no repeated keys or values, no mask of each head, and one mask for all blocks."""
+    model = tpufit.Model(Grouped())
+    model.compile("adamw", "mse", precision="bf16")
+    x, others = torch.zeros(32, 128, 64), torch.zeros(32, 160, 64)
+    program = model.preflight((x, others), x, 4, tpu="v5e-8", verbose=0).step
+    kept = [a for o, own in operations(program.text) if own for a in o.arrays if o.kind != "get-tuple-element"]
+    scores, repeated, of_each_row = 4 * 8 * 128 * 160, 4 * 8 * 160 * 16, 4 * 128 * 160
+    sizes = Counter((a.dtype, np.prod(a.shape, dtype=int)) for a in kept)
+    assert sizes["f32", scores] or sizes["bf16", scores]
+    assert not sizes["bf16", repeated] and not sizes["f32", repeated]
+    assert not [key for key in sizes if key[0] in ("pred", "u8", "s8") and key[1] >= scores]
+    assert sum(sizes[dtype, of_each_row] for dtype in ("pred", "u8", "s8")) <= 1
+
+
 @every_training
 @every_slice
 def test_matrix_products_have_the_precision_that_was_asked_for(programs, name, on):

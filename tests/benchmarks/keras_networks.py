@@ -74,6 +74,50 @@ def gpt(rows: int) -> keras.Model:
     return keras.Model(x, words(y, reverse=True))
 
 
+class GroupedAttention(layers.Layer):
+    """Attention whose queries share keys and values, with rotary positions."""
+
+    def __init__(self, heads: int, shared: int, size: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (
+            layers.EinsumDense("btd,dnh->btnh", (None, n, size)) for n in (heads, shared, shared)
+        )
+        self.out = layers.EinsumDense("btnh,nhd->btd", (None, heads * size))
+        self.size = size
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        for layer in (self.query, self.key, self.value):
+            layer.build(shape)
+        self.out.build(self.query.compute_output_shape(shape))
+
+    def call(self, x: Any) -> Any:
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        positions = keras.ops.arange(x.shape[1], dtype="float32")
+        rates = 10000 ** (-keras.ops.arange(0, self.size, 2, dtype="float32") / self.size)
+        angles = keras.ops.tile(keras.ops.outer(positions, rates), (1, 2))[:, None]
+        cos, sin = (keras.ops.cast(f(angles), q.dtype) for f in (keras.ops.cos, keras.ops.sin))
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        return self.out(keras.ops.dot_product_attention(q, k, v, is_causal=True))
+
+
+def rotated(x: Any, cos: Any, sin: Any) -> Any:
+    first, second = keras.ops.split(x, 2, axis=-1)
+    return x * cos + keras.ops.concatenate([-second, first], axis=-1) * sin
+
+
+def llama(rows: int, depth: int = 8, width: int = 512) -> keras.Model:
+    x = keras.Input((1024,), rows, dtype="int32")
+    y = layers.Embedding(8192, width)(x)
+    for _ in range(depth):
+        h = layers.RMSNormalization(epsilon=1e-6)(y)
+        y = y + GroupedAttention(width // 64, 2, 64)(h)
+        h = layers.RMSNormalization(epsilon=1e-6)(y)
+        gated = layers.Dense(3 * width, activation="silu", use_bias=False)(h)
+        y = y + layers.Dense(width, use_bias=False)(gated * layers.Dense(3 * width, use_bias=False)(h))
+    y = layers.RMSNormalization(epsilon=1e-6)(y)
+    return keras.Model(x, layers.Dense(8192, use_bias=False)(y))
+
+
 def vit(rows: int, depth: int = 12) -> keras.Model:
     x = keras.Input((WIDTH, WIDTH, 3), rows)
     y = layers.Conv2D(384, 16, 16)(x)
@@ -113,6 +157,8 @@ NETWORKS: dict[str, Callable[[int], keras.Model]] = {
     "LSTM": lstm,
     "GPT": gpt,
     "ResNet-50": resnet50,
+    "Llama": llama,
+    "Llama of 2 blocks": partial(llama, depth=2),
     "ViT-S/16": vit,
     "ViT of 2 blocks": partial(vit, depth=2),
 }

@@ -46,11 +46,21 @@ def resnet50() -> nn.Module:
 class Block(nn.Module):
     """Attention and a feed-forward net. GPT-2 and ViT have the norms before them, BERT has them after the shortcut."""
 
-    def __init__(self, width: int, heads: int, dropout: float, causal: bool = False, norms_last: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        dropout: float,
+        causal: bool = False,
+        norms_last: bool = False,
+        approximate: str = "none",
+    ) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(dropout)
         self.heads, self.causal, self.norms_last = heads, causal, norms_last
 
@@ -72,11 +82,18 @@ class GPT2(nn.Module):
     """Small: 124 million weights, 1,024 words."""
 
     def __init__(
-        self, vocabulary: int = 50257, length: int = 1024, width: int = 768, depth: int = 12, dropout: float = 0.1
+        self,
+        vocabulary: int = 50257,
+        length: int = 1024,
+        width: int = 768,
+        depth: int = 12,
+        dropout: float = 0.1,
+        approximate: str = "none",
     ) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, width // 64, dropout, causal=True) for _ in range(depth)])
+        blocks = [Block(width, width // 64, dropout, causal=True, approximate=approximate) for _ in range(depth)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.words.weight
         self.dropout = nn.Dropout(dropout)
@@ -96,8 +113,8 @@ class BERT(nn.Module):
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
         self.pooler, self.head = nn.Linear(width, width), nn.Linear(width, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        mask = (x != 0)[:, None, None]
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = (x != 0 if attention_mask is None else attention_mask.bool())[:, None, None]
         y = self.words(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         y = self.dropout(self.norm(y))
         for block in self.blocks:
@@ -119,6 +136,64 @@ class ViT(nn.Module):
         x = self.patches(x).flatten(2).mT
         x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
         return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+class LlamaBlock(nn.Module):
+    """Attention whose queries share keys and values by fours, and a feed-forward net with a gate."""
+
+    def __init__(self, width: int, heads: int, shared: int, bias: bool = False) -> None:
+        super().__init__()
+        size = width // heads
+        self.norm1, self.norm2 = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
+        self.query = nn.Linear(width, width, bias)
+        self.key, self.value = (nn.Linear(width, shared * size, bias) for _ in range(2))
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+        self.size = size
+
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (
+            project(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for project in (self.query, self.key, self.value)
+        )
+        q, k = rotated(q, *turns), rotated(k, *turns)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos.to(x.dtype) + torch.cat([-second, first], -1) * sin.to(x.dtype)
+
+
+class Llama(nn.Module):
+    """8 query heads on 2 key heads, and rotary positions."""
+
+    def __init__(
+        self,
+        vocabulary: int = 8192,
+        length: int = 1024,
+        width: int = 512,
+        depth: int = 8,
+        shared: int = 2,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(LlamaBlock(width, width // 64, shared, bias) for _ in range(depth))
+        self.norm, self.head = nn.RMSNorm(width, 1e-6), nn.Linear(width, vocabulary, bias=False)
+        angles = torch.outer(torch.arange(length), 10000 ** (-torch.arange(0, 64, 2) / 64)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.words(x)
+        for block in self.blocks:
+            y = block(y, (self.cos, self.sin))
+        return self.head(self.norm(y))
 
 
 def mlp() -> nn.Module:
@@ -153,6 +228,7 @@ class Training:
         loss: By tpufit's name for it, or a function.
         words: True if a row is words of a vocabulary, and not numbers.
         slices: The TPUs that it is compiled for.
+        metrics: As in `Model.compile`.
         precision: As in `Model.compile`.
         remat: As in `Model.compile`.
         peer: The name of the same network in `keras_networks.py`; empty if it isn't compared with peers.
@@ -164,6 +240,7 @@ class Training:
     loss: str | Callable[[Tensor, Tensor], Tensor] = "cross_entropy"
     words: bool = False
     slices: tuple[str, ...] = ("v5e-8",)
+    metrics: tuple[str, ...] = ("accuracy",)
     precision: str = "bf16"
     remat: bool | None = None
     peer: str = ""
@@ -188,6 +265,8 @@ TRAININGS = {
     "BERT base": Training(BERT, (128,), 32, words=True),
     "GPT-2 XL": _text(partial(GPT2, width=1600, depth=48), (1024,), 1),
     "ViT-S/16": Training(ViT, (3, 224, 224), 64, peer="ViT-S/16"),
+    "Llama 8 x 512": _text(Llama, (1024,), 2, slices=_ALL, peer="Llama"),
+    "Llama of 2 blocks": _text(partial(Llama, depth=2), (1024,), 2, slices=_ALL, peer="Llama of 2 blocks"),
     # Short enough to be compiled again and again.
     "ViT of 2 blocks": Training(partial(ViT, depth=2), (3, 224, 224), 64, peer="ViT of 2 blocks"),
 }

@@ -178,7 +178,7 @@ def flights(network: str, contender: str) -> list[tuple[str, Flight]]:
         model = tpufit.Model(net)
         optimizer = torch.optim.AdamW(net.parameters())
         model.compile(
-            optimizer, training.loss, metrics=["accuracy"], precision=training.precision, remat=training.remat
+            optimizer, training.loss, metrics=list(training.metrics), precision=training.precision, remat=training.remat
         )
         x, y = training.batch(CORES)
         flight = flight_of(model._engine, {"x": x, "y": y, "batch_size": training.rows} | quiet)

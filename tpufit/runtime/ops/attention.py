@@ -25,26 +25,34 @@ def attention(
     """`torch.nn.functional.scaled_dot_product_attention`.
 
     The shares are kept in float32 for the backward pass, whose sum over them is taken from the result instead
-    (equation 4 of "FlashAttention", https://arxiv.org/abs/2205.14135, appendix B).
+    (equation 4 of "FlashAttention", https://arxiv.org/abs/2205.14135, appendix B). Queries that share a head of keys
+    and values get a dimension of their own, so that no key or value is repeated.
     """
     kind = query.device.type
     # Of no list of autocast: natively its products are cast.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in direct(query, key, value))
-    if not _fit(query, key, value) or enable_gqa or (is_causal and attn_mask is not None):
+    if not _fit(query, key, value, enable_gqa) or (is_causal and attn_mask is not None):
         return None
     if attn_mask is not None and not _broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2])):
         return None
+    shared = query.shape[:-2] != key.shape[:-2]
+    if shared:
+        query = query.unflatten(-3, (key.shape[-3], -1))
+        if attn_mask is not None and attn_mask.dim() > 2:
+            attn_mask = attn_mask.unflatten(-3, (1, 1) if attn_mask.shape[-3] == 1 else query.shape[-4:-2])
     kept = None
     if dropout_p > 0:
         ones = torch.ones((*query.shape[:-1], key.shape[-2]), dtype=dtype, device=query.device)
         kept = torch.dropout(ones, dropout_p, True)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     y: Tensor = _Attention.apply(query, key, value, attn_mask, kept, is_causal, scale)  # type: ignore[no-untyped-call]
-    return y
+    return y.flatten(-4, -3) if shared else y
 
 
 class _Attention(torch.autograd.Function):
+    """Attention; of queries with one more dimension than the keys, which those share that differ in it alone."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -56,20 +64,21 @@ class _Attention(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> Tensor:
-        shares = _shares(query, key, mask, is_causal, scale)
-        y = _mean(shares, kept, value)
-        ctx.save_for_backward(query, key, value, mask, kept, shares, y)
+        shares, blind = _shares(query, key, mask, is_causal, scale), _blind(mask)
+        y = _mean(shares, kept, value, blind)
+        ctx.save_for_backward(query, key, value, mask, kept, blind, shares, y)
         ctx.is_causal, ctx.scale = is_causal, scale
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, mask, kept, shares, y = ctx.saved_tensors
+        query, key, value, mask, kept, blind, shares, y = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative goes through the shares too
             shares = _shares(query, key, mask, ctx.is_causal, ctx.scale)
-            y = _mean(shares, kept, value)
-        b = ascii_lowercase[: query.dim() - 2]
-        of_shares = product(f"{b}xz,{b}yz->{b}xy", gradient, value).to(shares.dtype)
+            y = _mean(shares, kept, value, blind)
+        q, k = _indices(query, key)
+        gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
+        of_shares = product(f"{q}xz,{k}yz->{q}xy", gradient, value).to(shares.dtype)
         mean = (gradient.to(shares.dtype) * y.to(shares.dtype)).sum(-1, keepdim=True)
         of_scores = shares * ((of_shares if kept is None else of_shares * kept) - mean)
         of_products = (of_scores * ctx.scale).to(query.dtype)
@@ -78,45 +87,68 @@ class _Attention(torch.autograd.Function):
         if mask is not None and ctx.needs_input_grad[3]:
             of_mask = of_scores.sum_to_size(mask.shape).to(mask.dtype)
         return (
-            product(f"{b}xy,{b}yz->{b}xz", of_products, key),
-            product(f"{b}xy,{b}xz->{b}yz", of_products, query),
-            product(f"{b}xy,{b}xz->{b}yz", weights.to(value.dtype), gradient),
+            product(f"{q}xy,{k}yz->{q}xz", of_products, key),
+            product(f"{q}xy,{q}xz->{k}yz", of_products, query),
+            product(f"{q}xy,{q}xz->{k}yz", weights.to(value.dtype), gradient),
             *(of_mask, None, None, None),
         )
 
 
 def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """How much each query takes of each key, in float32 at least."""
-    b = ascii_lowercase[: query.dim() - 2]
-    scores = product(f"{b}xz,{b}yz->{b}xy", query, key)
+    """How much each query takes of each key, in float32 at least; of a query that may look at nothing, anything."""
+    q, k = _indices(query, key)
+    scores = product(f"{q}xz,{k}yz->{q}xy", query, key)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    nothing = scores.new_full((), -math.inf)  # Python's number would be in 64 bits, which a TPU emulates
+    # Not infinite, as softmax of nothing else is NaN. Python's number would be in 64 bits, which a TPU emulates.
+    number = torch.finfo(scores.dtype).min
+    least = scores.new_full((), number)
     if is_causal:
         queries, keys = (torch.arange(x.shape[-2], dtype=torch.int32, device=x.device) for x in (query, key))
-        scores = scores.masked_fill(queries[:, None] < keys, nothing)
+        scores = scores.masked_fill(queries[:, None] < keys, least)
+    if mask is not None:
+        of_bool = mask.dtype is torch.bool
+        scores = scores.masked_fill(~mask, least) if of_bool else (scores + mask).clamp(min=number)
+    return torch.softmax(scores, -1)
+
+
+def _blind(mask: Tensor | None) -> Tensor | None:
+    """True for a query that may look at nothing, and so takes nothing: told by the mask, which heads and blocks share."""
     if mask is None:
-        return torch.softmax(scores, -1)
-    scores = scores.masked_fill(~mask, nothing) if mask.dtype is torch.bool else scores + mask
-    # A query that may look at nothing takes nothing, where softmax would be NaN.
-    return torch.softmax(scores, -1).masked_fill((scores == nothing).all(-1, keepdim=True), 0)
+        return None
+    if mask.dtype is torch.bool:
+        return ~mask.any(-1, keepdim=True)
+    return (mask == mask.new_full((), -math.inf)).all(-1, keepdim=True)
 
 
-def _mean(shares: Tensor, kept: Tensor | None, value: Tensor) -> Tensor:
-    b = ascii_lowercase[: value.dim() - 2]
+def _mean(shares: Tensor, kept: Tensor | None, value: Tensor, blind: Tensor | None) -> Tensor:
+    q, k = _indices(shares, value)
     weights = shares if kept is None else shares * kept
-    return product(f"{b}xy,{b}yz->{b}xz", weights.to(value.dtype), value)
+    y = product(f"{q}xy,{k}yz->{q}xz", weights.to(value.dtype), value)
+    return y if blind is None else y.masked_fill(blind, 0)
 
 
-def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _indices(query: Tensor, key: Tensor) -> tuple[str, str]:
+    """Of all dimensions but the last two, for an equation of products."""
+    return ascii_lowercase[: query.dim() - 2], ascii_lowercase[: key.dim() - 2]
+
+
+def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
     return (
         2 < query.dim() == key.dim() == value.dim()
-        and query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+        and key.shape[:-2] == value.shape[:-2]
+        and query.shape[:-3] == key.shape[:-3]
         and query.shape[-1] == key.shape[-1]
         and key.shape[-2] == value.shape[-2]
         and query.is_floating_point()
         and query.dtype is key.dtype is value.dtype
         and all(x.numel() for x in (query, key, value))
+        and _shareable(query.shape[-3], key.shape[-3], enable_gqa)
     )
+
+
+def _shareable(queries: int, keys: int, enable_gqa: bool) -> bool:
+    """True if so many heads of queries go with so many of keys."""
+    return queries == keys or keys == 1 or (enable_gqa and queries % keys == 0)
 
 
 def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
