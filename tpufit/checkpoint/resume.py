@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..data import at_next_pass
+from ..data.position import at_next_pass
 from ..errors import ArgumentError, CheckpointMissingError
 from ..utils.urls import is_url
 from .directory import CheckpointDirectory

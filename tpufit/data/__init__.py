@@ -5,7 +5,6 @@ from .cache import CachedDataset
 from .collate import PadToBuckets
 from .images import ImageFolder, presize
 from .parts import PerHost
-from .position import at_next_pass
 from .stream import Stream, stream, train_validation_split
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "PadToBuckets",
     "PerHost",
     "Stream",
-    "at_next_pass",
     "presize",
     "stream",
     "train_validation_split",

@@ -112,7 +112,7 @@ def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, sc
 
 
 def _blind(mask: Tensor | None) -> Tensor | None:
-    """True for a query that may look at nothing, and so takes nothing: told by the mask, which heads and blocks share."""
+    """True for a query that may look at nothing: told by the mask, which heads and blocks share."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
