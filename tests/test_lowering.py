@@ -15,7 +15,9 @@ from tpufit.callbacks import Callback
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(64, 6)).astype("float32")
 Y = GENERATOR.integers(0, 3, 64)
-HIDDEN = {"precision": 17, "joined": 18, "variable": 19, "meanwhile": 20}  # no test finds another's programs
+# No test finds another's programs.
+HIDDEN = {"replayed": 17, "traced": 18, "meanwhile": 20, "autocast": 21}
+HIDDEN |= {"XLA_STABLEHLO_COMPILE": 19, "CONVERT_SHLO_TO_SHARDY": 22}
 
 
 def compiled(hidden, matmul_precision="default", **options):
@@ -35,20 +37,26 @@ def graphs_of(model, cores, **options):
 @pytest.mark.parametrize("jit_compile", ["auto", False], ids=["replayed", "traced"])
 def test_each_precision_has_a_program_of_its_own(cores, jit_compile):
     wanted = ["default", "highest", "high", "default", "highest", "high"]
-    hidden = HIDDEN["precision" if jit_compile else "joined"]
+    hidden = HIDDEN["replayed" if jit_compile else "traced"]
     counts = [graphs_of(compiled(hidden, name, jit_compile=jit_compile), cores) for name in wanted]
     assert counts == [1, 1, 1, 0, 0, 0]  # and each is found again
 
 
 @pytest.mark.cores(1, 8)
-@pytest.mark.parametrize("name", ["XLA_STABLEHLO_COMPILE"])
+@pytest.mark.parametrize("name", ["XLA_STABLEHLO_COMPILE", "CONVERT_SHLO_TO_SHARDY"])
 def test_a_variable_that_is_read_at_each_compilation(cores, name, monkeypatch):
-    model = compiled(HIDDEN["variable"])
+    model = compiled(HIDDEN[name])
     assert graphs_of(model, cores) == 1
     monkeypatch.setenv(name, "0")
     assert [graphs_of(model, cores), graphs_of(model, cores)] == [1, 0]
     monkeypatch.delenv(name)
     assert graphs_of(model, cores) == 0
+
+
+@pytest.mark.cores(1, 8)
+def test_autocast_is_part_of_a_graph(cores):
+    precisions = ["fp32", "bf16", "fp32", "bf16"]
+    assert [graphs_of(compiled(HIDDEN["autocast"], precision=one), cores) for one in precisions] == [1, 1, 0, 0]
 
 
 class Meanwhile(Callback):
