@@ -198,7 +198,7 @@ def test_its_state_goes_through_json_into_another_object(job, make):
 
     again = make()
     states = []
-    after = callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: states.append(again.state_dict()))
+    after = callbacks.LambdaCallback(on_train_begin=lambda logs: states.append(again.state_dict()))
     job.fit(again, Loading(), after)
     loaded = states[0]
     loaded_weights = loaded.pop("best_weights", None)

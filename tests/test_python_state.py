@@ -268,4 +268,5 @@ def test_facts_of_functions_and_classes_are_the_globals_that_they_name(monkeypat
     assert facts(a_function)[name] == facts(users())[name] == 3
     monkeypatch.setitem(globals(), "LEVEL", 4)
     assert facts(a_function)[name] == facts(users())[name] == 4
-    assert facts(torch.nn.functional.cross_entropy) == facts(nn.Linear) == {}
+    function = torch.nn.functional.cross_entropy
+    assert facts(function) == {"it": function.__code__} and facts(nn.Linear) == {}  # a library's own are left alone

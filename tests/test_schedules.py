@@ -121,7 +121,7 @@ def test_a_schedule_takes_a_step_for_each_of_the_optimizers(cores, tmp_path, k):
     fit(cores, keep, epochs=2, **options)
     keep = [ModelCheckpoint(tmp_path / "again"), LRScheduler(SCHEDULES[0], "step")]
     again = fit(cores, keep, epochs=2, resume=tmp_path / "step-0000000006", **options)
-    assert again[1].rates == rates.rates[6:]
+    assert again[1].rates == rates.rates  # the first six came with the checkpoint, as the callback keeps them
     assert_close(model.state_dict(), again[0].state_dict())
 
 
