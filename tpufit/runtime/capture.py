@@ -247,6 +247,13 @@ class Capture:
         Returns:
             The difference in words, or nothing.
         """
+        graph = self.unrun()
+        if graph is None:
+            return "it computes nothing any more"
+        return self.variation() or earlier.difference(graph)
+
+    def unrun(self) -> Graph | None:
+        """Find out what was traced, only to compare it; None if there is nothing."""
         # A weight that another thread has just taken, as by `state_dict`, is none that the body has left.
         everything, state = self._new, set(map(identity, self._target.state.tensors))
         self._new = [tensor for tensor in everything if identity(tensor) not in state]
@@ -254,9 +261,7 @@ class Capture:
         self._new = everything
         for value in self._values:
             xla()._set_buffer_donation(value, False)  # nothing has consumed it
-        if graph is None:
-            return "it computes nothing any more"
-        return self.variation() or earlier.difference(graph)
+        return graph
 
     def abandon(self) -> None:
         """Give the trace up: whoever has taken tensors of it can't have their values, as nothing computes them."""

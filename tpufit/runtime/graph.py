@@ -61,6 +61,7 @@ class Graph:
         facts: The values in the user's Python before it was traced, see `python_state.facts`.
         proven: True once a second trace has given the same graph.
         differed: The number of traces in a row that gave another graph than the one before.
+        sample: The graph of one of its steps alone, if it has several: an audit compares this one.
         left: The tensors that the body of its last trace has left elsewhere: a replay gives them their new values.
         pick: Picks its inputs out of one list, in C.
     """
@@ -77,6 +78,7 @@ class Graph:
     facts: Mapping[str, Any]
     proven: bool = False
     differed: int = 0
+    sample: Graph | None = None
     left: list[ref[Tensor]] = field(default_factory=list)
     pick: Callable[[list[Any]], Sequence[Tensor]] = field(init=False)
 

@@ -188,12 +188,16 @@ class Program:
         seeds: list[int],
         body: Body,
         pause: Callable[[], AbstractContextManager[object]] = nullcontext,
+        sample: Body | None = None,
     ) -> None:
         """Trace a step that is replayed, and compare the graph. If it is another one, `replays` is false from then on.
 
-        Nothing is run, and the state is left as it is. The arguments are those of `__call__`.
+        Nothing is run, and the state is left as it is. The arguments are those of `__call__` and `take_sample`.
         """
         graph = self._graphs[key]
+        reference = graph
+        if sample is not None and graph.sample is not None:
+            reference, body = graph.sample, sample
         if graph.escaped:  # what it leaves elsewhere must be computed
             graph.proven, self._doubtful[key] = False, self.audits.doubtful(key)
             return
@@ -202,10 +206,10 @@ class Program:
             wait("audit")  # memory that is still to be can't be told apart
             began = perf_counter()  # from here on the device has nothing to do
             watch: Glance | Watch = Glance()
-            difference = self._compare(graph, inputs, seeds, body, watch)
+            difference = self._compare(reference, inputs, seeds, body, watch)
             if difference is None or watch.drew_perhaps:  # by the step, or by another thread: a watch can tell
                 watch = self._watch()
-                difference = self._compare(graph, inputs, seeds, body, watch)
+                difference = self._compare(reference, inputs, seeds, body, watch)
         if difference is None and not watch.reads_itself:
             self.audits.disturbed(key)
             return
@@ -234,6 +238,44 @@ class Program:
         finally:
             target.sums.tensors = target.sums.begun
         return None if watch.reads() else difference
+
+    def lacks_sample(self, key: Hashable) -> bool:
+        """True if a step with this key has just been shown to be replayable, and has no sample for audits."""
+        return self.replays(key) and self._graphs[key].sample is None
+
+    def take_sample(
+        self,
+        key: Hashable,
+        inputs: list[Tensor],
+        seeds: list[int],
+        sample: Body,
+        pause: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Trace one of several joined steps alone, for audits to compare: to trace all would take them as many times.
+
+        Args:
+            key: See `__call__`.
+            inputs: Batches and rates, of all steps.
+            seeds: One for each step.
+            sample: The Python of the one step.
+            pause: See `__call__`.
+        """
+        with pause(), counters.timed("audit"), lowering(self._matmul_precision):
+            self._hold()
+            wait("audit")
+            self._graphs[key].sample = self._sampled(inputs, seeds, sample)
+
+    def _sampled(self, inputs: list[Tensor], seeds: list[int], sample: Body) -> Graph | None:
+        target, watch = self._target, Glance()
+        try:
+            with target.state.lent() as stored:
+                capture = Capture(target, stored, inputs, seeds, watch, self.python_state)
+                obstacle = capture.trace(sample)
+                graph = None if obstacle else capture.unrun()
+                capture.abandon()
+        finally:
+            target.sums.tensors = target.sums.begun
+        return graph
 
     def _hold(self) -> None:
         """Take the state's values out of the user's tensors."""

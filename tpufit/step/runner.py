@@ -165,7 +165,7 @@ class StepRunner:
         body = partial(self._body, group, updates)
         if program.audit_due(key, left):
             with state.counters.untouched(state.named_optimizers().values()):
-                program.audit(key, inputs, seeds, body, pause)
+                program.audit(key, inputs, seeds, body, pause, self._sample(group, updates))
         if program.replays(key):
             outputs = program.replay(key, inputs, seeds)
             state.counters.replayed((self.role, key))
@@ -176,6 +176,10 @@ class StepRunner:
             with state.counters.traced((self.role, key), state.named_optimizers().values()):
                 outputs = program(key, inputs, seeds, body, pause)
             engine.take_in_new_state()  # here only: a replayed step runs no Python that could create state
+            sample = self._sample(group, updates)
+            if sample is not None and program.lacks_sample(key):
+                with state.counters.untouched(state.named_optimizers().values()):
+                    program.take_sample(key, inputs, seeds, sample, pause)
             self._tell_change(program.take_change())
         if self.role == "train" and engine.observed.formats is None:
             engine.note_formats(program.products)
@@ -326,12 +330,20 @@ class StepRunner:
         seed, first = (numbers.seed, numbers.step) if self.role == "train" else (tally.seed, tally.steps)
         return [step_seed(seed, first + i) for i in range(steps)]
 
+    def _sample(self, group: DeviceGroup, updates: Sequence[UpdatePlan]) -> Callable[..., Any] | None:
+        """The Python of one of the group's steps: one that updates the weights, if any does. None if it has but one."""
+        if len(group.forms) == 1:
+            return None
+        only = next((i for i, plan in enumerate(updates) if plan.takes_step), 0)
+        return partial(self._body, group, updates, only=only)
+
     def _body(
         self,
         group: DeviceGroup,
         updates: Sequence[UpdatePlan],
         inputs: list[Tensor],
         seed: Callable[[int], None],
+        only: int | None = None,
     ) -> Any:
         """Run the Python of a group's steps. A program traces this method.
 
@@ -340,6 +352,7 @@ class StepRunner:
             updates: The update plan of each step; empty if every step is a whole update.
             inputs: See the top of this file.
             seed: The function that seeds the random numbers of the step with this number.
+            only: The number of the only step to run (default: all run).
 
         Returns:
             For `"predict"` the outputs of each batch, else the batches that metrics keep.
@@ -355,6 +368,8 @@ class StepRunner:
             if engine.blocks and isinstance(seed, Draws) and self.role == "train":  # not on the host
                 stack.enter_context(recomputing(engine.blocks, seed))
             for i, (batch, form, labels) in enumerate(group.unpack(inputs[:sent])):
+                if only not in (None, i):
+                    continue
                 seed(i)  # first, because the transform may draw random numbers
                 if self._transform is not None:
                     batch = self._transform(batch)
