@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from tpufit.data import PerHost, at_next_pass, stream, workers
+from tpufit.data import PerHost, stream, workers
 from tpufit.data.parts import Part
+from tpufit.data.position import at_next_pass
 from tpufit.data.sampling import order, rows_of
 from tpufit.errors import ArgumentError, DataError
 from tpufit.utils.random import RNGState

@@ -81,6 +81,11 @@ class PassMetrics(SumTable):
         super().begin()
         self.kept, self._noted = [], {}
 
+    def take_back(self) -> None:
+        """Return to the sums that the trace of a step began with, and let go what it gave metrics to keep."""
+        super().take_back()
+        self.kept, self._noted = [], {}
+
     @contextmanager
     def tracking(self, attributes: Mapping[str, Any]) -> Iterator[None]:
         """A context for the Python of a step, in which updates of tracked metrics are a part of the step.

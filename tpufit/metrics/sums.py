@@ -37,6 +37,10 @@ class SumTable:
         self.begun = self.tensors
         self.tensors = list(self.tensors)  # a batch's logs may hold the list, and keep their values
 
+    def take_back(self) -> None:
+        """Return to the sums that the trace of a step began with."""
+        self.tensors = self.begun
+
     def get(self, key: Key, default: Tensor) -> Tensor:
         """Read a sum, inside a step; a new one begins with its default."""
         if key not in self._index:

@@ -32,6 +32,9 @@ class Sums(Protocol):
     def begin(self) -> None:
         """Begin a trace."""
 
+    def take_back(self) -> None:
+        """Take a trace back that isn't run."""
+
 
 _COMPUTED = object()  # in a template: a tensor that the graph computes
 

@@ -236,7 +236,7 @@ class Program:
                 raise
             return None
         finally:
-            target.sums.tensors = target.sums.begun
+            target.sums.take_back()
         return None if watch.reads() else difference
 
     def lacks_sample(self, key: Hashable) -> bool:
@@ -274,7 +274,7 @@ class Program:
                 graph = None if obstacle else capture.unrun()
                 capture.abandon()
         finally:
-            target.sums.tensors = target.sums.begun
+            target.sums.take_back()
         return graph
 
     def _hold(self) -> None:
