@@ -291,6 +291,21 @@ def an_environment_variable():
 
 
 @case
+def a_cache():
+    """It is built in the first step that finds it empty, which may be the audited one."""
+
+    def read(net, h):
+        if net.__dict__.get("cache") is None:
+            net.__dict__["cache"] = torch.full([], net.__dict__.get("cached", 1.0), device=h.device)
+        return h * net.__dict__["cache"]
+
+    def change(net, value):
+        net.__dict__.update(cached=value, cache=None)
+
+    return read, change
+
+
+@case
 def a_file():
     with tempfile.NamedTemporaryFile("w", delete=False) as file:
         file.write("1.0")

@@ -4,6 +4,7 @@ import copy
 import random
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -553,7 +554,7 @@ def test_weights_put_back_at_every_step_take_no_history_along(cores):
 
 
 def test_a_read_from_another_thread_is_a_value_or_an_exception(cores):
-    """Never the end of the process: this one goes on."""
+    """Never the end of the process, nor another training: this one goes on as if nobody had read."""
 
     class Go(Callback):
         reads_weights = False
@@ -562,12 +563,9 @@ def test_a_read_from_another_thread_is_a_value_or_an_exception(cores):
             if epoch == 2:  # all graphs are there, and the weights are kept elsewhere
                 go.set()
 
-    torch.manual_seed(0)
-    net, go, answers = Net(), threading.Event(), []
-    model = tpufit.Model(net)
-    model.compile("adamw", "cross_entropy")
+    go, answers, losses = threading.Event(), [], []
 
-    def look():
+    def look(net):
         go.wait(60)
         while training.is_set():
             for read in (
@@ -581,15 +579,46 @@ def test_a_read_from_another_thread_is_a_value_or_an_exception(cores):
                     answers.append(error)
 
     training = threading.Event()
-    training.set()
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        model.fit(X, Y, 8 // cores, 10, verbose=0, cores=cores, callbacks=Go())
-    finally:
-        training.clear()
-        thread.join(60)
-    assert answers and np.isfinite(model.evaluate(X, Y, verbose=0))
+    for watched in (True, False):
+        torch.manual_seed(0)
+        net = Net()
+        model = tpufit.Model(net)
+        model.compile("adamw", "cross_entropy")
+        training.set()
+        thread = threading.Thread(target=look, args=(net,), daemon=True)
+        if watched:
+            thread.start()
+        try:
+            history = model.fit(X, Y, 8 // cores, 30, shuffle=False, verbose=0, cores=cores, callbacks=Go()).history
+        finally:
+            training.clear()
+        if watched:
+            thread.join(60)
+        losses.append(history["loss"])
+    assert answers and losses[0] == losses[1]
+
+
+def test_a_step_may_use_its_weights_in_threads_of_its_own(cores):
+    """An audit keeps its tensors from other threads, but not from those that the step itself waits for."""
+
+    class Threaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            with ThreadPoolExecutor(2) as pool:
+                first, second = pool.map(lambda layer: layer(x), (self.first, self.second))
+            return first + second
+
+    losses = []
+    for eager in (True, False):
+        torch.manual_seed(0)
+        model = tpufit.Model(Threaded())
+        model.compile("adamw", "cross_entropy", run_eagerly=eager)
+        x, y = torch.arange(256.0).reshape(32, 8) / 256, torch.arange(32) % 4
+        losses.append(model.fit(x, y, 8 // cores, 3, shuffle=False, verbose=0, cores=cores).history["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_parameters_keep_their_hooks(cores):

@@ -134,10 +134,10 @@ def test_what_is_on_the_device_stays_and_the_rest_joins_it_in_order(place):
     ("limits", "nbytes", "steps"),
     [
         # Of 4, 16, 64 and then 256 steps under way, each wait leaves half.
-        ({}, 100, [4, 18, 74, 298, 426]),
+        ({"most": 256}, 100, [4, 18, 74, 298, 426]),
         ({"most": 10}, 100, [4, 12, 17, 22, 27]),
-        ({"nbytes": 600}, 100, [4, 8, 11, 14, 17]),
-        ({"nbytes": 600}, 1000, [4, 5, 6, 7, 8]),
+        ({"most": 256, "nbytes": 600}, 100, [4, 8, 11, 14, 17]),
+        ({"most": 256, "nbytes": 600}, 1000, [4, 5, 6, 7, 8]),
     ],
 )
 def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):

@@ -23,7 +23,7 @@ from .device_state import DeviceState
 from .draws import Draws
 from .gathering import gathering
 from .graph import Graph, Sums, recognise, template_of
-from .lazy import by_memory, drop, identity, launch, noting_new, pending, pending_elsewhere, same_memory
+from .lazy import by_memory, compute, drop, identity, launch, noting_new, pending, pending_elsewhere, same_memory
 from .placement import Placement
 from .trace_watch import Glance, Watch
 from .transfer import starter, swap_value
@@ -263,9 +263,13 @@ class Capture:
             xla()._set_buffer_donation(value, False)  # nothing has consumed it
         return graph
 
-    def abandon(self) -> None:
-        """Give the trace up: whoever has taken tensors of it can't have their values, as nothing computes them."""
-        drop(pending_elsewhere(self._target.state.tensors, self._new))
+    def keep_left(self) -> None:
+        """Compute what the body of a trace that isn't run has left elsewhere, as in a cache, and nothing else of it."""
+        known = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
+        state, sums = self._target.state, self._target.sums
+        taken = set(map(identity, state.tensors))  # by another thread: nobody has left it
+        left = pending_elsewhere([*known, *state.tensors, *sums.tensors], self._new)
+        compute([tensor for tensor in left if identity(tensor) not in taken])
 
     def graph(self) -> Graph | None:
         """Find out what was traced, without compiling it. None if there is nothing to run."""

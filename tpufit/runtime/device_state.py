@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import StateLostError
 from .lazy import graph_hash, handles, launch, pending, same_memory, wait
+from .own_thread import for_this_thread
 from .packing import Packing, kept, shown
 from .placement import Placement, Sharding
 from .transfer import copy_into, swap_value, to_host
@@ -111,7 +112,7 @@ class DeviceState:
 
     @contextmanager
     def lent(self) -> Iterator[list[Tensor]]:
-        """A context in which the user's tensors show the held values, for a trace that isn't run.
+        """A context in which the user's tensors show the held values to this thread, for a trace that isn't run.
 
         Whatever is done to them changes nothing here, and is forgotten.
 
@@ -121,14 +122,15 @@ class DeviceState:
         packs, shows = self._packs(self.tensors), same_memory(self.values)
         for i in packs:
             shows[i] = shown(self.values[i])
-        empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, shows, strict=True)]
-        self._packed = {i: (self.values[i], self.tensors[i]._version) for i in packs}
-        try:
-            yield self.values
-        finally:
-            self._packed = {}
-            for tensor, nothing in zip(self.tensors, empty, strict=True):
-                swap_value(tensor, nothing)
+        with for_this_thread(self.tensors):
+            empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, shows, strict=True)]
+            self._packed = {i: (self.values[i], self.tensors[i]._version) for i in packs}
+            try:
+                yield self.values
+            finally:
+                self._packed = {}
+                for tensor, nothing in zip(self.tensors, empty, strict=True):
+                    swap_value(tensor, nothing)
 
     def traced(self) -> tuple[list[int], list[Tensor]]:
         """The indices of the tensors that the trace has changed, and their new values as the device is to keep them."""

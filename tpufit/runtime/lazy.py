@@ -27,6 +27,17 @@ def launch(placement: Placement, role: str, cause: str = "") -> None:
         xla()._xla_step_marker(placement.device_name, [], wait=False)
 
 
+def compute(tensors: Sequence[Tensor]) -> None:
+    """Start the work of some tensors alone, without waiting for it; none of the memory that it reads is written over.
+
+    Args:
+        tensors: The pending tensors.
+    """
+    if tensors:
+        with counters.role("transfer", "a trace that isn't run has left tensors elsewhere"):
+            xla()._xla_sync_multi(list(tensors), [], False, True)
+
+
 def wait(reason: str) -> None:
     """Wait until the device has done all that was started."""
     with counters.waiting(reason):
@@ -102,8 +113,8 @@ def noting_new() -> Iterator[list[Tensor]]:
     gc.disable()
     try:
         yield new
-        new += _tensors(generation=0)
     finally:
+        new += _tensors(generation=0)
         if runs:
             gc.enable()
 

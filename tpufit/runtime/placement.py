@@ -70,6 +70,17 @@ class Placement:
         return self.cores is not None and self.cores.spmd
 
     @property
+    def most_in_flight(self) -> int:
+        """The number of steps of one role that may be under way.
+
+        XLA's CPU client lets 32 runs begin. It starts the parts of a further one as soon as their own core may, on the
+        threads that the parts of the first one need: with several virtual cores these then wait for each other for
+        good. Three roles of two models stay below that.
+        """
+        virtual = self.cores is not None and self.cores.spmd and self.cores.platform == "CPU"
+        return 8 if virtual else 256
+
+    @property
     def count(self) -> int:
         """The number of cores that share a batch, at least 1."""
         return 1 if self.cores is None else self.cores.count

@@ -9,8 +9,8 @@ Now and then a replay is audited, see `audits`: the step is traced once more, on
 graph, something has changed that its Python reads, and the step is captured anew.
 """
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +26,7 @@ from .device_state import DeviceState
 from .devices import platform
 from .draws import draw_seeds
 from .graph import Graph, Sums
-from .lazy import launch, wait
+from .lazy import drop, launch, noting_new, pending_elsewhere, wait
 from .lowering import lowering, variables
 from .placement import Placement
 from .strict import LENIENT, Strict
@@ -39,6 +39,9 @@ _ATTEMPTS = 3
 # XLA:CPU waits for a step that is given memory, which costs a fifth of a small one: there memory is given from this
 # size of the state on, in bytes. Elsewhere it is free.
 _WORTH_GIVING = 1 << 24
+
+# How torch_xla's errors begin, also those of a trace whose tensors another thread reads.
+_STUMBLES = "Check failed"
 
 _ONCE = "it has only been traced once"
 
@@ -207,7 +210,7 @@ class Program:
             began = perf_counter()  # from here on the device has nothing to do
             watch: Glance | Watch = Glance()
             difference = self._compare(reference, inputs, seeds, body, watch)
-            if difference is None or watch.drew_perhaps:  # by the step, or by another thread: a watch can tell
+            if difference != "" or watch.drew_perhaps:  # by the step, or by another thread: a watch can tell
                 watch = self._watch()
                 difference = self._compare(reference, inputs, seeds, body, watch)
         if difference is None and not watch.reads_itself:
@@ -222,22 +225,34 @@ class Program:
         self, graph: Graph, inputs: list[Tensor], seeds: list[int], body: Body, watch: Glance | Watch
     ) -> str | None:
         """Trace a step, run nothing, and say how its graph differs; None if a value was read meanwhile."""
-        target, traced = self._target, False
+        traced = False
         try:
-            with target.state.lent() as stored:
-                capture = Capture(target, stored, inputs, seeds, watch, self.python_state)
+            with self._unrun(inputs, seeds, watch) as capture:
                 obstacle = capture.trace(body)
                 traced = True
                 difference = obstacle or capture.difference(graph)
-                capture.abandon()
-        except RuntimeError:
+        except RuntimeError as error:
             # torch_xla stumbles over a tensor of the trace while another thread reads it.
-            if not traced and not watch.reads():
+            if traced or watch.reads():
+                return None
+            if _STUMBLES not in str(error):
                 raise
-            return None
-        finally:
-            target.sums.take_back()
+            return f"its trace failed: {error}"  # the next one is none that may be left undone
         return None if watch.reads() else difference
+
+    @contextmanager
+    def _unrun(self, inputs: list[Tensor], seeds: list[int], watch: Glance | Watch) -> Iterator[Capture]:
+        """A context for a trace that isn't run: at its end all is as it was."""
+        target, new = self._target, list[Tensor]()
+        try:
+            with noting_new() as new, target.state.lent() as stored:
+                capture = Capture(target, stored, inputs, seeds, watch, self.python_state)
+                yield capture
+                capture.keep_left()
+        finally:
+            # Whoever has taken more of the trace, as another thread, can't have its value, as nothing computes it.
+            drop(pending_elsewhere(target.state.tensors, new))
+            target.sums.take_back()
 
     def lacks_sample(self, key: Hashable) -> bool:
         """True if a step with this key has just been shown to be replayable, and has no sample for audits."""
@@ -263,19 +278,9 @@ class Program:
         with pause(), counters.timed("audit"), lowering(self._matmul_precision):
             self._hold()
             wait("audit")
-            self._graphs[key].sample = self._sampled(inputs, seeds, sample)
-
-    def _sampled(self, inputs: list[Tensor], seeds: list[int], sample: Body) -> Graph | None:
-        target, watch = self._target, Glance()
-        try:
-            with target.state.lent() as stored:
-                capture = Capture(target, stored, inputs, seeds, watch, self.python_state)
+            with self._unrun(inputs, seeds, Glance()) as capture:
                 obstacle = capture.trace(sample)
-                graph = None if obstacle else capture.unrun()
-                capture.abandon()
-        finally:
-            target.sums.take_back()
-        return graph
+                self._graphs[key].sample = None if obstacle else capture.unrun()
 
     def _hold(self) -> None:
         """Take the state's values out of the user's tensors."""

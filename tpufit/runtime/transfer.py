@@ -372,13 +372,13 @@ class InFlight:
     Args:
         seconds: The time that all steps under way may take.
         nbytes: The memory that their batches may take.
-        most: The number of steps that may be under way. (A TPU's own limit is 32.)
+        most: The number of steps that may be under way, see `Placement.most_in_flight`.
 
     Attributes:
         pace: The seconds that a step takes by now, or None as long as no long run of steps has been measured.
     """
 
-    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, most: int = 256) -> None:
+    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, *, most: int) -> None:
         self._seconds, self._nbytes, self._most = seconds, nbytes, most
         self.pace: float | None = None
         self._limit = 4  # until it is known how long they take

@@ -84,7 +84,9 @@ class StepRunner:
         self.inside = False
         self.before_step: Callable[[int], None] | None = None
         state, loss = engine.state, engine.config.loss
-        self._in_flight = InFlight() if state.placement.recorder is None else None  # if cores are absent nothing runs
+        self._in_flight: InFlight | None = None  # if cores are absent nothing runs
+        if state.placement.recorder is None:
+            self._in_flight = InFlight(most=state.placement.most_in_flight)
         strict = engine.options.strict if role != "predict" else LENIENT
         label_range = loss.label_range if loss is not None and role != "predict" else None
         now = strict if warm else LENIENT
