@@ -61,6 +61,33 @@ def test_rows_of_another_width(cores, eagerly):
     assert after == fit(twin, cores)
 
 
+@pytest.mark.parametrize(
+    "misfit",
+    [
+        lambda x: F.linear(x, x[:3, :3]),
+        lambda x: F.linear(x, x[:3], x[0]),
+        lambda x: x @ x,
+        lambda x: x[0] @ x[:, 0],
+        lambda x: torch.mm(x, x),
+        lambda x: x.mv(x[:, 0]),
+        lambda x: torch.addmm(x, x.T, x[:3]),
+        lambda x: torch.baddbmm(x[None], x[None], x[None]),
+        lambda x: torch.stack([x, x[:, :2]]),
+        lambda x: F.cross_entropy(x, x.long()[:, :2]),
+    ],
+)
+def test_shapes_that_do_not_fit_end_no_process(cores, misfit):
+    class Misfit(Net):
+        def forward(self, x):
+            misfit(x)
+            return super().forward(x)
+
+    model = tpufit.Model(Misfit())
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(BatchError, match="the module, Misfit, fails on a batch of x"):
+        fit(model, cores)
+
+
 def test_a_module_that_fails_by_itself_is_named_and_other_errors_are_left_alone(cores):
     class Joining(Net):
         def forward(self, x):

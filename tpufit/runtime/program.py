@@ -29,6 +29,7 @@ from .graph import Graph, Sums
 from .lazy import drop, launch, noting_new, pending_elsewhere, wait
 from .lowering import lowering, variables
 from .placement import Placement
+from .release import checking_shapes
 from .strict import LENIENT, Strict
 from .trace_watch import Glance, Watch, cure_of
 
@@ -176,7 +177,8 @@ class Program:
                     torch.manual_seed(seeds[i])
 
                 return body(inputs, seed)
-        with pause(), counters.timed("trace"), lowering(self._matmul_precision):
+        checking = nullcontext() if key in self.met else checking_shapes()
+        with pause(), counters.timed("trace"), lowering(self._matmul_precision), checking:
             self._target.state.write_back()
             self.met.add(key)
             if self.traced_because:

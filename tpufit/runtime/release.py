@@ -5,6 +5,7 @@
 | a libtpu of a later release | may end the process as it starts | works |
 | an error's text | has the C++ stack in it | is words only |
 | a runtime that doesn't start | ends the process at its exit, and at the next call | an error, each time |
+| shapes that don't fit in a matrix product, a stack or a loss of classes | end the process | an error |
 | a step that fails while it runs, as for want of memory | ends the process when a result is read | an error |
 
 The last can't be mended from outside: of all that reads a result or waits for it, nothing in 2.8 tells of a failure
@@ -16,12 +17,24 @@ which a TPU computes in one pass of bfloat16.
 
 import atexit
 import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from ..utils import releases
 from ..utils.users_code import warn
 
 _STACK = re.compile(r"\s*\*\*\* Begin stack trace \*\*\*.*?\*\*\* End stack trace \*\*\*\s*", re.DOTALL)
+
+_PRODUCTS = ("addmm", "addmv", "baddbmm", "dot", "matmul", "mm", "mv")
+_UNCHECKED = {F.cross_entropy, F.linear, F.nll_loss, torch.stack, Tensor.__matmul__}
+_UNCHECKED |= {getattr(place, name) for place in (torch, Tensor) for name in _PRODUCTS}
 
 
 def release() -> str:
@@ -64,3 +77,32 @@ def words_of(error: BaseException) -> str:
         'No client. Unknown device'
     """
     return _STACK.sub(" ", str(error)).strip()
+
+
+def checking_shapes() -> AbstractContextManager[object]:
+    """A context for the first trace of a step, in which shapes that don't fit are PyTorch's own error."""
+    if release() != "2.8":
+        return nullcontext()
+    return _CheckingShapes()
+
+
+class _CheckingShapes(TorchFunctionMode):
+    """Computes the shape of a result on the meta device before torch_xla does, which ends the process if it can't."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _UNCHECKED:
+            try:
+                func(*tree_map(_shape, args), **tree_map(_shape, kwargs or {}))
+            except AssertionError as error:  # of `stack` in Python; elsewhere it is a RuntimeError
+                raise RuntimeError(str(error)) from error
+        return func(*args, **(kwargs or {}))
+
+
+def _shape(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    # Autocast would give all operands one dtype.
+    dtype = torch.float32 if leaf.is_floating_point() else leaf.dtype
+    return torch.empty(leaf.shape, dtype=dtype, device="meta")
