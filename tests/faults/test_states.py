@@ -12,10 +12,11 @@ import os
 import random
 import signal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +83,14 @@ class Ends(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(make: Callable[[], dict[str, Any]], eager: bool, *more: Callback, seed: int = 7, **fit: Any) -> Any:
+def train(
+    make: Callable[[], dict[str, Any]],
+    *more: Callback,
+    eager: bool = False,
+    cores: int = 1,
+    seed: int = 7,
+    **fit: Any,
+) -> Any:
     tpufit.set_random_seed(seed)
     made = {"module": net(), "model": tpufit.Model, "compile": {}, "fit": {}, "callbacks": [], "look": lambda: None}
     tpufit.set_random_seed(7)
@@ -93,7 +101,7 @@ def train(make: Callable[[], dict[str, Any]], eager: bool, *more: Callback, seed
     model = made["model"](made["module"])
     options = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "loss": "cross_entropy"}
     model.compile(**{**options, "scale_lr": None, "run_eagerly": eager, **made["compile"]})
-    data = {"x": TensorDataset(X, Y), "batch_size": BATCH, "epochs": EPOCHS, "verbose": 0, "cores": 1}
+    data = {"x": TensorDataset(X, Y), "batch_size": BATCH // cores, "epochs": EPOCHS, "verbose": 0, "cores": cores}
     if isinstance(made["fit"].get("x"), DataLoader) or not isinstance(made["fit"].get("x", X), (torch.Tensor, Dataset)):
         del data["batch_size"]
     history = model.fit(**{**data, **made["fit"], **fit}, callbacks=[*made["callbacks"], *more])
@@ -864,39 +872,48 @@ def somewhere(name: str) -> dict[str, int]:
     return random.Random(name).choice([*({"step": step} for step in range(1, 12)), {"epoch": 0}, {"epoch": 1}])
 
 
-def cases() -> list[Any]:
-    every = [(name, True) for name in CASES] + [(name, False) for name in CASES if name in ON_THE_DEVICE]
-    quick = {(name, True) for name in QUICK} | {("loss: a count", False)}
-    return [
-        pytest.param(
-            *case, id=f"{case[0]}{'' if case[1] else ', on the device'}", marks=[pytest.mark.soak] * (case not in quick)
-        )
-        for case in every
-    ]
+def cases(names: Iterable[str], quick: set[str]) -> list[Any]:
+    return [pytest.param(name, id=name, marks=[pytest.mark.soak] * (name not in quick)) for name in names]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:the (train|eval|test) step is traced anew", "ignore:the device waited for data", "ignore:x ran out of data"
-)
-@pytest.mark.parametrize(("name", "eager"), cases())
-def test_what_an_object_keeps_is_there_after_a_resumption(cores, name, eager, tmp_path):
+def go_on(name: str, folder: Path, **how: Any) -> None:
+    """Train a case without a break, and broken off and gone on with."""
     make, said = CASES[name]
-    expected = train(make, eager)
+    expected = train(make, **how)
     if said:
         with pytest.warns(UserWarning, match=said), pytest.raises(SystemExit):
-            train(make, eager, ModelCheckpoint(tmp_path), Ends(**somewhere(name)))
+            train(make, ModelCheckpoint(folder), Ends(**somewhere(name)), **how)
         return
     with pytest.raises(SystemExit):
-        train(make, eager, ModelCheckpoint(tmp_path), Ends(**somewhere(name)))
+        train(make, ModelCheckpoint(folder), Ends(**somewhere(name)), **how)
     # What the new process has drawn by itself doesn't matter.
-    assert differences(expected, train(make, eager, ModelCheckpoint(tmp_path), resume=True, seed=99)) == []
+    assert differences(expected, train(make, ModelCheckpoint(folder), resume=True, seed=99, **how)) == []
+
+
+quiet = pytest.mark.filterwarnings(
+    "ignore:the (train|eval|test) step is traced anew", "ignore:the device waited for data", "ignore:x ran out of data"
+)
+
+
+@quiet
+@pytest.mark.parametrize("name", cases(CASES, QUICK))
+def test_what_an_object_keeps_is_there_after_a_resumption(cores, name, tmp_path):
+    go_on(name, tmp_path, eager=True)
+
+
+@quiet
+@pytest.mark.cores(1, 8)
+@pytest.mark.soak_on(8)
+@pytest.mark.parametrize("name", cases(sorted(ON_THE_DEVICE), {"loss: a count"}))
+def test_what_an_object_keeps_on_the_device_is_there_after_a_resumption(cores, name, tmp_path):
+    go_on(name, tmp_path, cores=cores)
 
 
 def test_a_module_whose_state_cannot_be_saved_is_refused_before_the_first_step(cores, tmp_path):
     steps = []
     with pytest.raises(WeightsError, match="something other than tensors under .'_extra_state'"):
         count = LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(batch))
-        train(lambda: {"module": Extra}, True, ModelCheckpoint(tmp_path), count)
+        train(lambda: {"module": Extra}, ModelCheckpoint(tmp_path), count, eager=True)
     assert not steps
 
 
@@ -918,7 +935,7 @@ class Huge(Net):
 
 def test_what_cannot_be_saved_is_named_when_the_first_checkpoint_is_taken(cores, tmp_path):
     with pytest.warns(UserWarning, match="checkpoints can't hold") as said:
-        train(lambda: {"module": Huge}, True, ModelCheckpoint(tmp_path))
+        train(lambda: {"module": Huge}, ModelCheckpoint(tmp_path), eager=True)
     assert [str(one.message).partition(", which")[0] for one in said] == [
         "checkpoints can't hold module.rows, module.turn, module.big"
     ]
@@ -934,5 +951,5 @@ def test_a_callback_that_says_what_it_keeps_is_believed(cores, tmp_path):
         return attribute(Own, "seen")()
 
     with pytest.raises(SystemExit):
-        train(make, True, ModelCheckpoint(tmp_path), Ends(epoch=0))
-    assert train(make, True, ModelCheckpoint(tmp_path), resume=True)["looked"] == 8
+        train(make, ModelCheckpoint(tmp_path), Ends(epoch=0), eager=True)
+    assert train(make, ModelCheckpoint(tmp_path), eager=True, resume=True)["looked"] == 8
