@@ -621,6 +621,24 @@ def test_a_step_may_use_its_weights_in_threads_of_its_own(cores):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_a_step_may_make_parameters_of_its_weights(cores):
+    """PyTorch makes none of a tensor of a class of its own, which weights have in an audit."""
+
+    class Copies(Net):
+        def forward(self, x):
+            return super().forward(x) * nn.Parameter(self.head.weight).sum() * copy.deepcopy(self.head.bias).norm()
+
+    losses = []
+    for eager in (True, False):
+        torch.manual_seed(0)
+        model = tpufit.Model(Copies())
+        model.module.drop.p = 0.0
+        model.compile("sgd", "cross_entropy", run_eagerly=eager)
+        losses.append(model.fit(X[:64], Y[:64], 8 // cores, 4, shuffle=False, verbose=0, cores=cores).history["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert not any(model.report().traced.values())
+
+
 def test_parameters_keep_their_hooks(cores):
     def doubled(hook):
         torch.manual_seed(0)

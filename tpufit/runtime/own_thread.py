@@ -77,7 +77,10 @@ def _guarded(kind: type[Tensor]) -> type[Tensor]:
     ) -> Any:
         _guard.wait()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if func is Tensor.detach:  # else it is no weight of which `nn.Parameter` makes another
+            result.__class__ = guarded
+        return result
 
     names = {"__torch_function__": classmethod(wait_first), "__module__": kind.__module__}
     guarded: type[Tensor] = types.new_class(kind.__name__, (kind,), exec_body=lambda own: own.update(names))

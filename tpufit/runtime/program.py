@@ -41,9 +41,6 @@ _ATTEMPTS = 3
 # size of the state on, in bytes. Elsewhere it is free.
 _WORTH_GIVING = 1 << 24
 
-# How torch_xla's errors begin, also those of a trace whose tensors another thread reads.
-_STUMBLES = "Check failed"
-
 _ONCE = "it has only been traced once"
 
 
@@ -227,19 +224,17 @@ class Program:
         self, graph: Graph, inputs: list[Tensor], seeds: list[int], body: Body, watch: Glance | Watch
     ) -> str | None:
         """Trace a step, run nothing, and say how its graph differs; None if a value was read meanwhile."""
-        traced = False
         try:
             with self._unrun(inputs, seeds, watch) as capture:
-                obstacle = capture.trace(body)
-                traced = True
+                try:
+                    obstacle = capture.trace(body)
+                except Exception as error:  # a fault of the step's is one of its capture, which follows, too
+                    obstacle = f"its trace failed: {error}"
                 difference = obstacle or capture.difference(graph)
-        except RuntimeError as error:
-            # torch_xla stumbles over a tensor of the trace while another thread reads it.
-            if traced or watch.reads():
-                return None
-            if _STUMBLES not in str(error):
+        except RuntimeError:  # torch_xla stumbles over a tensor of the trace while another thread reads it
+            if not watch.reads():
                 raise
-            return f"its trace failed: {error}"  # the next one is none that may be left undone
+            return None
         return None if watch.reads() else difference
 
     @contextmanager
