@@ -1,8 +1,8 @@
 # make demo    train a network on 8 virtual cores
 # make check   the quick tests
 # make test    all tests but the exhaustive ones
-# make soak    the exhaustive ones; .ci/run runs both
-# make images  the quick tests and more on copies of Kaggle's and Colab's images
+# make soak    the exhaustive ones
+# make images  the quick tests and more on copies of Kaggle's and Colab's images; .ci/run runs these three
 # make docs    the site, in build/site
 #
 # The first of them builds .venv. PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.

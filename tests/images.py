@@ -22,6 +22,7 @@ from time import perf_counter
 from pages import ROOT, SITE, Page
 
 PLACE = ROOT / ".images"
+SIZE = 10 << 30  # of an environment, in bytes
 NOTEBOOK = "tests/test_examples.py::test_a_notebook_runs_without_a_warning"
 QUICK = ("-m", "not slow and not soak")
 
@@ -157,6 +158,9 @@ if __name__ == "__main__":
         python = python_of(image.python)
         if python is None:
             print(f"{name}: not tried, for this machine has no Python {image.python}", flush=True)
+            continue
+        if not (PLACE / name / "ready").exists() and shutil.disk_usage(ROOT).free < 1.5 * SIZE:
+            print(f"{name}: not tried, for its environment takes {SIZE >> 30} GiB of disk", flush=True)
             continue
         own = made(name, image, python)
         prove_nothing_changes(own, image)
