@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import tpufit
 from tpufit.callbacks import BackupAndRestore, Callback, EarlyStopping, ModelCheckpoint
-from tpufit.checkpoint import read
+from tpufit.checkpoint import progress_of, read
 from tpufit.errors import ArgumentError, CallbackError, CheckpointMismatchError, CheckpointMissingError
 from tpufit.utils.random import RNGState
 
@@ -321,6 +321,31 @@ def test_an_error_of_a_callback_keeps_what_was_done(cores, tmp_path):
     expected = trained(cores, "arrays", COMPILE["adamw"], extra=[faulty])
     options = {"extra": [faulty, ModelCheckpoint(tmp_path, on_exception=True)], "resume": True}
     assert_equal(trained(cores, "arrays", COMPILE["adamw"], **options), expected)
+
+
+def test_an_error_right_after_a_checkpoint_saves_the_step_that_came_after_it(cores, tmp_path):
+    class Faulty(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                raise ValueError("oh")
+
+    checkpoint = ModelCheckpoint(tmp_path, save_freq=2, on_exception=True, monitor="loss")
+    with pytest.raises(CallbackError, match="oh"):
+        trained(cores, "arrays", COMPILE["adamw"], extra=[Faulty(), checkpoint])
+    # The checkpoint of two steps is there already, and the third step was taken before the error.
+    assert read(tmp_path / "step-0000000003").state["progress"]["batches"] == 3
+
+
+def test_a_checkpoint_before_validation_has_only_the_logs_of_training(cores, tmp_path):
+    class Faulty(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["mine"] = object()
+            raise ValueError("oh")
+
+    checkpoint = ModelCheckpoint(tmp_path, save_freq=100, on_exception=True, monitor="loss")
+    with pytest.raises(CallbackError, match="oh"):
+        trained(cores, "arrays", COMPILE["adamw"], extra=[Faulty(), checkpoint])
+    assert list(progress_of(read(next(tmp_path.glob("step-*")))).trained) == ["loss"]
 
 
 def test_metrics_that_keep_the_same_batches_are_saved_in_the_middle_of_an_epoch(cores, tmp_path):

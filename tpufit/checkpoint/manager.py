@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -33,9 +33,9 @@ class Callbacks(Protocol):
         """Call a hook of those that override it."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """The point that a `fit` has reached.
+    """The point that a `fit` has reached. Each is its own, because the last checkpoint's is compared with the newest.
 
     Attributes:
         epoch: The number of the epoch, from 0.
@@ -240,7 +240,7 @@ class CheckpointManager:
         except Exception:
             if self._progress is not None and (self._run is None or not self._run.inside):
                 if self._run is not None:  # a callback may have raised after a step that nobody had noted yet
-                    self._progress.batches = self._run.tally.batches
+                    self._progress = replace(self._progress, batches=self._run.tally.batches)
                 self._save_for(writer for callback, writer in keepers(self._callbacks) if callback.save_on_exception)
             for writer in self._taken:
                 try:

@@ -128,7 +128,7 @@ class _Training:
             logs = self._train_on(epoch, run)
         if self._validations is not None:
             # Noted before: if a signal ends the validation, the checkpoint says that only the validation is left.
-            self._note(epoch, run.tally.batches, trained=logs)
+            self._note(epoch, run.tally.batches, trained=dict(logs))  # as they are now: more is added below
             logs |= self._validations.close(epoch, run.tally.batches)
             self._leave_if_interrupted()
         self._callbacks.call("on_epoch_end", epoch, logs)
