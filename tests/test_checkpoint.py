@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import threading
+from contextlib import nullcontext
 
 import pytest
 import safetensors.torch
@@ -233,6 +234,28 @@ def test_a_process_killed_between_two_renames(run):
     run.close()
     run.open()
     assert run.newest().step == 10
+
+
+@pytest.mark.parametrize("kind", ["tmp", "old"])
+def test_a_killed_process_that_had_the_same_id(run, kind):  # as in containers, where each run is process 1
+    run.write(made(10)).rename(run.path / f".step-0000000010.{kind}-{os.getpid()}")
+    run.close()
+    with pytest.warns(UserWarning, match="dropped from") if kind == "tmp" else nullcontext():
+        run.open()
+    kept = ["step-0000000010"] if kind == "old" else []
+    assert sorted(os.listdir(run.path)) == [".lock", *kept]
+
+
+def test_what_this_process_is_writing_is_not_dropped(run):
+    store, found = LocalStore(run.path), []
+
+    def fill(draft):
+        (draft / "a").touch()
+        store.clean()
+        found.extend(os.listdir(draft))
+
+    store.commit("step-0000000010", fill)
+    assert found == ["a"] and store.clean() == []
 
 
 class Full(LocalStore):

@@ -1,15 +1,19 @@
 """Folders behind URLs: checkpoints, logs and caches go there and come back, whole or not at all."""
 
 import csv
+import errno
 import io
 import json
 import os
 import shutil
+from dataclasses import replace
 from functools import cache
 from uuid import uuid4
 
 import pytest
 import torch
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import tpufit
@@ -18,7 +22,7 @@ from tpufit.checkpoint.directory import CheckpointDirectory
 from tpufit.checkpoint.format import Checkpoint
 from tpufit.checkpoint.resume import named_checkpoint
 from tpufit.data import CachedDataset, presize
-from tpufit.errors import ArgumentError, CheckpointDamagedError, CheckpointMissingError
+from tpufit.errors import ArgumentError, CheckpointDamagedError, CheckpointMissingError, CheckpointNotWrittenError
 from tpufit.utils.urls import Url, kept_copy
 
 X, Y = torch.randn(48, 4), torch.randint(0, 2, (48,))
@@ -139,6 +143,53 @@ def test_a_checkpoint_counts_once_its_manifest_is_there(place):
     assert Url(place).names() == ["step-0000000001"]
     run.write(checkpoint(1))  # replaced
     assert run.newest().step == 1
+
+
+class Breaking(MemoryFileSystem):
+    """A file system that takes a number of files, and then no more."""
+
+    protocol = "breaking"
+    cachable = False
+    left = 0
+
+    def put_file(self, *args, **options):
+        if Breaking.left == 0:
+            raise OSError(errno.ECONNRESET, "Connection reset by peer")
+        Breaking.left -= 1
+        super().put_file(*args, **options)
+
+
+def test_a_checkpoint_is_there_until_the_one_that_replaces_it_is():
+    register_implementation("breaking", Breaking, clobber=True)
+    url = f"breaking://{uuid4().hex}"
+    run, files = CheckpointDirectory(url), 4
+    Breaking.left = files
+    run.write(replace(checkpoint(1), state={"sent": -1}))
+    for sent in range(files):
+        Breaking.left = sent
+        with pytest.raises(CheckpointNotWrittenError, match="Connection reset"):
+            run.write(replace(checkpoint(1), state={"sent": sent}))
+        assert run.steps() == [1] and run.newest().state == {"sent": -1}
+    assert len((Url(url) / "step-0000000001").names()) > files
+    run.open()  # as the next run does
+    assert len((Url(url) / "step-0000000001").names()) == files and run.newest().state == {"sent": -1}
+    for again in range(2):
+        Breaking.left = files
+        run.write(replace(checkpoint(1), state={"again": again}))
+        assert run.newest().state == {"again": again}
+        names = (Url(url) / "step-0000000001").names()
+        assert len(names) == files and "manifest.json" in names
+    Url(url).remove()
+
+
+@pytest.mark.parametrize("path", ["../model.safetensors", "/model.safetensors", 1])
+def test_a_manifest_that_names_files_elsewhere_is_damaged(tmp_path, path):
+    where = CheckpointDirectory(tmp_path).write(checkpoint())
+    manifest = json.loads((where / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"]["path"] = path
+    (where / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointDamagedError, match="must lie beside it"):
+        CheckpointDirectory(tmp_path).newest()
 
 
 def test_a_damaged_checkpoint_is_named_by_its_url(place):

@@ -6,8 +6,9 @@
         state.json              the numbers: steps, rates, seeds, the place in the data, callbacks' counters
         manifest.json           written last: the format's version, the size and SHA-256 of each file, shapes, versions
 
-A tensor is stored whole, so that any number of cores can load it. A hash finds damage; it doesn't protect from somebody
-who can write to the folder. Nothing is ever unpickled.
+Behind a URL, the files of a checkpoint that has replaced another have further letters in their names: the manifest says
+which, under `path`. A tensor is stored whole, so that any number of cores can load it. A hash finds damage; it doesn't
+protect from somebody who can write to the folder. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -135,7 +136,7 @@ def _fill(
         "metric": None if checkpoint.metric is None else vars(checkpoint.metric),
         "mesh": dict(checkpoint.mesh),
         "versions": dict(checkpoint.versions),
-        "files": _fingerprints(folder, (_WEIGHTS, _TRAINING, _STATE)),
+        "files": _fingerprints({name: folder / name for name in (_WEIGHTS, _TRAINING, _STATE)}),
         "tensors": {
             file: {name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape)} for name, t in tensors.items()}
             for file, tensors in ((_WEIGHTS, weights), (_TRAINING, training))
@@ -184,12 +185,13 @@ def read(folder: str | os.PathLike[str] | Url) -> Checkpoint:
             f"Weights alone, in a .safetensors file, go into model.load_weights. {NO_PICKLES}"
         )
     manifest = read_manifest(folder)
-    _verify(folder, manifest)  # before any file is parsed
+    files = {name: folder / entry.get("path", name) for name, entry in manifest["files"].items()}
+    _verify(files, manifest)  # before any file is parsed
     return Checkpoint(
         step=manifest["step"],
-        weights=read_weights(folder / _WEIGHTS),
-        training=safetensors.torch.load_file(folder / _TRAINING),
-        state=json.loads((folder / _STATE).read_bytes()),
+        weights=read_weights(files[_WEIGHTS]),
+        training=safetensors.torch.load_file(files[_TRAINING]),
+        state=json.loads(files[_STATE].read_bytes()),
         metric=Score(**manifest["metric"]) if manifest["metric"] else None,
         mesh=manifest["mesh"],
         versions=manifest["versions"],
@@ -249,32 +251,34 @@ def read_manifest(folder: Path | Url) -> dict[str, Any]:
         )
     if set(manifest.get("files", ())) != {_WEIGHTS, _TRAINING, _STATE}:
         raise CheckpointDamagedError(f"{folder / MANIFEST} is damaged: it lists the files {manifest.get('files')}")
+    paths = [entry.get("path", name) for name, entry in manifest["files"].items()]
+    if not all(isinstance(path, str) and path == Path(path).name for path in paths):
+        raise CheckpointDamagedError(f"{folder / MANIFEST} is damaged: its files must lie beside it, not at {paths}")
     return manifest
 
 
-def _verify(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _verify(files: Mapping[str, Path], manifest: Mapping[str, Any]) -> None:
     """Compare the files with the manifest: sizes first, as they cost nothing and say most."""
-    for name, expected in manifest["files"].items():
-        path = folder / name
+    for name, path in files.items():
         if path.is_symlink() or not path.is_file():
             raise CheckpointDamagedError(f"{path} is missing")
-        size, written = path.stat().st_size, expected["size"]
+        size, written = path.stat().st_size, manifest["files"][name]["size"]
         if size != written:
             raise CheckpointDamagedError(f"{path} is damaged: it has {size:,} bytes, and {written:,} were written")
-    for name, found in _fingerprints(folder, manifest["files"]).items():
+    for name, found in _fingerprints(files).items():
         now, then = found["sha256"], manifest["files"][name]["sha256"]
         if now != then:
-            raise CheckpointDamagedError(f"{folder / name} is damaged: its SHA-256 is {now[:9]}..., not {then[:9]}...")
+            raise CheckpointDamagedError(f"{files[name]} is damaged: its SHA-256 is {now[:9]}..., not {then[:9]}...")
 
 
-def _fingerprints(folder: Path, names: Collection[str]) -> dict[str, dict[str, Any]]:
+def _fingerprints(files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     """Return the size and hash of files. Each has a thread, because hashing takes as long as reading.
 
     The threads are daemons, so that the process can end without waiting for them.
     """
-    with ThreadPool(len(names)) as pool:
-        hashes = pool.map(_sha256, [folder / name for name in names])
-    return {n: {"size": (folder / n).stat().st_size, "sha256": h} for n, h in zip(names, hashes, strict=True)}
+    with ThreadPool(len(files)) as pool:
+        hashes = pool.map(_sha256, files.values())
+    return {name: {"size": files[name].stat().st_size, "sha256": h} for name, h in zip(files, hashes, strict=True)}
 
 
 def _sha256(path: Path) -> str:

@@ -1,10 +1,13 @@
 """`LocalStore` and `UrlStore`: a folder where the checkpoints of a run are kept.
 
-A checkpoint is committed as a whole: it is written beside its place, synced, and renamed.
+A checkpoint is committed as a whole: on a disk it is written beside its place, synced, and renamed; behind a URL its
+manifest is sent last.
 """
 
+import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -16,7 +19,8 @@ from ..utils.urls import Url, is_url
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-\d{10,}")
-_LEFT = re.compile(r"\.(step-\d{10,})\.(tmp|old)-(\d+)")  # left behind by a killed process, with its id
+_LEFT = re.compile(r"\.(step-\d{10,})\.(tmp|old)-(.+)")  # left behind by a killed process, with its mark
+_MARK = secrets.token_hex(4)
 
 
 def name_of(step: int) -> str:
@@ -32,6 +36,11 @@ def is_step(name: str) -> bool:
 def step_of(name: str) -> int:
     """Return the step of a checkpoint, from its name."""
     return int(name.removeprefix("step-"))
+
+
+def _own_mark() -> str:
+    """The mark of what this process writes. Its id alone won't do: in a container each run may have the same one."""
+    return f"{os.getpid()}-{_MARK}"
 
 
 class LocalStore:
@@ -62,9 +71,10 @@ class LocalStore:
         Raises:
             OSError: The file system refused. The store is as it was.
         """
-        target, draft = self.where / name, self.where / f".{name}.tmp-{os.getpid()}"
-        old = self.where / f".{name}.old-{os.getpid()}"
-        shutil.rmtree(draft, ignore_errors=True)
+        target = self.where / name
+        draft, old = (self.where / f".{name}.{kind}-{_own_mark()}" for kind in ("tmp", "old"))
+        for remains in (draft, old):
+            shutil.rmtree(remains, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
             fill(draft)
@@ -76,6 +86,8 @@ class LocalStore:
                 target.rename(old)
             draft.rename(target)
         except BaseException:
+            if old.exists():
+                old.rename(target)
             shutil.rmtree(draft, ignore_errors=True)
             raise
         flush(self.where)  # else a power cut may undo the rename
@@ -112,7 +124,7 @@ class LocalStore:
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint. It never looks whole while half of it is gone."""
-        hidden = self.where / f".{name}.tmp-{os.getpid()}"
+        hidden = self.where / f".{name}.tmp-{_own_mark()}"
         (self.where / name).rename(hidden)  # first: the process may die while files are being deleted
         shutil.rmtree(hidden, ignore_errors=True)
 
@@ -121,7 +133,7 @@ class LocalStore:
         dropped = []
         for entry in sorted(self.where.iterdir()):
             left = _LEFT.fullmatch(entry.name)
-            if left is None or entry.is_symlink() or int(left[3]) == os.getpid():  # our own is still being written
+            if left is None or entry.is_symlink() or left[3] == _own_mark():  # our own is still being written
                 continue
             if left[2] == "old" and not (self.where / left[1]).exists():  # killed between two renames
                 entry.rename(self.where / left[1])
@@ -133,6 +145,8 @@ class LocalStore:
 
 class UrlStore:
     """Checkpoints behind a URL. One counts once its manifest is there, which is sent last and removed first.
+
+    One that replaces another gets files of other names, and counts from the moment its manifest has the other's place.
 
     An object store has no locks: two trainings into one folder would overwrite each other.
 
@@ -160,10 +174,13 @@ class UrlStore:
         """
         target = self.where / name
         with tempfile.TemporaryDirectory(prefix="tpufit-") as folder:
-            fill(Path(folder))
-            self.remove(name)
-            for file in sorted(Path(folder).iterdir(), key=lambda file: file.name == MANIFEST):
+            draft = Path(folder)
+            fill(draft)
+            if (target / MANIFEST).is_file():
+                _rename_files(draft)  # beside those that are there, which count until the new manifest takes its place
+            for file in sorted(draft.iterdir(), key=lambda file: file.name == MANIFEST):
                 (target / file.name).send(file)
+        self._drop_others(name)
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint. It never looks whole while half of it is gone."""
@@ -175,10 +192,21 @@ class UrlStore:
         (self.where / ".tpufit").write_bytes(b"")
         (self.where / ".tpufit").remove()
         whole = self.names()
+        for name in whole:
+            self._drop_others(name)
         dropped = [name for name in self.where.names() if is_step(name) and name not in whole]
         for name in dropped:
             self.remove(name)
         return dropped
+
+    def _drop_others(self, name: str) -> None:
+        """Remove the files that a checkpoint's manifest doesn't name: of the one before, or of one that broke off."""
+        found = (self.where / name).names()
+        manifest = json.loads((self.where / name / MANIFEST).read_bytes())
+        named = {MANIFEST, *(entry.get("path", file) for file, entry in manifest["files"].items())}
+        for file in found:
+            if file not in named:
+                (self.where / name / file).remove()
 
     def release(self) -> None:
         """Do nothing: there are no locks."""
@@ -189,6 +217,16 @@ class UrlStore:
     def free(self) -> int | None:
         """Return None: nobody knows."""
         return None
+
+
+def _rename_files(folder: Path) -> None:
+    """Give a checkpoint's files names that no others have, and note them in its manifest."""
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    mark = secrets.token_hex(4)
+    for file, entry in manifest["files"].items():
+        entry["path"] = f"{Path(file).stem}.{mark}{Path(file).suffix}"
+        (folder / file).rename(folder / entry["path"])
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 Store = LocalStore | UrlStore
