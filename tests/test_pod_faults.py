@@ -51,16 +51,18 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("host", "name"),
+    ("host", "name", "others"),
     [
-        (1, "SIGKILL"),
-        pytest.param(0, "SIGKILL", marks=pytest.mark.soak),
-        pytest.param(1, "SIGSTOP", marks=pytest.mark.soak),
-        pytest.param(0, "SIGSTOP", marks=pytest.mark.soak),
+        (1, "SIGKILL", "hang"),
+        pytest.param(0, "SIGKILL", "hang", marks=pytest.mark.soak),
+        pytest.param(1, "SIGSTOP", "hang", marks=pytest.mark.soak),
+        pytest.param(0, "SIGSTOP", "hang", marks=pytest.mark.soak),
+        pytest.param(1, "SIGKILL", "fail", marks=pytest.mark.soak),
+        pytest.param(0, "SIGKILL", "fail", marks=pytest.mark.soak),
     ],
 )
-def test_a_host_that_is_gone_ends_the_other_and_a_restart_goes_on(tmp_path, whole, host, name):
-    pod = Pod(2, 2, tmp_path, env=SLOW)
+def test_a_host_that_is_gone_ends_the_other_and_a_restart_goes_on(tmp_path, whole, host, name, others):
+    pod = Pod(2, 2, tmp_path, env=SLOW | ({"POD_FAILS": "1"} if others == "fail" else {}))
     with pod.started(TRAIN) as processes:
         wait_until(lambda: steps_of(tmp_path, host) >= 7)
         processes[host].send_signal(signal.Signals[name])

@@ -14,6 +14,7 @@
 // POD_CORES        the cores of each
 // POD_INTERLEAVED  1: a host's cores aren't neighbours, but every POD_HOSTS-th one
 // POD_FOLDER       where the sockets are
+// POD_FAILS        1: a program fails if another host is gone, instead of waiting for it
 #include <dlfcn.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -102,7 +103,15 @@ PJRT_Error* wait_for(PJRT_Event* event) {
   for (;;) pause();
 }
 
-// The sockets to the other hosts. Whatever goes wrong with one: a pod would hang, and so does this.
+struct Lost {};
+
+// A host is gone: a pod hangs, or its programs fail, as with POD_FAILS=1.
+[[noreturn]] void lose() {
+  if (getenv("POD_FAILS")) throw Lost();
+  hang();
+}
+
+// The sockets to the other hosts.
 class Links {
  public:
   Links(int host, int hosts, const std::string& folder) : host_(host), sockets_(hosts, -1) {
@@ -160,7 +169,7 @@ class Links {
   static void give(int line, const void* bytes, size_t size) {
     for (auto* at = static_cast<const char*>(bytes); size;) {
       ssize_t sent = send(line, at, size, MSG_NOSIGNAL);
-      if (sent <= 0) hang();
+      if (sent <= 0) lose();
       at += sent, size -= sent;
     }
   }
@@ -168,7 +177,7 @@ class Links {
   static void take(int line, void* bytes, size_t size) {
     for (auto* at = static_cast<char*>(bytes); size;) {
       ssize_t got = recv(line, at, size, 0);
-      if (got <= 0) hang();
+      if (got <= 0) lose();
       at += got, size -= got;
     }
   }
@@ -308,7 +317,12 @@ PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
 
   std::lock_guard<std::mutex> guard(lock);
   size_t results = 0;
-  RETURN_IF_ERROR(fetch(looks(args->executable, args->num_args, &results), args->argument_lists, args->num_args));
+  const std::string program = looks(args->executable, args->num_args, &results);
+  try {
+    RETURN_IF_ERROR(fetch(program, args->argument_lists, args->num_args));
+  } catch (const Lost&) {
+    return error_of("another host is gone");
+  }
   std::vector<std::vector<PJRT_Buffer*>> in(pod->cores), out(pod->cores, std::vector<PJRT_Buffer*>(results));
   std::vector<PJRT_Buffer* const*> ins;
   std::vector<PJRT_Buffer**> outs;

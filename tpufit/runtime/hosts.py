@@ -17,12 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import HostError
+from ..errors import DeviceLostError, HostError, StateLostError
 from .pulse import Pulse, patience
 
 # How much longer a host waits for another one that lives than for one that is silent: it may read slow data, or write a
 # large checkpoint.
 _PATIENCE = 30
+# A program that failed here may be the first sign that another host is gone; for how many seconds.
+_FIRST_SIGNS = (StateLostError, DeviceLostError)
+_NOTICED = 2.0
+_GONE = "the other hosts don't answer: {}. Start all hosts again; fit(resume=True) goes on from the last checkpoint"
 
 
 class Group:
@@ -90,8 +94,11 @@ class Group:
                 self.pulse.place = "the end"
                 self.agree([])
         except Exception as error:
-            if self._depth == 1 and not self.pulse.gone:
-                self.pulse.leave(f"has ended with {type(error).__name__}: {error}")
+            if self._depth == 1:
+                if isinstance(error, _FIRST_SIGNS) and self.pulse.notices(_NOTICED):
+                    raise HostError(_GONE.format(self.pulse.describe())) from error
+                if not self.pulse.gone:
+                    self.pulse.leave(f"has ended with {type(error).__name__}: {error}")
             raise
         finally:
             self._depth -= 1
@@ -117,10 +124,7 @@ class Group:
         try:
             start().wait()
         except RuntimeError as error:
-            raise HostError(
-                f"the other hosts don't answer: {self.pulse.describe()}. Start all hosts again; fit(resume=True) goes "
-                "on from the last checkpoint"
-            ) from error
+            raise HostError(_GONE.format(self.pulse.describe())) from error
         finally:
             self.pulse.waits = False
 

@@ -12,7 +12,7 @@ import select
 import socket
 import sys
 import threading
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from torch.distributed import Store
@@ -76,6 +76,13 @@ class Pulse:
         """
         self._farewell = why
         self._send()
+
+    def notices(self, seconds: float) -> bool:
+        """Wait until a host is gone, at most so long; True if one is."""
+        deadline = monotonic() + seconds
+        while not self.gone and monotonic() < deadline:
+            sleep(_PERIOD / 10)
+        return bool(self.gone)
 
     def describe(self) -> str:
         """Say which hosts are gone and why, or where all are."""

@@ -105,6 +105,7 @@ def to_host(tensors: Sequence[Tensor], reason: str, together: bool = False) -> l
         return here
     with counters.waiting(reason), counters.role("transfer"):
         xla()._xla_sync_multi([here[i] for i in remote], devices=[], wait=True, sync_xla_data=False)
+        _check_computed([here[i] for i in remote])
         # A tensor split over the cores is put together from its shards: torch_xla's own way would compile a gather
         # for it, and again at every call.
         split = {i for i in remote if _is_split(here[i])}
@@ -155,6 +156,7 @@ def reach(tensor: Tensor, reason: str) -> None:
     """
     with counters.waiting(reason), counters.role("transfer"):
         xla()._xla_sync_multi([tensor], devices=[], wait=True, sync_xla_data=False)
+        _check_computed([tensor])
         xla()._get_local_shards([tensor]) if _is_split(tensor) else xla()._xla_get_cpu_tensors([tensor])
 
 
@@ -323,6 +325,16 @@ def _axis_of(tensor: Tensor) -> int | None:
 def _is_split(tensor: Tensor) -> bool:
     spec = xla()._get_xla_sharding_spec(tensor)
     return bool(spec) and "devices=" in spec
+
+
+def _check_computed(tensors: Sequence[Tensor]) -> None:
+    """Raise an error for a value on several cores that its program, having failed, never gave.
+
+    The wait for a program tells of its failure once only, and torch_xla ends the process when such a value is read.
+    """
+    spread = [tensor for tensor in tensors if xla()._get_xla_sharding_spec(tensor)]
+    if spread and not all(xla()._get_local_shard_replica_and_indices(spread)):
+        raise RuntimeError("a value can't be read, because the program that was to compute it has failed")
 
 
 def _is_here(tensor: Tensor) -> bool:
