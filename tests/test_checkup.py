@@ -6,10 +6,10 @@ import textwrap
 
 import pytest
 
-from tpufit.diagnostics.checkup import table
-from tpufit.diagnostics.checkup.checks import CHECKS
-from tpufit.diagnostics.checkup.facts import Facts, Pod, Process
-from tpufit.diagnostics.checkup.trial import ALL, Trial
+from tpufit.checkup import table
+from tpufit.checkup.checks import CHECKS
+from tpufit.checkup.facts import Facts, Pod, Process
+from tpufit.checkup.trial import ALL, Trial
 from tpufit.utils.hardware import CHIPS
 
 V3, V5E = CHIPS["0x0027"], CHIPS["0x0063"]

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from .diagnostics.checkup import doctor
+from .checkup import doctor
 
 if TYPE_CHECKING:
     from .model import Model, load

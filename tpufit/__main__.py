@@ -5,7 +5,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from .diagnostics.checkup import doctor
+from .checkup import doctor
 
 
 def main(arguments: list[str] | None = None) -> int:

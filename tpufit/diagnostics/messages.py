@@ -7,7 +7,8 @@ from ..runtime import cure_of
 from ..utils.hardware import cpus
 
 # The share of the time, and the seconds, from which on a thing is worth a sentence.
-_SHARE, _SECONDS = 0.2, 1.0
+_SHARE = 0.2
+_SECONDS = 1.0
 _COMPILE_SECONDS = 60.0
 _OFTEN = 8  # compilations of one step; whole batches, a shorter last one and some buckets are no fault
 

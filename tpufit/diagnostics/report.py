@@ -93,7 +93,8 @@ hundredth batch, or in on_epoch_end']
     @property
     def problems(self) -> list[str]:
         """What made the training slow: a sentence for each fault, which says what to do."""
-        counts, training = self.counts, [one for one in self.passes if one.role == "train"]
+        counts = self.counts
+        training = [one for one in self.passes if one.role == "train"]
         traced = {role: cause for role, cause in self.traced.items() if cause}
         fallen = [(what, line) for what, line in counts.lines if counts.fallbacks[what]]
         reads = self.lines_read - {line for line in self.lines_read for cause in traced.values() if line in cause}
@@ -150,7 +151,9 @@ hundredth batch, or in on_epoch_end']
 
 
 def _facts(report: Report) -> Table:
-    counts, speed, reads = report.counts, report.rows_per_second, ", ".join(sorted(report.lines_read))
+    counts = report.counts
+    speed = report.rows_per_second
+    reads = ", ".join(sorted(report.lines_read))
     called = {what: f", at {line}" for what, line in counts.lines}
     fallbacks = [f"{name} ({times}x{called.get(name, '')})" for name, times in counts.fallbacks.items() if times]
     facts = {
@@ -170,7 +173,8 @@ def _facts(report: Report) -> Table:
 
 def _times(report: Report) -> Table:
     """The phases with their times, and the number of waits."""
-    busy, waits = dict(report.counts.seconds), report.counts.waits
+    busy = dict(report.counts.seconds)
+    waits = report.counts.waits
     aside = {f"{name} data, beside or while waiting for them": busy.pop(name, 0.0) for name in _ASIDE}
     aside["execution, as the runtime counts it"] = report.counts.executing
     table = Table("phase", "seconds", "share", "times", box=None, header_style="bold")

@@ -1,4 +1,4 @@
-"""The process of a trial: `python -m tpufit.diagnostics.checkup.training 8` trains on 8 cores, and prints JSON."""
+"""The process of a trial: `python -m tpufit.checkup.training 8` trains on 8 cores, and prints JSON."""
 
 import json
 import sys
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...model import Model
-from ...runtime import Placement, device_memory, platform, start, to_device, to_host
+from ..model import Model
+from ..runtime import Placement, device_memory, platform, start, to_device, to_host
 from .trial import ALL, Trial
 
 _VIRTUAL = 8
@@ -32,7 +32,8 @@ def train(cores: int) -> Trial:
     model = Model(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)))
     model.compile("adamw", "mse", scale_lr=None)
     rows = _ROWS * now.count
-    x, y = np.random.rand(rows, 32).astype("float32"), np.random.rand(rows, 8).astype("float32")
+    x = np.random.rand(rows, 32).astype("float32")
+    y = np.random.rand(rows, 8).astype("float32")
     began = perf_counter()
     model.fit(x, y, _ROWS, epochs=1, verbose=0)
     first = perf_counter() - began

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...errors import VersionError, counted
-from ...utils import releases
-from ...utils.hardware import LACKS_MEMORY, describe, retired_variables
-from ...utils.text import size
+from ..errors import VersionError, counted
+from ..utils import releases
+from ..utils.hardware import LACKS_MEMORY, describe, retired_variables
+from ..utils.text import size
 from .facts import Facts
 from .trial import ALL, Trial
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 from dataclasses import dataclass
 
-from ...utils.own_python import own_python
+from ..utils.own_python import own_python
 
 ALL = 0  # cores: every core of a TPU; on a CPU 8 virtual ones
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...utils import hardware, releases
+from ..utils import hardware, releases
 from .trial import ALL, Trial, run
 
 _PACKAGES = ("torch", "torch_xla", "tensorflow", "tensorflow-cpu", *releases.COMPILER)
