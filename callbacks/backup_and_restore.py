@@ -52,8 +52,10 @@ class BackupAndRestore(Callback):
         self._rule = SaveRule(save_freq)
         if not backup_dir:
             raise ArgumentError(f"backup_dir must be the path of a folder, got {backup_dir!r}")
-        self.backup_dir, self.save_freq = os.fspath(backup_dir), save_freq
-        self.double_checkpoint, self.delete_checkpoint = double_checkpoint, delete_checkpoint
+        self.backup_dir = os.fspath(backup_dir)
+        self.save_freq = save_freq
+        self.double_checkpoint = double_checkpoint
+        self.delete_checkpoint = delete_checkpoint
         self.checkpoints = AsyncCheckpointWriter(CheckpointDirectory(backup_dir, keep_last=1 + double_checkpoint))
         self._failed = False
 

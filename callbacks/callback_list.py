@@ -202,7 +202,8 @@ class CallbackList(Callback):
         Args:
             error: The error.
         """
-        hook, self._open = self._open, None
+        hook = self._open
+        self._open = None
         if hook is None:
             return
         failed = self._failed if isinstance(error, CallbackError) else None

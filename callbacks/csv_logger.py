@@ -41,14 +41,17 @@ class CSVLogger(Callback):
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         if not isinstance(separator, str) or len(separator) != 1:
             raise ArgumentError(f"separator must be one character, got {separator!r}")
-        self.filename, self.sep, self.append = os.fspath(filename), separator, append
+        self.filename = os.fspath(filename)
+        self.sep = separator
+        self.append = append
         self._table: CSVFile | None = None
         self._first_row = 0  # of this training; those before it are of earlier ones
         self._resumes = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the training before. The file is opened when an epoch begins."""
-        self._table, self._resumes = None, False
+        self._table = None
+        self._resumes = False
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Open the file, if it is the first epoch."""
@@ -68,7 +71,8 @@ class CSVLogger(Callback):
         Args:
             state: The dict that `state_dict` returned; after `on_train_begin`, which forgets everything.
         """
-        self._first_row, self._resumes = state["first_row"], True
+        self._first_row = state["first_row"]
+        self._resumes = True
 
     def _open(self, epoch: int) -> CSVFile:
         if self._table is None:

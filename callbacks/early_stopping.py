@@ -71,8 +71,10 @@ class EarlyStopping(MonitorCallback):
             if epochs < 0:
                 raise ArgumentError(f"{name} must be a number of epochs, 0 or more, got {epochs!r}")
         super().__init__(Monitor(monitor, mode, min_delta, baseline))
-        self.patience, self.verbose = patience, verbose
-        self.start_from_epoch, self.restore_best_weights = start_from_epoch, restore_best_weights
+        self.patience = patience
+        self.verbose = verbose
+        self.start_from_epoch = start_from_epoch
+        self.restore_best_weights = restore_best_weights
         self.stopped_epoch = self.best_epoch = 0
         self.best_weights: dict[str, Tensor] | None = None
 
@@ -127,6 +129,7 @@ class EarlyStopping(MonitorCallback):
             state: The dict that `state_dict` returned; after `on_train_begin`, which forgets everything.
         """
         self._followed.load_state_dict(state)
-        self.best_epoch, self.stopped_epoch = state["best_epoch"], state["stopped_epoch"]
+        self.best_epoch = state["best_epoch"]
+        self.stopped_epoch = state["stopped_epoch"]
         weights = state["best_weights"]
         self.best_weights = None if weights is None else dict(weights)

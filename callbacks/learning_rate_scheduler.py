@@ -39,7 +39,8 @@ class LearningRateScheduler(RateCallback):
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         if not callable(schedule):
             raise ArgumentError(f"schedule must be a function of (epoch, lr), got {schedule!r}")
-        self.schedule, self.verbose = schedule, verbose
+        self.schedule = schedule
+        self.verbose = verbose
         self._takes_rate = _takes_two(schedule)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:

@@ -95,8 +95,11 @@ class ModelCheckpoint(MonitorCallback):
             if value is not None and value < least:
                 raise ArgumentError(f"{name} must be a whole number of at least {least}, or None, got {value!r}")
         super().__init__(Monitor(monitor, mode, best=initial_value_threshold))
-        self.filepath, self.verbose = os.fspath(filepath), verbose
-        self.save_best_only, self.keep_best, self.save_on_exception = save_best_only, keep_best, on_exception
+        self.filepath = os.fspath(filepath)
+        self.verbose = verbose
+        self.save_best_only = save_best_only
+        self.keep_best = keep_best
+        self.save_on_exception = on_exception
         self.save_freq = save_freq
         self._path = CheckpointPath(filepath, per_batch=self._rule.between_batches)
         self._epoch = 0

@@ -62,7 +62,9 @@ class OneCycle(RateCallback):
     ) -> None:
         if momentum_levels < 2:
             raise ArgumentError(f"momentum_levels must be at least 2, got {momentum_levels!r}")
-        self.max_lr, self.total_steps, self.cycle_momentum = max_lr, total_steps, cycle_momentum
+        self.max_lr = max_lr
+        self.total_steps = total_steps
+        self.cycle_momentum = cycle_momentum
         self.momentum_levels = momentum_levels
         self._options: dict[str, Any] = {
             "pct_start": float(pct_start),
@@ -132,7 +134,9 @@ class OneCycle(RateCallback):
         self._position = state["position"]
 
     def _level(self, momentum: float) -> float:
-        low, high, steps = self._options["base_momentum"], self._options["max_momentum"], self.momentum_levels - 1
+        low = self._options["base_momentum"]
+        high = self._options["max_momentum"]
+        steps = self.momentum_levels - 1
         return float(low + round((momentum - low) / (high - low) * steps) * (high - low) / steps)
 
 

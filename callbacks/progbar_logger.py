@@ -77,7 +77,8 @@ class ProgbarLogger(Callback):
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or standard_output()
-        self.verbose = self.epochs = 1
+        self.verbose = 1
+        self.epochs = 1
         self.target: int | None = None
         self.seen = 0
         self._in_fit = False
@@ -90,7 +91,9 @@ class ProgbarLogger(Callback):
     def set_params(self, params: dict[str, Any]) -> None:
         """Take what it shows of the run."""
         super().set_params(params)
-        self.verbose, self.epochs, self.target = params["verbose"], params["epochs"], params["steps"]
+        self.verbose = params["verbose"]
+        self.epochs = params["epochs"]
+        self.target = params["steps"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """From now on a validation is part of an epoch."""
@@ -219,7 +222,9 @@ class ProgbarLogger(Callback):
     def _stop_drawing(self, now: float) -> None:
         assert self._canvas is not None
         self._clock.stop()
-        canvas, self._canvas, self._previous = self._canvas, None, None
+        canvas = self._canvas
+        self._canvas = None
+        self._previous = None
         canvas.end(self._bar(now, ended=True))
 
     def _bar(self, now: float, ended: bool, compiling_since: float | None = None) -> Text:

@@ -62,8 +62,11 @@ class ReduceLROnPlateau(MonitorCallback, RateCallback):
         if not 0 <= factor < 1:
             raise ArgumentError(f"factor must be at least 0 and below 1, or the rate would not get smaller: {factor!r}")
         super().__init__(Monitor(monitor, mode, min_delta))
-        self.factor, self.patience, self.verbose = factor, patience, verbose
-        self.cooldown, self.min_lr = cooldown, min_lr
+        self.factor = factor
+        self.patience = patience
+        self.verbose = verbose
+        self.cooldown = cooldown
+        self.min_lr = min_lr
         self.cooldown_counter = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -85,7 +88,8 @@ class ReduceLROnPlateau(MonitorCallback, RateCallback):
         rate = self.model.learning_rate
         if self.wait >= max(self.patience, 1) and rate > self.min_lr:
             self.model.learning_rate = max(rate * self.factor, self.min_lr)
-            self.cooldown_counter, self.wait = self.cooldown, 0
+            self.cooldown_counter = self.cooldown
+            self.wait = 0
             if self.verbose:
                 say(f"Epoch {epoch + 1}: ReduceLROnPlateau reduces the learning rate to {self.model.learning_rate:g}")
 

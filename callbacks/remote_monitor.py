@@ -49,12 +49,16 @@ class RemoteMonitor(Callback):
         headers: Mapping[str, str] | None = None,
         send_as_json: bool = False,
     ) -> None:
-        server, whole = urllib.parse.urlsplit(root), urllib.parse.urlsplit(root + path)
+        server = urllib.parse.urlsplit(root)
+        whole = urllib.parse.urlsplit(root + path)
         if server.scheme not in ("http", "https") or not server.hostname:
             raise ArgumentError(f"root must be an address such as 'http://localhost:9000', got {root!r}")
         if whole.netloc != server.netloc:
             raise ArgumentError(f"path must begin with '/', or it leads to the server {whole.netloc!r}: got {path!r}")
-        self.root, self.path, self.field, self.send_as_json = root, path, field, send_as_json
+        self.root = root
+        self.path = path
+        self.field = field
+        self.send_as_json = send_as_json
         self.headers = headers
         self._timeout = _TIMEOUT
         self._warned = False
@@ -81,9 +85,11 @@ class RemoteMonitor(Callback):
     def _request(self, event: Mapping[str, Any]) -> urllib.request.Request:
         text = json.dumps(event, default=_as_plain)
         if self.send_as_json:
-            body, kind = text, "application/json"
+            body = text
+            kind = "application/json"
         else:
-            body, kind = urllib.parse.urlencode({self.field: text}), "application/x-www-form-urlencoded"
+            body = urllib.parse.urlencode({self.field: text})
+            kind = "application/x-www-form-urlencoded"
         return urllib.request.Request(
             self.url, body.encode(), {"Content-Type": kind, **(self.headers or {})}, method="POST"
         )

@@ -96,13 +96,22 @@ class TensorBoard(Callback):
         for name, value in (hparams or {}).items():
             if not isinstance(name, str) or not isinstance(value, (bool, int, float, str)):
                 raise ArgumentError(f"hparams must be numbers, texts or bools by name, got {name!r}: {value!r}")
-        self.log_dir, self.hparams = os.fspath(log_dir), dict(hparams or {})
-        self.write_graph, self.write_images, self.histogram_freq = write_graph, write_images, histogram_freq
+        self.log_dir = os.fspath(log_dir)
+        self.hparams = dict(hparams or {})
+        self.write_graph = write_graph
+        self.write_images = write_images
+        self.histogram_freq = histogram_freq
         self.write_steps_per_second = write_steps_per_second
-        self.embeddings_freq, self.embeddings_metadata = embeddings_freq, embeddings_metadata
+        self.embeddings_freq = embeddings_freq
+        self.embeddings_metadata = embeddings_metadata
         self._every = batches("update_freq", update_freq, {"epoch": 0, "batch": 1})
         self._profile = _Profile(profile_batch)
-        self._progress = _Progress()
+        self._steps_before = 0  # when the last `fit` ended, or of the checkpoint to go on from
+        self._begun: int | None = None  # the model's own count when this `fit` began; None outside of `fit`
+        self._epoch: int | None = None  # the one under way; None between epochs
+        self._rewinds = False  # the files are to be taken back when the next epoch begins
+        self._described = False  # the summary and the hyperparameters have been written
+        self._speed = _Speed()
         self._files = EventFiles(self.log_dir)
 
     @property
@@ -113,8 +122,7 @@ class TensorBoard(Callback):
     @property
     def steps(self) -> int:
         """The training steps that the logs are by: those of all `fit` calls this object saw, or was resumed after."""
-        progress = self._progress
-        return progress.steps + (0 if progress.begun is None else self.model.steps_taken - progress.begun)
+        return self._steps_before + (0 if self._begun is None else self.model.steps_taken - self._begun)
 
     def writer(self, run: str = "train") -> Any:
         """PyTorch's `SummaryWriter` of a run, for whatever it can write. It is closed when training ends.
@@ -179,72 +187,74 @@ class TensorBoard(Callback):
         Args:
             state: The dict that `state_dict` returned.
         """
-        progress = self._progress
-        progress.steps, progress.described = state["steps"], False
-        if progress.begun is not None:
-            progress.begun = self.model.steps_taken
-        if progress.epoch is None:
-            progress.resumes = True
+        self._steps_before = state["steps"]
+        self._described = False
+        if self._begun is not None:
+            self._begun = self.model.steps_taken
+        if self._epoch is None:
+            self._rewinds = True
         else:
-            self._begin(progress.epoch, resumes=True, within=True)
+            self._begin(self._epoch, rewinds=True, within=True)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """From now on an evaluation is a validation. A wrong `embeddings_metadata` is found before the first step."""
         if self.embeddings_freq:
             metadata_files(self.embeddings_metadata, embedding_layers(self.model.module), self._files.folder)
-        self._progress.begun = self.model.steps_taken
+        self._begun = self.model.steps_taken
         self._profile.look(self.steps, None, self._files.folder)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Close the files."""
         self._profile.stop()
-        progress = self._progress
-        progress.steps, progress.begun, progress.epoch = self.steps, None, None
+        self._steps_before = self.steps
+        self._begun = None
+        self._epoch = None
         self._files.close()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the clock; after `load_state_dict`, take the files back to here."""
-        resumes, self._progress.resumes = self._progress.resumes, False
-        self._progress.epoch = epoch
-        self._begin(epoch, resumes)
+        rewinds = self._rewinds
+        self._rewinds = False
+        self._epoch = epoch
+        self._begin(epoch, rewinds)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Write the running means, if it is time to."""
         steps = self.steps
         self._profile.look(steps, logs, self._files.folder)
-        if self._every and self._progress.passed_multiple("batch", self._every, steps):
+        if self._every and self._speed.passed_multiple("batch", self._every, steps):
             values = self._rate() | scalars(logs)
             if self.write_steps_per_second:
-                values["steps_per_second"] = self._progress.steps_per_second("batch", steps)
+                values["steps_per_second"] = self._speed.steps_per_second("batch", steps)
             self._write("train", "batch_{}", values, steps)
-            self._progress.mark("batch", steps)
+            self._speed.mark("batch", steps)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Stop the clock: a validation is no training."""
-        self._progress.pause()
+        self._speed.pause()
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Write the evaluation by training steps."""
         self._write("validation", "evaluation_{}_vs_iterations", scalars(logs), self.steps)
-        self._progress.go_on()
-        if self._progress.begun is None:
+        self._speed.go_on()
+        if self._begun is None:
             self._files.close()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch."""
-        progress, values = self._progress, scalars(logs)
-        progress.epoch = None
+        values = scalars(logs)
+        self._epoch = None
         self._write_weights(epoch)
         train = self._rate() | {name: value for name, value in values.items() if not name.startswith("val_")}
         validation = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
         if self.model.input_bound is not None:
             train["input_bound"] = self.model.input_bound
         if self.write_steps_per_second:
-            train["steps_per_second"] = progress.steps_per_second("epoch", self.steps)
+            train["steps_per_second"] = self._speed.steps_per_second("epoch", self.steps)
         self._write("train", "epoch_{}", train, epoch)
         self._write("validation", "epoch_{}", validation, epoch)
-        if not progress.described:
-            progress.described = True
+        if not self._described:
+            self._described = True
             self._describe()
         self._files.flush()  # so that a TensorBoard that is open shows the epoch now
 
@@ -252,12 +262,12 @@ class TensorBoard(Callback):
         """The rate, for logs that don't have it: a schedule before this callback may have set the next one already."""
         return {} if self.model.optimizer is None else {"learning_rate": self.model.learning_rate}
 
-    def _begin(self, epoch: int, resumes: bool, within: bool = False) -> None:
+    def _begin(self, epoch: int, rewinds: bool, within: bool = False) -> None:
         steps = self.steps
-        if resumes:
+        if rewinds:
             self._rewind(epoch, within)
-        self._progress.mark("epoch", steps)
-        self._progress.mark("batch", steps)
+        self._speed.mark("epoch", steps)
+        self._speed.mark("batch", steps)
 
     def _write(self, run: str, tag: str, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -316,22 +326,11 @@ class TensorBoard(Callback):
         return self.steps if step is None else step
 
 
-class _Progress:
-    """The place where training is, and its speed without validations.
-
-    Attributes:
-        steps: The training steps when the last `fit` ended, or of the checkpoint to go on from.
-        begun: The model's own count when this `fit` began; None outside of `fit`.
-        epoch: The epoch under way, from 0; None between epochs.
-        resumes: The files are to be taken back when the next epoch begins.
-        described: The summary and the hyperparameters have been written.
-    """
+class _Speed:
+    """The speed of training, without validations."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.begun: int | None = None
-        self.epoch: int | None = None
-        self.resumes = self.described = False
+        # The steps and the time at which an epoch, and the batches since the last point, began.
         self._marks = {"epoch": (0, 0.0), "batch": (0, 0.0)}
         self._paused = 0.0
 
@@ -395,5 +394,6 @@ class _Profile:
     def stop(self) -> None:
         """End the profile, if one is under way."""
         if self._runs:
-            self._runs, self._due = False, None
+            self._runs = False
+            self._due = None
             stop_profile()

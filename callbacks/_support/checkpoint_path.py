@@ -52,7 +52,8 @@ class CheckpointPath:
             )
         # The folder is taken as it is; a template fills its last component only, so no log can lead elsewhere.
         place = Url(path) if is_url(path) else Path(path)
-        self._folder, self._name = place.parent, place.name
+        self._folder = place.parent
+        self._name = place.name
         self.fields = frozenset[str]()
         if "{" in self._name or "}" in self._name:
             self._check_template(path, per_batch)

@@ -20,7 +20,8 @@ class Clock:
     """
 
     def __init__(self, tick: Callable[[], object], interval: float) -> None:
-        self._tick, self._interval = tick, interval
+        self._tick = tick
+        self._interval = interval
         self._stopped = Event()
         self._thread = Thread(target=self._run, name="tpufit-clock", daemon=True)
         self._thread.start()

@@ -39,7 +39,8 @@ class CSVFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
-        self._mirror, self._separator = Mirror(path, file=True), separator
+        self._mirror = Mirror(path, file=True)
+        self._separator = separator
         self._path = self._mirror.path
         if append:
             self._mirror.pull()

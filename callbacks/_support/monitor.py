@@ -53,7 +53,10 @@ class Monitor:
     ) -> None:
         if mode not in ("auto", "min", "max"):
             raise ArgumentError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
-        self.name, self.mode, self.baseline, self.best = name, mode, baseline, best
+        self.name = name
+        self.mode = mode
+        self.baseline = baseline
+        self.best = best
         self.min_delta = abs(min_delta)
         self.wait = 0
         self.rising = mode == "max" or (mode == "auto" and _rises(name) is True)
@@ -87,7 +90,8 @@ class Monitor:
         Args:
             best: The value to begin with (default: none).
         """
-        self.best, self.wait = best, 0
+        self.best = best
+        self.wait = 0
 
     def read(self, logs: Mapping[str, Any] | None, asker: str) -> float | None:
         """Find the value in logs. The first time that it is missing, a warning lists the logs that there are.
@@ -157,7 +161,8 @@ class Monitor:
         Args:
             state: The dict that `state_dict` returned.
         """
-        self.best, self.wait = state["best"], state["wait"]
+        self.best = state["best"]
+        self.wait = state["wait"]
 
 
 def _nearest(name: str, known: list[str]) -> str:

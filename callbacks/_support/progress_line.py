@@ -29,13 +29,17 @@ class ProgressLine:
     """
 
     def __init__(self, title: str, total: int | None, now: float) -> None:
-        self.title, self.total = title, total
+        self.title = title
+        self.total = total
         self.done = 0
         self.values: dict[str, float] = {}
         self.input_bound: float | None = None
         self._began = now
-        # The time and the rows after the first step, which may have been compiled, and after the last.
-        self._first = self._last = (now, 0)
+        # After the first step, which may have been compiled, and after the last.
+        self._first_time = now
+        self._first_rows = 0
+        self._last_time = now
+        self._last_rows = 0
         self._stopped = False
 
     def advance(self, done: int, now: float, rows: int = 0) -> None:
@@ -46,9 +50,11 @@ class ProgressLine:
             now: The time.
             rows: Rows in these steps (default 0: unknown).
         """
-        self._last = (now, rows)
+        self._last_time = now
+        self._last_rows = rows
         if self.done == 0:
-            self._first = self._last
+            self._first_time = now
+            self._first_rows = rows
         self.done = done
 
     def stop(self, now: float) -> None:
@@ -58,11 +64,13 @@ class ProgressLine:
             now: The time.
         """
         if not self._stopped:
-            self._last, self._stopped = (now, self._last[1]), True
+            self._last_time = now
+            self._stopped = True
 
     def samples_per_second(self) -> float | None:
         """The speed of the steps after the first; None if it isn't known."""
-        rows, seconds = self._last[1] - self._first[1], self._last[0] - self._first[0]
+        rows = self._last_rows - self._first_rows
+        seconds = self._last_time - self._first_time
         return rows / seconds if rows and seconds > 0 else None
 
     def seconds_left(self, now: float) -> float | None:
@@ -73,7 +81,7 @@ class ProgressLine:
         """
         if self.total is None or not 2 <= self.done < self.total:
             return None
-        return (self.total - self.done) * (now - self._first[0]) / (self.done - 1)
+        return (self.total - self.done) * (now - self._first_time) / (self.done - 1)
 
     def summary(self, now: float) -> str:
         """The line without a bar, for a file.

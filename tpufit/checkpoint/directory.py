@@ -41,7 +41,9 @@ class CheckpointDirectory:
 
     def __init__(self, path: str | os.PathLike[str] | Url, keep_last: int | None = None, keep_best: int = 0) -> None:
         self._store = store_at(path)
-        self.path, self.keep_last, self.keep_best = self._store.where, keep_last, keep_best
+        self.path = self._store.where
+        self.keep_last = keep_last
+        self.keep_best = keep_best
 
     def open(self) -> None:
         """Check, before hours of training, that checkpoints can be written here, and lock out other writers.

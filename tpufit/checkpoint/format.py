@@ -39,7 +39,9 @@ from .weights import NO_PICKLES, NotFiniteError, are_here, arriving, read_weight
 from .weights import write as write_file
 
 FORMAT = 1
-_STATE, _WEIGHTS, _TRAINING = "state.json", "model.safetensors", "training.safetensors"
+_STATE = "state.json"
+_WEIGHTS = "model.safetensors"
+_TRAINING = "training.safetensors"
 
 
 @dataclass(frozen=True)
@@ -262,11 +264,13 @@ def _verify(files: Mapping[str, Path], manifest: Mapping[str, Any]) -> None:
     for name, path in files.items():
         if path.is_symlink() or not path.is_file():
             raise CheckpointDamagedError(f"{path} is missing")
-        size, written = path.stat().st_size, manifest["files"][name]["size"]
+        size = path.stat().st_size
+        written = manifest["files"][name]["size"]
         if size != written:
             raise CheckpointDamagedError(f"{path} is damaged: it has {size:,} bytes, and {written:,} were written")
     for name, found in _fingerprints(files).items():
-        now, then = found["sha256"], manifest["files"][name]["sha256"]
+        now = found["sha256"]
+        then = manifest["files"][name]["sha256"]
         if now != then:
             raise CheckpointDamagedError(f"{files[name]} is damaged: its SHA-256 is {now[:9]}..., not {then[:9]}...")
 

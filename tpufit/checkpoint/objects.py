@@ -22,7 +22,8 @@ _MODELS = {*UserModel.__annotations__, "_engine"}
 _CALLBACKS = {"model", "params", "checkpoints"}
 
 # Where tpufit's callbacks are defined, and the `state_dict` that says nothing.
-_CALLBACKS_OF, _BASE = "tpufit.callbacks.", "tpufit.callbacks.base"
+_CALLBACKS_OF = "tpufit.callbacks."
+_BASE = "tpufit.callbacks.base"
 
 
 class UsersObjects:
@@ -37,7 +38,8 @@ class UsersObjects:
     """
 
     def __init__(self, engine: Engine, callbacks: Iterable[Any], streams: Iterable[Stream]) -> None:
-        model, config = engine.model, engine.config
+        model = engine.model
+        config = engine.config
         optimizers = engine.state.named_optimizers()
         tracked = [name for name, value in vars(model).items() if is_metric(value) or is_collection(value)]
         roots: dict[str, Any] = {
@@ -51,7 +53,8 @@ class UsersObjects:
             for i, group in enumerate(optimizer.param_groups):  # the others are saved with the optimizer
                 plain = [key for key, value in group.items() if key == "params" or is_plain(value)]
                 roots[f"{name}.param_groups[{i}]"] = Some(group, plain)
-        self._engine, self._warned = engine, set[str]()
+        self._engine = engine
+        self._warned = set[str]()
         self._streams = list(streams)
         for stream in self._streams:
             stream.keep()

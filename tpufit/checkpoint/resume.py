@@ -68,7 +68,8 @@ def _at_next_epoch(checkpoint: Checkpoint) -> Checkpoint:
 
     The gradients that wait in it are dropped by the next epoch's `StepRunner`, which finds their number in the state.
     """
-    own, data = checkpoint.state["progress"], checkpoint.state["data"]
+    own = checkpoint.state["progress"]
+    data = checkpoint.state["data"]
     if own is None or own["batches"] is None:
         return checkpoint
     progress = own | {"epoch": own["epoch"] + 1, "batches": None, "trained": None, "validated": None}

@@ -28,9 +28,10 @@ class AsyncCheckpointWriter:
     """
 
     def __init__(self, run: CheckpointDirectory, max_failures: int = 3) -> None:
-        self.run, self._max_failures = run, max_failures
-        # The thread is None if this one has written it.
-        self._writing: tuple[threading.Thread | None, Future[Path | Url]] | None = None
+        self.run = run
+        self._max_failures = max_failures
+        self._written: Future[Path | Url] | None = None  # of the checkpoint under way
+        self._thread: threading.Thread | None = None  # that writes it; None if this one did
         self._failures = 0
 
     def submit(self, checkpoint: Checkpoint) -> Path | Url | None:
@@ -51,16 +52,17 @@ class AsyncCheckpointWriter:
             before = self.wait()
             written = Future[Path | Url]()
             self._write(checkpoint, written)
-            self._writing = None, written
+            self._written = written
             return before
         if not is_first():
             return None
         before = self.wait()
-        work = checkpoint, Future[Path | Url]()
+        written = Future[Path | Url]()
         # A daemon: the process can end without waiting for a slow disk. The next run drops the unfinished draft.
-        thread = threading.Thread(target=self._write, args=work, name="tpufit-checkpoint", daemon=True)
+        thread = threading.Thread(target=self._write, args=(checkpoint, written), name="tpufit-checkpoint", daemon=True)
         thread.start()
-        self._writing = thread, work[1]  # only now: nobody would end the wait for one that has no thread
+        self._thread = thread
+        self._written = written  # only now: nobody would end the wait for one that has no thread
         return before
 
     def poll(self) -> Path | Url | None:
@@ -69,20 +71,21 @@ class AsyncCheckpointWriter:
         Raises:
             CheckpointNotWrittenError: The checkpoint has failed, as the last of too many.
         """
-        return self.wait() if self._writing is not None and self._writing[1].done() else None
+        return self.wait() if self._written is not None and self._written.done() else None
 
     def wait(self) -> Path | Url | None:
         """Wait for the checkpoint under way, then return what `poll` returns."""
-        if self._writing is None:
+        if self._written is None:
             return None
-        thread, writing = self._writing
-        error = writing.exception()  # waits
-        if thread is not None:
-            thread.join()  # it may still be dropping its tensors, in C++, which must not meet the interpreter's end
-        self._writing = None
+        written = self._written
+        error = written.exception()  # waits
+        if self._thread is not None:
+            self._thread.join()  # it may still drop tensors, in C++, which mustn't meet the interpreter's end
+        self._written = None
+        self._thread = None
         if error is None:
             self._failures = 0
-            return writing.result()
+            return written.result()
         self._failures += 1
         if not isinstance(error, CheckpointNotWrittenError) or self._failures >= self._max_failures:
             raise error

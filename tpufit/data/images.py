@@ -226,7 +226,9 @@ def _cover(image: PIL.Image.Image, height: int, width: int) -> PIL.Image.Image:
     import PIL.Image
 
     scale = max(height / image.height, width / image.width)
-    kept_width, kept_height = min(width / scale, image.width), min(height / scale, image.height)
-    left, top = (image.width - kept_width) / 2, (image.height - kept_height) / 2
+    kept_width = min(width / scale, image.width)
+    kept_height = min(height / scale, image.height)
+    left = (image.width - kept_width) / 2
+    top = (image.height - kept_height) / 2
     box = (left, top, left + kept_width, top + kept_height)
     return image.resize((width, height), PIL.Image.Resampling.BILINEAR, box, reducing_gap=2.0)

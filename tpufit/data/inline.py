@@ -105,11 +105,13 @@ class InlineReader(BatchReader[T_co]):
         self._prepare = prepare
 
     def __next__(self) -> T_co:
-        began, computed = perf_counter(), self._clock()
+        began = perf_counter()
+        computed = self._clock()
         batch = next(self._batches)
         read = perf_counter()
         prepared = prepared_by(self._prepare, batch)
-        ended, times = perf_counter(), self.times
+        ended = perf_counter()
+        times = self.times
         times.computed += self._clock() - computed
         times.waited += read - began
         times.prepared += ended - read
@@ -137,7 +139,8 @@ class Pace:
     """
 
     def __init__(self, in_memory: bool, movable: bool) -> None:
-        self.inline, self.passed = in_memory, False
+        self.inline = in_memory
+        self.passed = False
         self.decides = movable and not in_memory
 
     def note(self, times: ReadTimes, own: float) -> None:

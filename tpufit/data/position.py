@@ -108,7 +108,8 @@ class PositionLog:
         Returns:
             The position where it does begin.
         """
-        begin, self.resumed = self.resumed or usual, None
+        begin = self.resumed or usual
+        self.resumed = None
         self._positions.clear()
         self._positions.append(begin)
         return begin
@@ -127,7 +128,8 @@ class PositionLog:
         self._begun = RNGState.now(source.generators) if keeps_draws and source.draws else None
         self._kept_begun = self.now_kept()
         if begin is self.last:  # nothing has been read yet, and what is read ahead may never be used
-            draws, kept = begin.draws or self._begun, begin.kept or self._kept_begun
+            draws = begin.draws or self._begun
+            kept = begin.kept or self._kept_begun
             self._positions[-1] = replace(begin, begun=self._begun, draws=draws, kept_begun=self._kept_begun, kept=kept)
         return map(
             partial(self._note, begin.number),
@@ -153,6 +155,7 @@ class PositionLog:
         offset, batch = located
         draws = None if self._begun is None else RNGState.now(self._source.generators)
         own = self._source.state_dict()
-        last, kept = self.last.batches + 1, self.now_kept()
+        last = self.last.batches + 1
+        kept = self.now_kept()
         self._positions.append(Position(last, number, offset, own, self._begun, draws, self._kept_begun, kept))
         return map_batch(as_tensors, batch)

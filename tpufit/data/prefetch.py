@@ -69,7 +69,8 @@ class Prefetcher(BatchReader[T_co]):
         self._thread.start()
 
     def __next__(self) -> T_co:
-        lane, began = self._lane, None
+        lane = self._lane
+        began = None
         if lane.stopped:
             raise StopIteration
         self._owed += 1
@@ -205,7 +206,8 @@ _lanes: weakref.WeakKeyDictionary[threading.Thread, _Lane[Any]] = weakref.WeakKe
 
 def _end_threads() -> None:
     """Leave no thread inside torch when the interpreter ends: that aborts the process."""
-    running, deadline = list(_lanes.items()), monotonic() + _PATIENCE
+    running = list(_lanes.items())
+    deadline = monotonic() + _PATIENCE
     for _, lane in running:
         lane.stop()
     for thread, _ in running:

@@ -152,7 +152,9 @@ class _Rows(Source):
     def __init__(self, length: int, plan: Plan) -> None:
         if not length:
             raise DataError(f"{plan.name} is empty: it has no rows")
-        self.length, self.plan, self.batch_size = length, plan, plan.batch_size
+        self.length = length
+        self.plan = plan
+        self.batch_size = plan.batch_size
         self.stride = plan.rows
         self._form: Any = None  # of a batch, for a short last one of which this host has no rows
 
@@ -233,7 +235,8 @@ class Arrays(_Rows):
 
     def _whole(self, start: int, shuffled: NDArray[np.int64] | None, index: int) -> Batches:
         # Several batches are looked up at once, and then parted: each call takes as long as to copy a small batch.
-        rows, several = self.plan.rows, self.plan.rows * self._at_once
+        rows = self.plan.rows
+        several = self.plan.rows * self._at_once
         for first in range(start, self.length, several):
             some = slice(first, min(first + several, self.length))
             read: Rows = some if shuffled is None else shuffled[some]
@@ -293,7 +296,9 @@ class Loader(Source):
     draws = True
 
     def __init__(self, loader: DataLoader[Any], cores: int, share: Share | None = None) -> None:
-        self.loader, self.stride, self._share = loader, cores, share
+        self.loader = loader
+        self.stride = cores
+        self._share = share
         self.batch_size = loader.batch_size
         self.device_transform = _transform_of(loader.dataset)
         self.any_thread = _any_thread(loader)
@@ -321,7 +326,8 @@ class Loader(Source):
         return next(read(_over(self.loader, list(islice(batches, 1)), **one)))
 
     def sizes(self) -> tuple[int, int] | None:
-        batches, size = self.loader.batch_sampler, self.batch_size
+        batches = self.loader.batch_sampler
+        size = self.batch_size
         rows = _length(self.loader.sampler)
         if type(batches) is not BatchSampler or size is None or rows is None:
             return None
@@ -339,7 +345,8 @@ class Loader(Source):
         return None if self._workers is None else self._workers.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        before, now = state.get("count"), self.loader.num_workers
+        before = state.get("count")
+        now = self.loader.num_workers
         if self._workers is not None and now == before:
             self._workers.load_state_dict(state)
         else:
@@ -352,10 +359,12 @@ class Loader(Source):
         if self._workers is not None:
             yield from self._told_batches(self._workers, start, skipped)
             return
-        loader, rows = self._joined, self._batches.rows
+        loader = self._joined
+        rows = self._batches.rows
         if start:
             rest = _JoinedBatches(self.loader.batch_sampler, self.stride, self._share, start, skipped)
-            loader, rows = _over(self.loader, rest), rest.rows
+            loader = _over(self.loader, rest)
+            rows = rest.rows
         rows.clear()  # a pass that was left has read ahead
         for number, batch in enumerate(read(loader), 1):
             yield start + number * self.stride, batch if self._share is None else self._part(batch, rows.popleft())
@@ -372,7 +381,8 @@ class Loader(Source):
         ahead = done + workers.ahead if start else 0
         self._batches.begin(first, begun, skipped if start else _nothing, ahead)
         for number, told in enumerate(read(self._joined), 1):
-            batch, rows = workers.take(told), self._batches.rows.popleft() if self._share is not None else 0
+            batch = workers.take(told)
+            rows = self._batches.rows.popleft() if self._share is not None else 0
             if number > done:
                 yield first + number * self.stride, batch if self._share is None else self._part(batch, rows)
         workers.end()
@@ -388,7 +398,8 @@ class Iteration(Source):
     draws = True
 
     def __init__(self, batches: Iterable[Any], cores: int, share: Share | None = None) -> None:
-        self._share, self.per_host = share, isinstance(batches, PerHost)
+        self._share = share
+        self.per_host = isinstance(batches, PerHost)
         if isinstance(batches, PerHost):
             batches = batches.data
         # Batches of its own go to a host's own cores.
@@ -412,7 +423,8 @@ class Iteration(Source):
         if not isinstance(self.iterable, (list, tuple)) or not self.iterable:
             return None
         rows = [count_rows(tree_leaves(as_tensors(batch))) for batch in self.iterable]
-        whole, last = sum(rows[: self.stride]), sum(rows[(len(rows) - 1) // self.stride * self.stride :])
+        whole = sum(rows[: self.stride])
+        last = sum(rows[(len(rows) - 1) // self.stride * self.stride :])
         return whole, 0 if last == whole else last
 
     def objects(self) -> dict[str, Any]:
@@ -428,7 +440,8 @@ class Iteration(Source):
         if start and not self._at_start:
             _skip(batches, start)  # there is no other way than to read and drop them
         skipped()
-        self._at_start, offset = False, start
+        self._at_start = False
+        offset = start
         while group := list(islice(batches, self.stride)):
             offset += len(group)
             batch = group[0] if len(group) == 1 else join([as_tensors(batch) for batch in group])
@@ -460,7 +473,10 @@ class _JoinedBatches:
     def __init__(
         self, batches: Any, cores: int, share: Share | None = None, start: int = 0, skipped: Hook = _nothing
     ) -> None:
-        self.batch_sampler, self.cores, self.start, self.skipped = batches, cores, start, skipped
+        self.batch_sampler = batches
+        self.cores = cores
+        self.start = start
+        self.skipped = skipped
         self._share = share
         self._begun: Hook = _nothing
         self._ahead = 0
@@ -475,7 +491,10 @@ class _JoinedBatches:
             skipped: Called when they are left out, and so many more have been given.
             ahead: The number of these.
         """
-        self.start, self._begun, self.skipped, self._ahead = start, begun, skipped, ahead
+        self.start = start
+        self._begun = begun
+        self.skipped = skipped
+        self._ahead = ahead
         self.rows.clear()  # a pass that was left has read ahead
 
     def __len__(self) -> int:

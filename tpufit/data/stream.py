@@ -159,7 +159,10 @@ class Stream:
         self.batch_size = source.batch_size
         self.device_transform: Transform | None = source.device_transform
         self.steps = steps if steps is not None else source.steps()
-        self._source, self._limit, self._name, self._cores = source, steps, name, cores
+        self._source = source
+        self._limit = steps
+        self._name = name
+        self._cores = cores
         self._goes_on = steps is not None and not restart
         self.pace = Pace(source.in_memory, source.any_thread and not self._goes_on)
         self.keeps_draws = False
@@ -222,7 +225,8 @@ class Stream:
         Returns:
             Both numbers, or None if only reading all batches can tell.
         """
-        sizes, steps = self._source.sizes(), self._source.steps()
+        sizes = self._source.sizes()
+        steps = self._source.steps()
         if sizes is None or self._limit is None or steps is None or (self._goes_on and self._limit % steps):
             return sizes
         return sizes if self._limit >= steps else (sizes[0], 0)
@@ -362,7 +366,9 @@ class Stream:
 
 
 def _of_batches(data: Any, batch_size: int | None, plan: Plan) -> Source:
-    name, cores, share = plan.name, plan.cores, plan.share
+    name = plan.name
+    cores = plan.cores
+    share = plan.share
     if isinstance(data, PerHost):
         return Iteration(data, cores, share)
     if isinstance(data, DataLoader) and batch_size is not None:

@@ -32,7 +32,8 @@ class _Telling:
         self.collate = collate
 
     def __call__(self, samples: Any) -> Told:
-        batch, worker = self.collate(samples), get_worker_info()
+        batch = self.collate(samples)
+        worker = get_worker_info()
         assert worker is not None
         return Told(batch, worker.id, {"draws": RNGState.now().state_dict(), "kept": _HERE.kept.state_dict()})
 
@@ -41,7 +42,8 @@ class _Beginning:
     """A loader's `worker_init_fn`, which gives a worker the state that it goes on from."""
 
     def __init__(self, own: Callable[[int], None] | None, collate: Callable[[Any], Any]) -> None:
-        self.own, self.collate = own, collate
+        self.own = own
+        self.collate = collate
         self.states: Mapping[str, Any] = {}
 
     def __call__(self, number: int) -> None:
@@ -69,7 +71,8 @@ class WorkerStates:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.count, self._stay = loader.num_workers, loader.persistent_workers
+        self.count = loader.num_workers
+        self._stay = loader.persistent_workers
         self.ahead = self.count * (loader.prefetch_factor or 2)
         self._begin = _Beginning(loader.worker_init_fn, loader.collate_fn)
         self.options: dict[str, Any] = {"collate_fn": _Telling(loader.collate_fn), "worker_init_fn": self._begin}
@@ -95,7 +98,9 @@ class WorkerStates:
         if not self._stay and not done:
             self._last = {}
         self._begin.states = dict(self._last)
-        self._round, self._done, self._inside = dict(self._last), done, True
+        self._round = dict(self._last)
+        self._done = done
+        self._inside = True
         again = self._stay and self._later and not self._started
         self._started = True
         return again
@@ -110,7 +115,8 @@ class WorkerStates:
 
     def end(self) -> None:
         """Note that the pass is over."""
-        self._inside, self._later = False, True
+        self._inside = False
+        self._later = True
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the states to go on from; None if workers begin anew in each pass, and none is under way."""
@@ -125,4 +131,5 @@ class WorkerStates:
         Args:
             state: The dict that `state_dict` returned, of as many workers.
         """
-        self._last, self._later = dict(state["workers"]), state["later"]
+        self._last = dict(state["workers"])
+        self._later = state["later"]

@@ -63,7 +63,8 @@ def as_text(hlo: bytes) -> str:
 
 def sharding(argument: dict[str, Any], cores: int) -> str:
     """How an argument lies over the cores, in XLA's own words."""
-    axis, shape = argument["axis"], argument["shape"]
+    axis = argument["axis"]
+    shape = argument["shape"]
     if axis is None or axis >= len(shape):
         return "{replicated}"
     divided = ",".join(str(cores if i == axis else 1) for i in range(len(shape)))
@@ -76,9 +77,11 @@ def compile_for(devices: list[Any], module: bytes) -> Any:
     from jax._src.lib import xla_client
 
     options = xla_client.CompileOptions()
-    options.num_replicas, options.num_partitions = 1, len(devices)
+    options.num_replicas = 1
+    options.num_partitions = len(devices)
     build = options.executable_build_options
-    build.num_replicas, build.num_partitions = 1, len(devices)
+    build.num_replicas = 1
+    build.num_partitions = len(devices)
     build.use_spmd_partitioning = len(devices) > 1
     build.allow_spmd_sharding_propagation_to_output = [True]
     build.device_assignment = xla_client.DeviceAssignment.create(numpy.arange(len(devices)).reshape(1, -1))
@@ -87,7 +90,8 @@ def compile_for(devices: list[Any], module: bytes) -> Any:
 
 def figures(program: Any) -> dict[str, Any]:
     """The compiler's own figures of a program."""
-    stats, cost = program.get_compiled_memory_stats(), program.cost_analysis()
+    stats = program.get_compiled_memory_stats()
+    cost = program.cost_analysis()
     names = ("argument", "output", "alias", "temp", "generated_code")
     return {
         "memory": {name: getattr(stats, f"{name}_size_in_bytes") for name in names},

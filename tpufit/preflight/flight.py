@@ -66,7 +66,8 @@ class Flight:
             alike.setdefault((on.devices, sized[i].train.batch_size), []).append(i)
         found: dict[int, PreflightReport] = {}
         for group in alike.values():
-            flight, those = sized[group[0]], [slices[i] for i in group]
+            flight = sized[group[0]]
+            those = [slices[i] for i in group]
             found |= zip(group, flight.compiled(flight.plan(those[0]), those), strict=True)
         return [found[i] for i in range(len(slices))]
 
@@ -89,7 +90,8 @@ class Flight:
             A report for each.
         """
         rows = plan.passes[0].groups[0][0].rows
-        size, config = self.train.batch_size or -(-rows // plan.cores), plan.config
+        size = self.train.batch_size or -(-rows // plan.cores)
+        config = plan.config
         with tempfile.TemporaryDirectory(prefix="tpufit-preflight-") as name:
             folder = Path(name)
             traced = self.trace(plan, folder)
@@ -150,7 +152,8 @@ class Flight:
         except PreflightError as error:
             if not self.compiler or releases.tried(self.compiler):
                 raise
-            why, cure = releases.untried(self.compiler), releases.command(self.compiler)
+            why = releases.untried(self.compiler)
+            cure = releases.command(self.compiler)
             raise PreflightError(f"{error}\nPerhaps because {why}. One that was: {cure}") from None
         found = []
         for name, facts in traced.items():
@@ -180,7 +183,8 @@ class Flight:
                 "batch_size='auto' goes with arrays and map-style datasets: these data bring their own batches"
             )
         train, _ = self.validation.split_off(self.train)
-        largest, smallest_too_large = 0, 0
+        largest = 0
+        smallest_too_large = 0
         totals: dict[int, int] = {}  # the memory of a core, by the batch size
         size = DEFAULT_BATCH_SIZE
         while True:
@@ -245,7 +249,8 @@ def flight_of(engine: Engine, arguments: Mapping[str, Any]) -> Flight:
         raise ArgumentError(f"preflight takes the arguments of fit, tpu and timeout, got {', '.join(unknown)}")
     train = TrainingData(**{name: value for name, value in arguments.items() if name in own})
     given = {name.removeprefix("validation_"): value for name, value in arguments.items() if name in held}
-    timeout, verbose = arguments.get("timeout", 3600.0), bool(arguments.get("verbose", True))
+    timeout = arguments.get("timeout", 3600.0)
+    verbose = bool(arguments.get("verbose", True))
     return Flight(engine, train, ValidationData(**given), arguments.get("limit"), timeout, verbose, checked())
 
 

@@ -20,7 +20,9 @@ from ..trainer.arguments import TrainingData, ValidationData, parts_of, require_
 from ..utils.random import RNGState
 
 # The files of the folder by which processes tell each other of a plan: it, its programs, or an error.
-PLAN, TRACED, FAULT = "plan.pkl", "traced.json", "fault.json"
+PLAN = "plan.pkl"
+TRACED = "traced.json"
+FAULT = "fault.json"
 # Of the process that traces: virtual cores, the names of scopes, and the mode of many cores on one too, in which
 # operations can be traced as for a TPU. The runtime reads them when it is imported.
 ENVIRON = {"PJRT_DEVICE": "CPU", "XLA_IR_DEBUG": "1", "XLA_HLO_DEBUG": "1", "XLA_USE_SPMD": "1"}
@@ -139,7 +141,8 @@ class _Data:
 
 
 def _pass(engine: Engine, role: str, given: _Data, joined: int) -> Pass:
-    first, data = given.first(), given.stream(given.cores)
+    first = given.first()
+    data = given.stream(given.cores)
     if given.limit is not None:
         data.limit(given.limit)
     fault = fault_of(engine, first, data.device_transform)
@@ -150,7 +153,8 @@ def _pass(engine: Engine, role: str, given: _Data, joined: int) -> Pass:
         x, y, _ = unpack(first)
         labels = engine.config.loss.label_range(targets_of(x, y))
     whole, last = data.sizes() or (count_rows(tree_leaves(first)) * given.cores, 0)
-    batch, steps = _of_size(first, labels, whole), data.steps
+    batch = _of_size(first, labels, whole)
+    steps = data.steps
     anywhere = "restart" not in given.how and given.how["steps"] is not None  # of an epoch that goes on in the data
     if steps is not None and last and not anywhere:
         steps -= 1

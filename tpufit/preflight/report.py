@@ -26,7 +26,9 @@ _PHASES = ("forward", "backward", "optimizer", "")
 _JOINED_LATER = (
     "steps_per_execution='auto' is compiled as 1: fit joins steps by the time that they take, in one more program"
 )
-FITS, TOO_LARGE, FAILED = 0, 1, 2
+FITS = 0
+TOO_LARGE = 1
+FAILED = 2
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class PreflightReport:
     @property
     def bounds(self) -> dict[str, float]:
         """The seconds of a step if only arithmetic, memory or the links took time, at their published peak."""
-        work, chip = self._work, self.tpu.chip
+        work = self._work
+        chip = self.tpu.chip
         return {
             "arithmetic": work.flops / chip.peak,
             "memory": work.nbytes / chip.bandwidth,
@@ -177,7 +180,8 @@ class PreflightReport:
         memory.set(xlabel="GiB", title="memory of a core")
         memory.legend()
         shown = self._by_layer()[:_SHOWN]
-        names, left = [layer for layer, _ in shown], [0.0] * len(shown)
+        names = [layer for layer, _ in shown]
+        left = [0.0] * len(shown)
         for phase in _PHASES:
             widths = [1000 * seconds[phase] for _, seconds in shown]
             layers.barh(names, widths, left=left, label=phase or "elsewhere")
@@ -190,7 +194,8 @@ class PreflightReport:
     @property
     def _work(self) -> _Work:
         """The work of one step, of which a program may join several."""
-        step, count = self.step, self.tpu.devices
+        step = self.step
+        count = self.tpu.devices
         # A sum over n cores sends each byte (n - 1) / n times to be added, and as often to be spread.
         sent = sum(one.nbytes * (1 + one.adds) for one in step.collectives) * (count - 1) / count
         amounts = (step.cost.flops, step.cost.nbytes, step.cost.cycles, sent, step.rows)
@@ -205,7 +210,8 @@ class PreflightReport:
         return sorted(found.items(), key=lambda pair: -sum(pair[1].values()))
 
     def _headline(self) -> Text:
-        step, chip = self.step, self.tpu.chip
+        step = self.step
+        chip = self.tpu.chip
         hosts = f" on {self.tpu.hosts} hosts" if self.tpu.hosts > 1 else ""
         cores = f"{counted(self.tpu.devices, 'core')}{hosts}"
         head = f"{self.tpu.name}: {cores}, {self._work.rows:.0f} rows a step, {self.precision}\n"

@@ -20,7 +20,9 @@ from ..errors import PreflightError
 from ..runtime import cure_of, runs_on_the_host, scope
 from ..utils.users_code import NOBODYS, calling_lines
 
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
 _NAMED = "layer"  # in a node's metadata: to keep the node itself would keep the step's tensors
 
 
@@ -92,7 +94,8 @@ class Scopes(TorchFunctionMode):
         nodes = [leaf.grad_fn for leaf in _tensors(outputs)]
         if not any(nodes):
             return
-        name, stop = self._name(BACKWARD, line), {leaf.grad_fn for leaf in _tensors(inputs)}
+        name = self._name(BACKWARD, line)
+        stop = {leaf.grad_fn for leaf in _tensors(inputs)}
         while nodes:
             node = nodes.pop()
             if node is None or node in stop:

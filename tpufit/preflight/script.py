@@ -99,12 +99,15 @@ def run_script(
 @contextmanager
 def _as_main(path: Path, words: Sequence[str]) -> Any:
     """A context in which the process looks as if it had been started with a script."""
-    before, folders = sys.argv, sys.path.copy()
-    sys.argv, sys.path[0] = [str(path), *words], str(path.resolve().parent)
+    before = sys.argv
+    folders = sys.path.copy()
+    sys.argv = [str(path), *words]
+    sys.path[0] = str(path.resolve().parent)
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = before, folders
+        sys.argv = before
+        sys.path[:] = folders
 
 
 def _tell(path: Path, error: Exception) -> None:

@@ -40,8 +40,10 @@ class Tracer:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, model = plan, plan.model
-        self.recorder, self._scopes = Recorder(), Scopes(model.module)
+        self._plan = plan
+        model = plan.model
+        self.recorder = Recorder()
+        self._scopes = Scopes(model.module)
         # Steps that are always traced have the same programs.
         config = plan.config.with_option("jit_compile", "auto")
         model._engine = self._engine = Engine(model, config)
@@ -86,7 +88,8 @@ class Tracer:
         device = self._engine.state.device
         _, names = self._engine.state.tensors()
         state = [names.get(id(tensor), "") for tensor in device.tensors]
-        lines, precision = list(self._scopes.lines), self._engine.config.precision
+        lines = list(self._scopes.lines)
+        precision = self._engine.config.precision
         remat = bool(self._engine.blocks)
         return {
             str(number): {
@@ -123,7 +126,9 @@ def main(folder: Path) -> None:
         tracer = Tracer(pickle.loads((folder / PLAN).read_bytes()))
         tracer.trace()
     except Exception as error:  # the user's own may be of any type
-        ours, line, words = isinstance(error, TpufitError), raising_line(error), str(error)
+        ours = isinstance(error, TpufitError)
+        line = raising_line(error)
+        words = str(error)
         message = words if ours else f"the steps can't be traced: {type(error).__name__}: {words}"
         at = f" (at {line})" if line and line not in words else ""
         kind = type(error).__name__ if ours else PreflightError.__name__

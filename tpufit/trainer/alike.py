@@ -68,7 +68,8 @@ def move(engine: Engine, placement: Placement, compared: bool = False) -> None:
         placement: The cores.
         compared: True to compare weights that are there already, too (default False).
     """
-    several, new = placement.hosts > 1, engine.state.placement != placement
+    several = placement.hosts > 1
+    new = engine.state.placement != placement
     if several and new:  # first, as a split weight is put together of what all hosts send
         _take_weights(engine)
     engine.move_to(placement)

@@ -225,6 +225,7 @@ def callback_list(engine: Engine, callbacks: Any, params: dict[str, Any], *own: 
     # The engine's model is the user's own, with all that callbacks may touch.
     model: Any = engine.model
     everyone = CallbackList([*CallbackList(callbacks), *own], False, add_progbar, model, **params)
-    everyone.expose, everyone.note_users_code = engine.expose, engine.note_users_code
+    everyone.expose = engine.expose
+    everyone.note_users_code = engine.note_users_code
     engine.note_users_code(seldom=True)  # the user's program, which has called this
     return everyone

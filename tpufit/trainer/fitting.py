@@ -49,7 +49,8 @@ def run_fit(
     require_compiled(engine, "fit")
     require_gradients("fit")
     optimizers.required(engine.model.optimizer)
-    verbosity, given = resolve_verbose(verbose), CallbackList(callbacks).callbacks
+    verbosity = resolve_verbose(verbose)
+    given = CallbackList(callbacks).callbacks
     train, validation = validation.split_off(train)  # first: the balance of classes is that of the rows to train on
     options = FitOptions(schedule.policy(engine), train.weigher(engine), fitting=True)
     # Only now: a process can settle its cores once, so bad arguments must be found before.
@@ -121,5 +122,6 @@ def _split(engine: Engine) -> str:
         return ""
     parameters = list(engine.model.module.parameters())
     split = sum(id(parameter) in state.shardings for parameter in parameters)
-    held, whole = engine.state.of_a_core(state.tensors), sum(tensor.nbytes for tensor in state.tensors)
+    held = engine.state.of_a_core(state.tensors)
+    whole = sum(tensor.nbytes for tensor in state.tensors)
     return f"{split} of {counted(len(parameters), 'parameter')} split, {size(held)} of {size(whole)} state a core"

@@ -21,7 +21,9 @@ def started_with(cores: CoresArgument, find: Callable[[], Checkpoint | None]) ->
     Raises:
         CheckpointError: Process 0 has none, or a damaged one.
     """
-    before, found, fault = settled(), None, None
+    before = settled()
+    found = None
+    fault = None
     try:
         found = find()
     except CheckpointMissingError as error:
@@ -72,7 +74,9 @@ def _agreed(group: list[DeviceGroup], place: str, done: int, per_host: bool) -> 
     shapes = [[(tuple(shape[1:]), dtype) for shape, dtype in batch.forms[0].tensors] for batch in group]
     form = zlib.crc32(repr(shapes).encode())
     most, fewest, largest, smallest, *forms = agree([len(group), -len(group), rows, -rows, form, -form])
-    most, fewest, smallest = int(most), int(-fewest), int(-smallest)
+    most = int(most)
+    fewest = int(-fewest)
+    smallest = int(-smallest)
     if most != fewest and not per_host:
         raise HostError(
             f"after {done} batches of this pass ({place}) this host has {len(group)} more, and others have from "

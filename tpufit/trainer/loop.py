@@ -100,8 +100,11 @@ class _Training:
         max_time: float | None,
         interruption: Interruption,
     ) -> None:
-        self._engine, self._train, self._callbacks = engine, train, callbacks
-        self._epochs, self._interruption = epochs, interruption
+        self._engine = engine
+        self._train = train
+        self._callbacks = callbacks
+        self._epochs = epochs
+        self._interruption = interruption
         self._validations = None if validation is None else Validations(engine, validation, callbacks, interruption)
         self.manager = CheckpointManager(engine, train, callbacks, None if validation is None else validation.stream)
         self._deadline = None if max_time is None else perf_counter() + max_time
@@ -138,13 +141,15 @@ class _Training:
 
     def ends(self) -> bool:
         """True if training ends after this batch or epoch. All hosts decide together."""
-        model, late = self._engine.model, self._deadline is not None and perf_counter() > self._deadline
+        model = self._engine.model
+        late = self._deadline is not None and perf_counter() > self._deadline
         model.stop_training, model.out_of_time = self._interruption.settle(model.stop_training, late)
         return model.stop_training or model.out_of_time or self._interruption.wanted
 
     def _go_on(self, epoch: int, run: StepRunner) -> dict[str, Any] | None:
         """Load the checkpoint if it is from this epoch. Return the epoch's logs if only its validation is left."""
-        resumed, self._resumed = self._resumed, None
+        resumed = self._resumed
+        self._resumed = None
         if resumed is None:
             return None
         progress = progress_of(resumed)
@@ -158,7 +163,9 @@ class _Training:
 
     def _train_on(self, epoch: int, run: StepRunner) -> dict[str, Any]:
         """Run the steps of an epoch, or the rest of them, and return their logs."""
-        engine, model, validations = self._engine, self._engine.model, self._validations
+        engine = self._engine
+        model = self._engine.model
+        validations = self._validations
 
         def validate_and_save(pause: Pause = nullcontext) -> None:
             # Validation comes before the save: a resumed run would repeat it otherwise.
@@ -177,7 +184,8 @@ class _Training:
 
         same_random_numbers(self._train)
         model.module.train()
-        began, waited = perf_counter(), 0.0
+        began = perf_counter()
+        waited = 0.0
         validate_and_save()  # the checkpoint may be from a step whose validation was broken off
         if self._interruption.wanted:
             self._train.epoch(epoch)  # sets the position that a checkpoint saves; reads nothing

@@ -158,7 +158,9 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
         sweep: The rates.
         seed: The seed of the steps' random numbers.
     """
-    rates, before, bad = sweep.rates, engine.state.snapshot(), engine.log.first_bad_step
+    rates = sweep.rates
+    before = engine.state.snapshot()
+    bad = engine.log.first_bad_step
     try:
         engine.state.numbers.seed = seed
         run = StepRunner(engine, "train", data.device_transform, warm=data.passed)
@@ -201,11 +203,13 @@ def _losses(
 def _whole_batches(data: Stream) -> Iterator[Any]:
     """Yield the batches of pass after pass, without a short last one: at another size the curve would jump."""
     for number in count():
-        size, held = 0, None
+        size = 0
+        held = None
         for batch in data.epoch(number):
             if held is not None:
                 yield held
-            size, held = size or count_rows(tree_leaves(batch)), batch
+            size = size or count_rows(tree_leaves(batch))
+            held = batch
         if held is not None and count_rows(tree_leaves(held)) >= size:
             yield held
 
@@ -214,7 +218,8 @@ def _steepest(losses: Sequence[float], smoothed: Sequence[float]) -> int | None:
     """Return the index at which the smoothed losses fall most steeply, or None; see `LRCurve`."""
     if len(smoothed) < 3:
         return None
-    first, lowest = len(smoothed) // 10, int(np.argmin(smoothed))
+    first = len(smoothed) // 10
+    lowest = int(np.argmin(smoothed))
     if first >= lowest:
         return None
     scatter = float(np.std(np.diff(losses[first : lowest + 1]))) / math.sqrt(2)  # differences leave out the trend

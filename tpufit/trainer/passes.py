@@ -71,14 +71,19 @@ class PassLoop:
         Returns:
             The time spent waiting for data, in seconds.
         """
-        run, callbacks, data = self.run, self.callbacks, self.data
-        begin, end = f"on_{self.name}_batch_begin", f"on_{self.name}_batch_end"
-        tells_begin, tells_end = callbacks.has(begin), callbacks.has(end)
+        run = self.run
+        callbacks = self.callbacks
+        data = self.data
+        begin = f"on_{self.name}_batch_begin"
+        end = f"on_{self.name}_batch_end"
+        tells_begin = callbacks.has(begin)
+        tells_end = callbacks.has(end)
         step = timing("steps", run.__call__) if callbacks.measures else run.__call__
         if self.name == "train" and callbacks.has("on_train_step_begin"):
             run.before_step = self._step_hook()
         # On the host a step draws from PyTorch's own generator, as the data may: never at the same time.
-        inline, began = data.pace.inline or run.on_host, thread_time()
+        inline = data.pace.inline or run.on_host
+        began = thread_time()
 
         def run_part(part: DeviceGroup, last: bool) -> Iterable[Any]:
             left = None
@@ -100,7 +105,8 @@ class PassLoop:
                 if tells_begin:
                     callbacks.call(begin, run.tally.batches)
                     run.note_hooks()
-                before, parts = run.tally.batches, joined(group, run.group_size)
+                before = run.tally.batches
+                parts = joined(group, run.group_size)
                 outputs = [made for part in parts for made in run_part(part, last and part is parts[-1])]
                 if tells_end:
                     if self.waited is not None:  # first, because the hook may read `input_bound`
@@ -249,7 +255,8 @@ def _ending(feed: BatchReader[list[DeviceGroup]], interruption: Interruption | N
     if interruption is None or process_count() > 1:  # which all hosts wait for, and so end together
         yield
         return
-    before, interruption.wakes = interruption.wakes, feed.end
+    before = interruption.wakes
+    interruption.wakes = feed.end
     try:
         with suppress(PrefetchEndedError):
             yield

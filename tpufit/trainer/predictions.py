@@ -45,7 +45,8 @@ class Predictions:
     """
 
     def __init__(self, batches: int | None = None, files: Any = None) -> None:
-        self._batches, self._files = batches, files
+        self._batches = batches
+        self._files = files
         self._columns: list[_Column] = []
         self._spec: TreeSpec | None = None
         self._open = ExitStack()
@@ -65,7 +66,8 @@ class Predictions:
         """
         leaves, spec = tree_flatten(outputs)
         if self._spec is None:
-            self._spec, self._columns = spec, self._columns_for(outputs, leaves, spec)
+            self._columns = self._columns_for(outputs, leaves, spec)
+            self._spec = spec
         elif spec != self._spec:
             raise DataError(f"the outputs of all batches must be of one form, got {described(outputs)} after another")
         for column, leaf in zip(self._columns, leaves, strict=True):

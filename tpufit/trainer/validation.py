@@ -76,7 +76,9 @@ class Validations:
     def __init__(
         self, engine: Engine, validation: Validation, callbacks: CallbackList, interruption: Interruption
     ) -> None:
-        self._engine, self._validation, self._callbacks = engine, validation, callbacks
+        self._engine = engine
+        self._validation = validation
+        self._callbacks = callbacks
         self._interruption = interruption
         self.last: dict[str, Any] = _NOT_YET
         self._seconds = 0.0
@@ -89,7 +91,8 @@ class Validations:
     def run(self, batches: int) -> None:
         """Validate, after so many batches of the epoch."""
         began = perf_counter()
-        data, draws = self._validation.stream, RNGState.now()
+        data = self._validation.stream
+        draws = RNGState.now()
         place = data.state_dict(None)
         logs = evaluate(self._engine, data, self._callbacks, self._interruption)
         if self._interruption.wanted:  # what it has drawn and counted is drawn and counted again
@@ -101,14 +104,16 @@ class Validations:
 
     def take_seconds(self) -> float:
         """Return the time of the validations inside the epoch, in seconds, and begin at 0 again."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
     def close(self, epoch: int, batches: int) -> dict[str, Any]:
         """Validate if that is due, and return the logs of the epoch's last validation; empty if there was none."""
         if self._validation.is_due(epoch) and self.last["batches"] != batches:
             self.run(batches)
-        logs, self.last = self.last["logs"], _NOT_YET
+        logs = self.last["logs"]
+        self.last = _NOT_YET
         self._seconds = 0.0
         return dict(logs)
 

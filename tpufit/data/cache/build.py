@@ -111,7 +111,8 @@ def check_room(folder: Path, manifest: Manifest) -> None:
 
 def _disk_full(folder: Path, manifest: Manifest) -> CacheDiskFullError:
     todo = manifest.missing(folder)
-    need, free = _rows(manifest, todo) * manifest.row_bytes, shutil.disk_usage(folder).free
+    need = _rows(manifest, todo) * manifest.row_bytes
+    free = shutil.disk_usage(folder).free
     return CacheDiskFullError(folder, need, free, manifest.files - len(todo), manifest.files)
 
 
@@ -173,7 +174,9 @@ class _Worker:
     def __init__(self, folder: Path, manifest: Manifest, payload: bytes, index: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._manifest, self._payload, self._index = manifest, payload, index
+        self._manifest = manifest
+        self._payload = payload
+        self._index = index
         self._doing = "before it made a file"
         self._process = context.Process(target=_work, args=(theirs, folder, manifest), daemon=True)
         self._process.start()

@@ -139,8 +139,13 @@ class CachedDataset(Dataset[Any]):
     ) -> None:
         if mode not in _READERS:
             raise UnknownNameError("mode", mode, _READERS)
-        self.source, self.device_transform, self.mode, self.ordered = source, device_transform, mode, ordered
-        self._place, self._path, self._workers = cache_dir, kept_copy(cache_dir), workers
+        self.source = source
+        self.device_transform = device_transform
+        self.mode = mode
+        self.ordered = ordered
+        self._place = cache_dir
+        self._path = kept_copy(cache_dir)
+        self._workers = workers
         self._maker: Maker | None = None
         self._reader: Mapped | None = None
         self._opening = threading.Lock()

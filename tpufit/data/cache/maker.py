@@ -78,7 +78,8 @@ class Maker:
         """
         span = manifest.span(number)
         columns = {field.name: torch.empty((len(span), *field.shape), dtype=field.dtype) for field in manifest.fields}
-        told, spoken = 0, monotonic()
+        told = 0
+        spoken = monotonic()
         for position, row in enumerate(span):
             copy, index = divmod(row, manifest.rows)
             structure, leaves = self.sample(index, copy)
@@ -87,7 +88,8 @@ class Maker:
                 column[position] = leaves[name]
             if monotonic() - spoken > _INTERVAL:
                 tell(position + 1 - told)
-                told, spoken = position + 1, monotonic()
+                told = position + 1
+                spoken = monotonic()
         write_shard(folder, manifest, number, columns)
         tell(len(span) - told)
 
@@ -126,7 +128,8 @@ def plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool) 
         why = "it has random numbers other than those of `random`, numpy.random and torch, which depend on the seed"
         what = "the same sample made twice isn't the same"
         warn(f"{what}: {why}. Files that are made again will differ")
-    source, transform = describe(maker.source), describe(maker.transform)
+    source = describe(maker.source)
+    transform = describe(maker.transform)
     sizes = cut(rows * copies, sum(field.row_bytes for field in fields), shard_mb)
     return Manifest(rows, copies, maker.seed, version, source, transform, digest, structure, fields, *sizes)
 
@@ -144,7 +147,8 @@ def _probe(maker: Maker, rows: int) -> str:
 @contextmanager
 def alone() -> Iterator[None]:
     """Make samples in this process as a worker would: with one thread, and leaving its random numbers as they were."""
-    threads, draws = torch.get_num_threads(), RNGState.now()
+    threads = torch.get_num_threads()
+    draws = RNGState.now()
     torch.set_num_threads(1)  # how a sum is split among threads shows in its last digits
     try:
         yield

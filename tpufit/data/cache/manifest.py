@@ -145,7 +145,8 @@ class Manifest:
         """
         found = []
         for name, (words, shown) in _ORIGINS.items():
-            then, value = getattr(self, name), getattr(now, name)
+            then = getattr(self, name)
+            value = getattr(now, name)
             if then != value and not (name == "probe" and None in (then, value)):
                 found.append(f"{words}: {then!r} then, {value!r} now" if shown else words)
         return found

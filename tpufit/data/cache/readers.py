@@ -19,7 +19,8 @@ Rows = NDArray[np.int64]
 # Shorter rows are copied file by file; for longer ones it is faster to list them one by one.
 _LONG = 2048  # bytes
 # Memory of batches is kept for the next ones if it is large, and no more than a prefetcher and a device hold at once.
-_LARGE, _KEPT = 1 << 20, 4
+_LARGE = 1 << 20
+_KEPT = 4
 
 
 class _Memory:
@@ -61,7 +62,9 @@ class Mapped:
     """
 
     def __init__(self, manifest: Manifest, shards: Sequence[Shard]) -> None:
-        self._fields, self._shards, self._rows_per_file = manifest.fields, shards, manifest.rows_per_file
+        self._fields = manifest.fields
+        self._shards = shards
+        self._rows_per_file = manifest.rows_per_file
         self._unchecked = set(range(len(shards)))
         self._memory = {field.name: _Memory(field) for field in manifest.fields}
         self._columns = {field.name: [shard.columns[field.name] for shard in shards] for field in manifest.fields}
@@ -110,7 +113,8 @@ class InMemory(Mapped):
     def __init__(self, manifest: Manifest, shards: Sequence[Shard]) -> None:
         super().__init__(manifest, shards)
         self._rows_per_file = rows = manifest.rows * manifest.copies
-        self._shards, self._unchecked = shards[:1], set()
+        self._shards = shards[:1]
+        self._unchecked = set()
         self._columns = {field.name: [field.empty(rows)] for field in manifest.fields}
         for number, shard in enumerate(shards):
             span = manifest.span(number)

@@ -67,7 +67,8 @@ class Shard:
         try:
             # Not the mapping but the size is what protects: to read past the end of a file is the end of the process.
             with safetensors.safe_open(self._path, framework="pt") as file:
-                notes, tensors = file.metadata() or {}, file.get_tensors()
+                notes = file.metadata() or {}
+                tensors = file.get_tensors()
         except (safetensors.SafetensorError, OSError) as error:
             raise self._damaged(str(error)) from error
         checksum, _, text = notes.get(_NOTE, "").partition(" ")
