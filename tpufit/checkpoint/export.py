@@ -1,12 +1,11 @@
 """`export`: a module as a program that plain PyTorch loads."""
 
-import copy
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..data.batches import as_tensors
@@ -15,6 +14,7 @@ from ..runtime import copies, is_first
 from ..step import Engine
 from ..step.arguments import arguments_of
 from ..step.precision import inputs
+from ..utils.copied import copied
 from ..utils.files import replacing
 
 
@@ -26,7 +26,8 @@ def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> No
         engine: The engine of the model, whose module stays where and as it is.
         example: A batch of inputs.
     """
-    target, module = Path(filepath), engine.model.module
+    target = Path(filepath)
+    module = engine.model.module
     if target.suffix != ".pt2":
         raise ArgumentError(f"an exported program is a .pt2 file, got filepath={os.fspath(filepath)!r}")
     args, named = arguments_of(module, tree_map(_two_rows, inputs(engine.config.precision, as_tensors(example))))
@@ -38,13 +39,9 @@ def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> No
     own = list({id(t): t for t in (*module.parameters(), *module.buffers())}.values())
     with engine.noticing_loss():
         host = copies(own, "state")
-    twins = {
-        id(tensor): nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-        for tensor, value in zip(own, host, strict=True)
-    }
+    values = dict(zip(map(id, own), host, strict=True))
     try:
-        # A copy of all but the tensors, in whose place it has those on the host.
-        net = copy.deepcopy(module, dict(twins)).eval()
+        net = copied(module, lambda tensor: values[id(tensor)])
         shapes = rows.dynamic_shapes(net, tuple(args), dict(named))
         program = torch.export.export(net, tuple(args), dict(named), dynamic_shapes=shapes)
     except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:  # all that it raises

@@ -75,10 +75,7 @@ def take(
     """
     own = engine.state.state_dict()
     training = {**own.training, **(extra or {})}
-    unique = {id(tensor): tensor for tensor in (*own.weights.values(), *training.values())}
-    host = unique
-    if not engine.state.device.shardings:
-        host = dict(zip(unique, copies(list(unique.values()), "checkpoint"), strict=True))
+    host = _on_host(engine, [*own.weights.values(), *training.values()], "checkpoint")
     learned = {id(parameter) for parameter in engine.model.module.parameters() if parameter.requires_grad}
     return Checkpoint(
         step=engine.state.numbers.step,
@@ -104,14 +101,21 @@ def save_weights(engine: Engine, path: str | os.PathLike[str], finite_only: bool
     weights = named_tensors(module)
     learned = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     with engine.noticing_loss():
-        if not engine.state.device.shardings:
-            unique = {id(tensor): tensor for tensor in weights.values()}
-            host = dict(zip(unique, copies(list(unique.values()), "state"), strict=True))
-            weights = {name: host[id(tensor)] for name, tensor in weights.items()}
+        host = _on_host(engine, weights.values(), "state")
         try:
-            write_weights(path, weights, learned if finite_only else ())
+            write_weights(
+                path, {name: host[id(tensor)] for name, tensor in weights.items()}, learned if finite_only else ()
+            )
         except NotFiniteError as error:
             raise CheckpointNotWrittenError(f"{path} was not written: {error} holds NaN or infinities") from error
+
+
+def _on_host(engine: Engine, tensors: Iterable[Tensor], reason: str) -> dict[int, Tensor]:
+    """Copy tensors to the host, each once, by the tensors' ids. A state that is split over the cores stays on them."""
+    unique = {id(tensor): tensor for tensor in tensors}
+    if engine.state.device.shardings:
+        return unique
+    return dict(zip(unique, copies(list(unique.values()), reason), strict=True))
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
@@ -180,7 +184,10 @@ class CheckpointManager:
     """
 
     def __init__(self, engine: Engine, train: Stream, callbacks: Callbacks, held_out: Stream | None = None) -> None:
-        self._engine, self._train, self._callbacks, self._held_out = engine, train, callbacks, held_out
+        self._engine = engine
+        self._train = train
+        self._callbacks = callbacks
+        self._held_out = held_out
         self._taken: dict[AsyncCheckpointWriter, Progress] = {}  # the point of each one's last checkpoint
         self._open = True
         self._run: StepRunner | None = None
@@ -217,10 +224,12 @@ class CheckpointManager:
         """
         if not self._open:
             return
-        self._progress, self._run = progress, run
+        self._progress = progress
+        self._run = run
         if self._engine.log.wanted_saves:
             # Emptied first, because `on_save` may request the next one.
-            wanted, self._engine.log.wanted_saves = self._engine.log.wanted_saves, []
+            wanted = self._engine.log.wanted_saves
+            self._engine.log.wanted_saves = []
             for writer, score in wanted:
                 self._tell(writer.submit(self._checkpoint(score)))
                 self._taken[writer] = progress
@@ -301,7 +310,8 @@ class CheckpointManager:
             self._tell(writer.finish())
 
     def _checkpoint(self, score: Score | None) -> Checkpoint:
-        progress, run = self._progress, self._run
+        progress = self._progress
+        run = self._run
         assert progress is not None
         extra: dict[str, Tensor] = {}
         state = outside_of_fit(self._engine) | {

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import counted, few
-from ..utils.less_memory import measures
-from ..utils.text import size
+from ..utils.less_memory import measures, shortage
+from ..utils.text import bytes_of, size
 from .hlo import COLLECTIVES, Array, Operation, arguments_of, operations, scopes_of
 from .slices import Slice
 
@@ -21,12 +21,10 @@ _WITHOUT_WORK = ("parameter", "tuple", "get-tuple-element", "reshape")
 _BY_SUMS = "all-gather by sums"
 _GATHERS = ("all-gather", "all-to-all", "collective-permute", _BY_SUMS)
 _WASTED = 1 << 24  # bytes of padding that are worth a word
-_HBM_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
-# What it says of one array that is larger than all memory.
-_ONE_TOO_LARGE = re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*?shape = '([^'{]*)")
-_HLO_TEMP = re.compile(r"HLO temp\s+([\d.]+)([KMGT]?)")
-_ALLOCATION = re.compile(r"Size: ([\d.]+)([KMGT]?)\s*\n(?:\s+Operator: (.*)\n)?\s+Shape: (\S+)")
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+# What the compiler says of one array that is larger than all memory.
+_ONE_TOO_LARGE = re.compile(r"Allocation \(size=\d+\) would exceed memory .*?shape = '([^'{]*)")
+_HLO_TEMP = re.compile(r"HLO temp\s+([\d.]+[KMGT]?)")
+_ALLOCATION = re.compile(r"Size: ([\d.]+[KMGT]?)\s*\n(?:\s+Operator: (.*)\n)?\s+Shape: (\S+)")
 
 
 @dataclass(frozen=True)
@@ -168,11 +166,12 @@ def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str,
             raise ValueError(words)
         held = _arguments(traced, [_of_a_core(argument, on.devices) for argument in traced["arguments"]])
         temporary = _HLO_TEMP.search(words)
-        temporaries = _bytes(*temporary.groups()) if temporary else 0
+        temporaries = bytes_of(temporary[1]) if temporary else 0
         memory = Memory(**held, temporaries=temporaries, needed=used[0])
         said = too_large(words, on, held["weights"] + held["optimizer"], traced)
         return Program(**plain, fits=False, memory=memory, warnings={"memory": said}, text=words)
-    own, layouts = list(operations(after)), arguments_of(after)
+    own = list(operations(after))
+    layouts = arguments_of(after)
     stats = compiled["memory"]
     memory = Memory(
         **_arguments(traced, [array.padded for array in layouts]),
@@ -224,13 +223,13 @@ def too_large(words: str, on: Slice, held: int, traced: Mapping[str, Any]) -> st
     needs, has = used
     groups: Counter[str] = Counter()
     places: dict[str, list[str]] = {}  # the layers of each kind of array
-    for number, unit, operator, shape in _ALLOCATION.findall(words):
+    for nbytes, operator, shape in _ALLOCATION.findall(words):
         array = shape.partition("{")[0]
-        groups[array] += _bytes(number, unit)
+        groups[array] += bytes_of(nbytes)
         scopes = scopes_of(operator)
         places.setdefault(array, []).append(scopes[-1][1] if scopes else "the step")
     one = _ONE_TOO_LARGE.search(words)
-    most = [f"{one[3]} alone"] if one else []
+    most = [f"{one[1]} alone"] if one else []
     most += [
         f"{len(places[array])} x {array} of {few(sorted(set(places[array])))} ({size(nbytes)})"
         for array, nbytes in groups.most_common(3)
@@ -253,10 +252,8 @@ def too_large(words: str, on: Slice, held: int, traced: Mapping[str, Any]) -> st
 
 def _used(words: str) -> tuple[int, int] | None:
     """The bytes that a program needs, and those that there are, by the compiler's error; None if it is another one."""
-    used, one = _HBM_USED.search(words), _ONE_TOO_LARGE.search(words)
-    if used is not None:
-        return _bytes(used[1], used[2]), _bytes(used[3], used[4])
-    return None if one is None else (int(one[1]), int(one[2]))
+    said = shortage(words)
+    return (bytes_of(said.needs), bytes_of(said.has)) if said.needs else None
 
 
 def _arguments(traced: Mapping[str, Any], nbytes: Sequence[int]) -> dict[str, int]:
@@ -272,15 +269,13 @@ def _arguments(traced: Mapping[str, Any], nbytes: Sequence[int]) -> dict[str, in
 
 def _of_a_core(argument: Mapping[str, Any], cores: int) -> int:
     """The bytes of an argument that one core holds, as far as they are known without the compiler's layout."""
-    axis, shape, nbytes = argument["axis"], argument["shape"], int(argument["nbytes"])
+    axis = argument["axis"]
+    shape = argument["shape"]
+    nbytes = int(argument["nbytes"])
     if axis is None or axis >= len(shape):  # whole on every core
         return nbytes
     rows = int(shape[axis])
     return nbytes // max(1, rows) * math.ceil(rows / cores)
-
-
-def _bytes(number: str, unit: str) -> int:
-    return int(float(number) * _UNITS[unit])
 
 
 def _split_shapes(traced: Mapping[str, Any], cores: int) -> set[tuple[int, ...]]:
@@ -346,7 +341,8 @@ def _gathered(collectives: Sequence[Collective]) -> dict[str, str]:
     gathers = [one for one in collectives if one.gathers]
     if not gathers:
         return {}
-    total, count = sum(one.nbytes for one in gathers), sum(one.count for one in gathers)
+    total = sum(one.nbytes for one in gathers)
+    count = sum(one.count for one in gathers)
     most = "; ".join(f"{one.where} ({one.kind}, {size(one.nbytes)})" for one in gathers[:3])
     times = counted(count, "time")
     return {"gathers": f"rows travel between cores, {times} and {size(total)} a step, where sums would do: {most}"}

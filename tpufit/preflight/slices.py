@@ -2,8 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UnknownNameError
+from ..utils.hardware import GENERATIONS
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,6 @@ class Slice:
     chips_per_host_bounds: tuple[int, int, int]
 
 
-_GIB = 2**30
-
 # Memory, bandwidth and peak, of a chip (a v3 shows half of one): docs.cloud.google.com/tpu/docs/v3, v4, v5e,
 # v5p-training and v6e. v2: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (2020).
 # Clocks: the same paper for v2 and v3; Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023); "How
@@ -70,12 +70,18 @@ _GIB = 2**30
 # github.com/skypilot-org/skypilot-catalog has it, catalogs/v8/gcp/vms.csv at 006059e. Other regions ask up to 43 %
 # more, and a v2 on more than one host is a third dearer.
 _V5_FLAGS = "--xla_enable_async_all_gather=true --xla_enable_async_collective_permute=true"
-_V2 = TPU("v2", memory=8 * _GIB, bandwidth=350e9, peak=23e12, clock=0.7e9, links=124e9, price=0.5625)
-_V3 = TPU("v3", memory=16 * _GIB, bandwidth=450e9, peak=61.5e12, clock=0.94e9, links=166e9, price=1.0)
-_V4 = TPU("v4", 32 * _GIB, 1200e9, 275e12, clock=1.05e9, links=269e9, price=3.22, config="megacore_dense")
-_V5E = TPU("v5e", 16 * _GIB, 819e9, 197e12, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
-_V5P = TPU("v5p", 95 * _GIB, 2765e9, 459e12, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS)
-_V6E = TPU("v6e", memory=32 * _GIB, bandwidth=1600e9, peak=918e12, clock=1.75e9, links=400e9, price=2.7)
+
+
+def _tpu(name: str, **does: Any) -> TPU:
+    return TPU(name, GENERATIONS[name].memory << 30, **does)
+
+
+_V2 = _tpu("v2", bandwidth=350e9, peak=23e12, clock=0.7e9, links=124e9, price=0.5625)
+_V3 = _tpu("v3", bandwidth=450e9, peak=61.5e12, clock=0.94e9, links=166e9, price=1.0)
+_V4 = _tpu("v4", bandwidth=1200e9, peak=275e12, clock=1.05e9, links=269e9, price=3.22, config="megacore_dense")
+_V5E = _tpu("v5e", bandwidth=819e9, peak=197e12, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
+_V5P = _tpu("v5p", bandwidth=2765e9, peak=459e12, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS)
+_V6E = _tpu("v6e", bandwidth=1600e9, peak=918e12, clock=1.75e9, links=400e9, price=2.7)
 
 _FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _DEEP = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x4x12 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"
@@ -90,7 +96,6 @@ _SHAPES = {
     _V6E: _FLAT,
 }
 _NAMED_BY_CHIPS = (_V5E, _V6E)  # the others by their TensorCores, of which a chip has two
-_TWO_DEVICES_A_CHIP = (_V2, _V3)
 # The chips of a host; (2, 2, 1) for all other shapes.
 _SINGLE_HOSTS = {"1x1": (1, 1, 1), "2x4": (2, 4, 1)}
 
@@ -101,7 +106,7 @@ def _laid_out(chip: TPU, shape: str) -> Slice:
     return Slice(
         name=f"{chip.name}-{chips if chip in _NAMED_BY_CHIPS else 2 * chips}",
         chip=chip,
-        devices=2 * chips if chip in _TWO_DEVICES_A_CHIP else chips,
+        devices=chips * GENERATIONS[chip.name].devices,
         hosts=chips // math.prod(bounds),
         topology=f"{chip.name}:{shape}",
         chips_per_host_bounds=bounds,

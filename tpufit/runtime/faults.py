@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from .. import errors
 from ..errors import StartError, TpufitError, counted
 from ..utils import hardware, releases
-from ..utils.less_memory import measures
+from ..utils.less_memory import measures, shortage
 from ..utils.text import bytes_of, size
 from .release import words_of
 
@@ -45,12 +45,6 @@ _ROOM = 1 << 34
 # As the runtimes write them: XLA:CPU; XLA:TPU at compile time; libtpu loading a program, or making room for a tensor.
 _FULL = re.compile(r"RESOURCE_EXHAUSTED|out of memory|std::bad_alloc|cannot allocate memory", re.IGNORECASE)
 _SCRATCH = re.compile(r"memory space (vmem|smem)")
-_ASKED = re.compile(
-    r"Used (?P<used>[\d.]+[KMGT]?) of (?P<of>[\d.]+[KMGT]?) hbm"
-    r"|allocating (?P<bytes>\d+) bytes"
-    r"|Attempting to (?:allocate|reserve) (?P<more>[\d.]+[KMGT]?)\b.*?There are (?P<free>[\d.]+[KMGT]?) free",
-    re.DOTALL,
-)
 _BUSY = re.compile(r"already in use|device or resource busy|in used? by another process", re.IGNORECASE)
 _CLOSED = re.compile(r"/dev/(?:accel|vfio)\S*\)?:? .*(?:Operation not permitted|Permission denied)", re.IGNORECASE)
 # Words that a user's own error may hold must not be enough here.
@@ -160,14 +154,13 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
 
 def _full(text: str, load: Load | None) -> str:
     """The sentence for a full memory."""
-    found = _ASKED.search(text)
-    asked = {name: value for name, value in found.groupdict().items() if value} if found else {}
-    if "used" in asked:
-        need = f": it needs {asked['used']} of {asked['of']}"
-    elif "bytes" in asked:
-        need = f": {size(int(asked['bytes']))} more were asked for"
-    elif "more" in asked:
-        need = f": {asked['more']} more were asked for, {asked['free']} are free"
+    said = shortage(text)
+    if said.needs:
+        need = f": it needs {_legible(said.needs)} of {_legible(said.has)}"
+    elif said.free:
+        need = f": {_legible(said.more)} more were asked for, {_legible(said.free)} are free"
+    elif said.more:
+        need = f": {_legible(said.more)} more were asked for"
     else:
         need = ""
     if load is None:
@@ -179,8 +172,7 @@ def _full(text: str, load: Load | None) -> str:
             f"{size(load.learns)}, batch {size(load.batch)}; the rest are activations"
         )
         state = load.weights + load.optimizer + load.learns
-        known = asked.get("of") or asked.get("used")
-        room = bytes_of(known) if known else _ROOM
+        room = bytes_of(said.has) if said.has else _ROOM
         cures = measures(state, max(room, state), each, load.cores, load.split, load.remat)
         cures += ["compile(precision='bf16')"] if load.precision == "fp32" else []
         cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
@@ -189,6 +181,10 @@ def _full(text: str, load: Load | None) -> str:
         cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
     step = f"a {load.role} step of {counted(each, 'row')} a core"
     return f"the device has no room for {step}{need}. On each core are {have}. Try {', or '.join(cures)}"
+
+
+def _legible(nbytes: str) -> str:
+    return size(int(nbytes)) if nbytes.isdecimal() else nbytes
 
 
 def _with(sentence: str, text: str) -> str:

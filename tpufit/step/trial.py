@@ -1,6 +1,5 @@
 """`fault_of`: tries a batch on a module without values, to find what is wrong with it before anything is compiled."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from ..data import unpack
 from ..errors import TpufitError
 from ..losses import targets_of
 from ..utils.compiling import compiling
+from ..utils.copied import copied
 from ..utils.random import RNGState
 from . import precision
 from .arguments import call
@@ -65,14 +65,7 @@ def _without_values(leaf: Any) -> Any:
 
 def _shapes_only(module: nn.Module) -> nn.Module:
     """A copy of a module without values, and without the hooks that are to see it run in earnest."""
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {
-        id(tensor): nn.Parameter(_without_values(tensor), tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else _without_values(tensor)
-        for tensor in tensors
-    }
-    twin = copy.deepcopy(module, memo).eval()
+    twin = copied(module, _without_values)
     for part in twin.modules():
         vars(part)["_forward_hooks"].clear()
         vars(part)["_forward_pre_hooks"].clear()

@@ -7,7 +7,7 @@ a folder.
 import os
 import resource
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .users_code import warn
@@ -39,7 +39,7 @@ class Chip:
     Attributes:
         name: Its name, e.g. `"v5e"`.
         devices: The number of devices that the runtime reports for one chip.
-        memory: The memory of a device, in GB, as the vendor says; for `"v2 or v3"` that of a v2.
+        memory: The memory of a device, in GiB, as the vendor says; for `"v2 or v3"` that of a v2.
     """
 
     name: str
@@ -47,14 +47,25 @@ class Chip:
     memory: int
 
 
-# By the PCI device. Sources: torch_xla/_internal/tpu.py (torch_xla 2.9), jax/_src/hardware_utils.py (v5p),
-# cloud.google.com/tpu/docs/system-architecture-tpu-vm (memory).
+# Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm, and the pages of v2, v3, v4, v5e, v5p and v6e.
+GENERATIONS = {
+    chip.name: chip
+    for chip in (
+        Chip("v2", 2, 8),
+        Chip("v3", 2, 16),
+        Chip("v4", 1, 32),
+        Chip("v5e", 1, 16),
+        Chip("v5p", 1, 95),
+        Chip("v6e", 1, 32),
+    )
+}
+# By the PCI device. Sources: torch_xla/_internal/tpu.py (torch_xla 2.9), jax/_src/hardware_utils.py (v5p).
 CHIPS = {
-    "0x0027": Chip("v2 or v3", 2, 8),
-    "0x005e": Chip("v4", 1, 32),
-    "0x0062": Chip("v5p", 1, 95),
-    "0x0063": Chip("v5e", 1, 16),
-    "0x006f": Chip("v6e", 1, 32),
+    "0x0027": replace(GENERATIONS["v2"], name="v2 or v3"),
+    "0x005e": GENERATIONS["v4"],
+    "0x0062": GENERATIONS["v5p"],
+    "0x0063": GENERATIONS["v5e"],
+    "0x006f": GENERATIONS["v6e"],
 }
 
 

@@ -387,10 +387,12 @@ def _list(own: Any, now: Any) -> Any:
     return items
 
 
-def _deque(own: Any, now: Any) -> Any:
-    kept = now if type(now) is deque else deque()
+def _refilled(kind: Any, own: Any, now: Any) -> Any:
+    """A deque or set of the same object, where there is one, and other items."""
+    kept = now if type(now) is kind else kind()
     kept.clear()
-    kept.extend(_value(item) for item in own)
+    fill = kept.extend if kind is deque else kept.update
+    fill([_value(item) for item in own])
     return kept
 
 
@@ -401,13 +403,6 @@ def _enum(own: Any, now: Any) -> Any:
 def _namedtuple(own: Any, now: Any) -> Any:
     items = tuple(_value(item) for item in own)
     return type(now)(*items) if isinstance(now, tuple) and hasattr(now, "_fields") else items
-
-
-def _set_of(own: Any, now: Any) -> Any:
-    kept = now if type(now) is set else set()
-    kept.clear()
-    kept.update(_value(item) for item in own)
-    return kept
 
 
 def _dict(own: Any, now: Any) -> Any:
@@ -476,8 +471,8 @@ _RESTORED: dict[str, Callable[[Any, Any], Any]] = {
     "tuple": lambda own, now: tuple(_value(item) for item in own),
     "namedtuple": _namedtuple,
     "enum": _enum,
-    "deque": _deque,
-    "set": _set_of,
+    "deque": partial(_refilled, deque),
+    "set": partial(_refilled, set),
     "dict": _dict,
     "tensor": _tensor,
     "array": _array,

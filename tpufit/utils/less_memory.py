@@ -1,9 +1,55 @@
-"""What makes a step fit that has no room, in the order in which to try it. No torch here: a preflight says it too."""
+"""A step that has no room: what the compiler or the runtime says of it, and what makes it fit, in the order to try.
+
+No torch here: a preflight says it too.
+"""
+
+import re
+from dataclasses import dataclass
 
 from .text import size
 
+_SAID = (
+    re.compile(r"Used (?P<needs>[\d.]+[KMGT]?) of (?P<has>[\d.]+[KMGT]?) hbm"),
+    re.compile(r"Allocation \(size=(?P<needs>\d+)\) would exceed memory \(size=(?P<has>\d+)\)"),
+    re.compile(r"allocating (?P<more>\d+) bytes"),
+    re.compile(
+        r"Attempting to (?:allocate|reserve) (?P<more>[\d.]+[KMGT]?)\b.*?There are (?P<free>[\d.]+[KMGT]?) free",
+        re.DOTALL,
+    ),
+)
+
 # The part of a step's memory that is worth a measure against it.
 _WORTH = 16
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The sizes in an error for a full memory, as it writes them: `"21.95G"`, or bytes. Only some are in each.
+
+    Attributes:
+        needs: The memory that the program needs, or its largest array alone.
+        has: The memory that the device has.
+        more: The memory that was asked for besides what was taken.
+        free: The memory that was free.
+    """
+
+    needs: str = ""
+    has: str = ""
+    more: str = ""
+    free: str = ""
+
+
+def shortage(words: str) -> Shortage:
+    """Read an error of XLA's or libtpu's for a full memory: at compile time, or when something is allocated.
+
+    Example:
+        >>> shortage("Ran out of memory in memory space hbm. Used 21.95G of 15.48G hbm.")
+        Shortage(needs='21.95G', has='15.48G', more='', free='')
+        >>> shortage("Out of memory allocating 4096 bytes.")
+        Shortage(needs='', has='', more='4096', free='')
+    """
+    found = next(filter(None, (pattern.search(words) for pattern in _SAID)), None)
+    return Shortage() if found is None else Shortage(**found.groupdict())
 
 
 def measures(state: int, needs: int, rows: int, cores: int, split: bool, remat: bool) -> list[str]:

@@ -1,0 +1,29 @@
+"""`copied`: a module like another one, with other values."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def copied(module: nn.Module, value_of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Copy a module for evaluation: all but the values of its parameters and buffers. Tied ones stay tied.
+
+    Args:
+        module: The module, which stays as it is.
+        value_of: Returns the value that the copy has in the place of a tensor.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Linear(2, 1)
+        >>> copied(net, torch.zeros_like).weight
+        Parameter containing:
+        tensor([[0., 0.]], requires_grad=True)
+    """
+    twins: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        value = value_of(tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        twins[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    return copy.deepcopy(module, twins).eval()  # which takes what is there already for the copy of each tensor
