@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpufit.metrics.weighted import best_class
+from tpufit.runtime.kinds import traced_for
 from tpufit.runtime.ops.kernels import own_kernels
 from tpufit.runtime.ops.views import direct, unflattened
 
@@ -172,22 +173,54 @@ def test_dropout_leaves_out_shares_and_keeps_the_mean(heads):
         torch.testing.assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize("heads", [2, 1])
-@pytest.mark.parametrize("kind", ["none", "bool", "least"])
-def test_attention_under_autocast_multiplies_in_bfloat16_and_is_within_its_rounding(heads, kind):
-    q, k, v = (torch.randn(4, n, 32, 16, requires_grad=True) for n in (2, heads, heads))
-    upstream = torch.randn(4, 2, 32, 16)
-    mask = None if kind == "none" else looking(4, 1, 32, 32)
+IN_BFLOAT16 = {
+    "without a mask": lambda: None,
+    "bool": lambda: looking(4, 1, 32, 32),
+    "of each head": lambda: torch.randn(2, 32, 32, requires_grad=True),
     # Of a query that looks at nothing, the least number makes the mean of all keys: in bfloat16 as in any format.
-    given = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.bfloat16).min) if kind == "least" else mask
+    "least": lambda: torch.zeros(4, 1, 32, 32).masked_fill(~looking(4, 1, 32, 32), torch.finfo(torch.bfloat16).min),
+}
+
+
+@pytest.mark.parametrize("chip", ["TPU v3", "TPU v5 lite"])
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("kind", IN_BFLOAT16)
+def test_attention_under_autocast_multiplies_in_bfloat16_and_is_within_its_rounding(heads, kind, chip):
+    q, k, v = (torch.randn(4, n, 32, 16, requires_grad=True) for n in (2, heads, heads))
+    upstream, mask = torch.randn(4, 2, 32, 16), IN_BFLOAT16[kind]()
+    leaves = [x for x in (q, k, v, mask) if x is not None and x.requires_grad]
     with MATH():  # the CPU's other kernel has wrong gradients of such a query
-        exact = F.scaled_dot_product_attention(q, k, v, given, enable_gqa=True)
-    with own_kernels("CPU"), torch.autocast("cpu", torch.bfloat16):
-        ours = F.scaled_dot_product_attention(q, k, v, given, enable_gqa=True)
+        exact = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    with own_kernels("CPU"), traced_for(chip), torch.autocast("cpu", torch.bfloat16):
+        ours = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     assert ours.dtype is torch.bfloat16
-    found = [ours, *torch.autograd.grad(ours, [q, k, v], upstream.bfloat16())]
-    for one, expected in zip(found, [exact, *torch.autograd.grad(exact, [q, k, v], upstream)], strict=True):
+    found = [ours, *torch.autograd.grad(ours, leaves, upstream.bfloat16())]
+    for one, expected in zip(found, [exact, *torch.autograd.grad(exact, leaves, upstream)], strict=True):
         assert (one - expected).norm() < 2**-7 * expected.norm()
+
+
+@pytest.mark.parametrize("chip", ["TPU v3", "TPU v5 lite"])
+def test_second_derivatives_and_dropout_of_attention_in_bfloat16(chip):
+    q, k = (torch.randn(2, 2, 64, 16, requires_grad=True) for _ in range(2))
+    v = torch.eye(64).expand(2, 2, 64, 64).clone().requires_grad_()
+
+    def penalty(q, k, v, attend):
+        (gradient,) = torch.autograd.grad(attend(q, k, v).float().pow(3).sum(), v, create_graph=True)
+        return torch.stack([x.norm() for x in torch.autograd.grad(gradient.square().sum(), [q, k])])
+
+    with own_kernels("CPU"), traced_for(chip), torch.autocast("cpu", torch.bfloat16):
+        shares = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
+        ours = penalty(q, k, v, partial(F.scaled_dot_product_attention, is_causal=True))
+    with MATH():
+        exact = penalty(q, k, v, partial(F.scaled_dot_product_attention, is_causal=True))
+    torch.testing.assert_close(ours, exact, rtol=2**-5, atol=0)
+    left_out = shares == 0
+    assert 0.22 < left_out.double().mean() < 0.28
+    by_hand = torch.softmax(q @ k.mT / 4, -1) * (~left_out / 0.75) @ v
+    upstream = torch.randn_like(by_hand)
+    found = [shares, *torch.autograd.grad(shares, [q, k, v], upstream.bfloat16())]
+    for one, expected in zip(found, [by_hand, *torch.autograd.grad(by_hand, [q, k, v], upstream)], strict=True):
+        assert (one - expected).norm() < 2**-6 * expected.norm()
 
 
 @pytest.mark.parametrize("layout", ["unbound", "selected", "chunked"])
@@ -288,6 +321,30 @@ def test_other_views_stay_what_they_are():
     assert unflattened(x.flatten(0, 1).detach()).shape == (12, 8)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}, {"sparse": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_embeddings(options, dtype):
+    words, weight = torch.tensor([[1, 2, 4], [1, 0, 2]], dtype=dtype), randn(5, 3)
+    looked_up = nn.Embedding(5, 3, **options).double()
+    check(lambda w: torch.func.functional_call(looked_up, {"weight": w * 1}, (words,)), weight)
+    with own_kernels("CPU"):
+        table = looked_up.weight * 1
+        y = F.embedding(words, table, options.get("padding_idx"))
+        assert y.grad_fn.saved_tensors[0].dtype is torch.int32
+        table = weight.detach().requires_grad_()
+        assert torch.autograd.gradgradcheck(lambda w: F.embedding(words, w, 2).sin(), table)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0)], ids=str)
+def test_embeddings_of_a_word_and_of_none(shape):
+    words = torch.ones(shape, dtype=torch.int64)
+    check(lambda w: F.embedding(words, w), randn(5, 3))
+
+
 LABELS = torch.tensor([0, 3, -100, 2, 1, 3])
 CLASSES = torch.tensor([0.5, 1.0, 2.0, 0.1], dtype=F64)
 
@@ -353,6 +410,8 @@ REFUSED = {
     "a mask and a triangle": lambda: F.scaled_dot_product_attention(
         *[torch.ones(2, 3, 4)] * 3, torch.ones(3, 3), is_causal=True
     ),
+    "words that are no numbers of a table": lambda: F.embedding(torch.ones(3), torch.ones(4, 2)),
+    "padding outside of the table": lambda: F.embedding(LABELS, torch.ones(4, 2), padding_idx=4),
     "labels of another shape": lambda: F.cross_entropy(torch.ones(3, 4), torch.ones(4, dtype=torch.long)),
     "smoothing above 1": lambda: F.cross_entropy(torch.ones(3, 4), torch.ones(3, dtype=torch.long), label_smoothing=2),
     "weights for other classes": lambda: F.cross_entropy(torch.ones(3, 4), LABELS[:3], torch.ones(3)),

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import counted, few
 from ..utils.less_memory import measures, shortage
 from ..utils.text import bytes_of, size
-from .hlo import COLLECTIVES, Array, Operation, arguments_of, operations, scopes_of
+from .hlo import COLLECTIVES, Array, Operation, arguments_of, operations, products_of, scopes_of
 from .slices import Slice
 
 _PRODUCTS = ("dot", "convolution")
@@ -352,7 +352,7 @@ def _of_trace(traced_operations: Sequence[Operation], traced: Mapping[str, Any])
     """What the trace itself has: products in float32 where bfloat16 was meant, and types that a TPU emulates."""
     found: dict[str, str] = {}
     lines = traced["lines"]
-    products = [o for o in traced_operations if o.kind in _PRODUCTS and o.arrays[0].dtype == "f32"]
+    products = [o for o, multiplied in products_of(traced_operations) if multiplied == "f32"]
     if traced["precision"] != "fp32" and products:
         places = Counter(where(o.layer, o.line, lines) for o in products)
         most = ", ".join(place for place, _ in places.most_common(3))

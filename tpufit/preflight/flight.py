@@ -13,6 +13,7 @@ from typing import Any
 from .. import errors
 from ..data.stream import DEFAULT_BATCH_SIZE, brings_batches
 from ..errors import ArgumentError, PreflightError, counted
+from ..runtime import keeps_bfloat16
 from ..step import Engine
 from ..trainer.arguments import TrainingData, ValidationData
 from ..utils import releases
@@ -52,7 +53,7 @@ class Flight:
     compiler: Mapping[str, str] = field(default_factory=dict)
 
     def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
-        """Compile everything that `fit` would compile on slices. The same steps on as many cores are traced once.
+        """Compile everything that `fit` would compile on slices. Steps that are the same on several are traced once.
 
         Args:
             slices: The slices.
@@ -63,7 +64,8 @@ class Flight:
         sized = [replace(self, train=replace(self.train, batch_size=self._batch_size(on))) for on in slices]
         alike: dict[Any, list[int]] = {}
         for i, on in enumerate(slices):
-            alike.setdefault((on.devices, sized[i].train.batch_size), []).append(i)
+            key = on.devices, sized[i].train.batch_size, keeps_bfloat16(on.chip.kind)
+            alike.setdefault(key, []).append(i)
         found: dict[int, PreflightReport] = {}
         for group in alike.values():
             flight = sized[group[0]]
@@ -77,14 +79,15 @@ class Flight:
         Args:
             on: The slice.
         """
-        return plan_of(self.engine, self.train, self.validation, on.devices, self.limit)
+        plan = plan_of(self.engine, self.train, self.validation, on.devices, self.limit)
+        return replace(plan, kind=on.chip.kind)
 
     def compiled(self, plan: Plan, slices: Sequence[Slice]) -> list[PreflightReport]:
         """Trace the steps of a plan, and compile them.
 
         Args:
             plan: The plan.
-            slices: The slices, each of as many cores as the plan is for.
+            slices: The slices, each of as many cores as the plan is for, for which its steps are traced alike.
 
         Returns:
             A report for each.
@@ -108,7 +111,7 @@ class Flight:
             ]
 
     def trace(self, plan: Plan, folder: Path) -> dict[str, Any]:
-        """Trace the steps of a plan, for any slice of as many cores.
+        """Trace the steps of a plan, for any slice of as many cores, for which they are traced alike.
 
         Args:
             plan: The plan.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -130,6 +130,26 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
             ),
             entry,
         )
+
+
+def products_of(made: Iterable[Operation]) -> list[tuple[Operation, str]]:
+    """The matrix products of a program as it is traced, each with the format of what it multiplies.
+
+    That of operands which were only made wider for the product, so that its sums aren't rounded, is the one that they
+    come from: a TPU multiplies them in it.
+    """
+    known = {one.name: one for one in made}
+    found = []
+    for one in known.values():
+        if one.kind in ("dot", "convolution"):
+            formats = {_format_of(known[name], known) for name in one.operands if name in known}
+            found.append((one, formats.pop() if len(formats) == 1 else one.arrays[0].dtype))
+    return found
+
+
+def _format_of(one: Operation, known: dict[str, Operation]) -> str:
+    source = known[one.operands[0]] if one.kind == "convert" else one
+    return min(source, one, key=lambda made: made.arrays[0].nbytes).arrays[0].dtype
 
 
 def scopes_of(text: str) -> list[tuple[str, str, str]]:

@@ -68,6 +68,7 @@ class Plan:
         class_weight: The weights of rows, by class; None if all weigh the same.
         passes: Training and validation.
         cores: The number of cores that share a batch.
+        kind: What they are, see `TPU.kind` (default: any TPU).
     """
 
     model: Any
@@ -75,6 +76,7 @@ class Plan:
     class_weight: ClassWeight | None
     passes: list[Pass]
     cores: int
+    kind: str = "TPU"
 
 
 def plan_of(

@@ -14,6 +14,7 @@ class TPU:
 
     Attributes:
         name: The generation, e.g. `"v5e"`.
+        kind: What the runtime calls it, e.g. `"TPU v5 lite"`.
         memory: Its memory, in bytes, as the vendor says.
         bandwidth: What it reads of that memory, in bytes a second.
         peak: Its matrix products in bfloat16, in operations a second.
@@ -25,6 +26,7 @@ class TPU:
     """
 
     name: str
+    kind: str
     memory: int
     bandwidth: float
     peak: float
@@ -72,16 +74,18 @@ class Slice:
 _V5_FLAGS = "--xla_enable_async_all_gather=true --xla_enable_async_collective_permute=true"
 
 
-def _tpu(name: str, **does: Any) -> TPU:
-    return TPU(name, GENERATIONS[name].memory << 30, **does)
+def _tpu(name: str, kind: str, **does: Any) -> TPU:
+    return TPU(name, kind, GENERATIONS[name].memory << 30, **does)
 
 
-_V2 = _tpu("v2", bandwidth=350e9, peak=23e12, clock=0.7e9, links=124e9, price=0.5625)
-_V3 = _tpu("v3", bandwidth=450e9, peak=61.5e12, clock=0.94e9, links=166e9, price=1.0)
-_V4 = _tpu("v4", bandwidth=1200e9, peak=275e12, clock=1.05e9, links=269e9, price=3.22, config="megacore_dense")
-_V5E = _tpu("v5e", bandwidth=819e9, peak=197e12, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
-_V5P = _tpu("v5p", bandwidth=2765e9, peak=459e12, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS)
-_V6E = _tpu("v6e", bandwidth=1600e9, peak=918e12, clock=1.75e9, links=400e9, price=2.7)
+_V2 = _tpu("v2", "TPU v2", bandwidth=350e9, peak=23e12, clock=0.7e9, links=124e9, price=0.5625)
+_V3 = _tpu("v3", "TPU v3", bandwidth=450e9, peak=61.5e12, clock=0.94e9, links=166e9, price=1.0)
+_V4 = _tpu(
+    "v4", "TPU v4", bandwidth=1200e9, peak=275e12, clock=1.05e9, links=269e9, price=3.22, config="megacore_dense"
+)
+_V5E = _tpu("v5e", "TPU v5 lite", bandwidth=819e9, peak=197e12, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
+_V5P = _tpu("v5p", "TPU v5", bandwidth=2765e9, peak=459e12, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS)
+_V6E = _tpu("v6e", "TPU v6 lite", bandwidth=1600e9, peak=918e12, clock=1.75e9, links=400e9, price=2.7)
 
 _FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _DEEP = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x4x12 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"

@@ -60,7 +60,7 @@ class Tracer:
                 self._plan.model.module.train(one.role == "train")
                 for group in one.groups:
                     (batches,) = joined(run.send([batch.nest for batch in group], group[0].labels), len(group))
-                    with like_a_tpu():
+                    with like_a_tpu(self._plan.kind):
                         for last in self._until_known(one, group):
                             run(batches, last=last)
                     self._groups += [group] * (len(self.recorder.programs) - len(self._groups))

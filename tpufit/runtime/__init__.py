@@ -6,6 +6,7 @@
 | --- | --- |
 | `bindings` | torch_xla's own bindings |
 | `devices` | find and start the cores |
+| `kinds` | the kind of core that a step is traced for |
 | `release` | what differs between torch_xla 2.8 and 2.9 |
 | `hosts` | the hosts of a pod: what they agree on |
 | `pulse` | their signs of life |
@@ -52,6 +53,7 @@ from .draws import Draws
 from .faults import Load, translate
 from .gathering import ungathered
 from .hosts import agree, at, broadcast, everyone, is_first, together, whereabouts
+from .kinds import keeps_bfloat16
 from .lazy import launch
 from .lowering import set_matmul_precision
 from .ops.kernels import own_kernels

@@ -215,7 +215,10 @@ class Backend(Protocol):
     def stop_profile(self) -> None:
         """End the recording."""
 
-    def like_a_tpu(self) -> Any:
+    def keeps_bfloat16(self, kind: str) -> bool:
+        """True if steps for a kind of device keep the weights of attention in bfloat16."""
+
+    def like_a_tpu(self, kind: str) -> Any:
         """A context in which operations are traced as for a TPU."""
 
     def scope(self, name: str) -> Any:

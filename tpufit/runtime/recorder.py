@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .bindings import xla
+from .kinds import traced_for
 
 _SMALL = 4096  # bytes
 
@@ -123,16 +124,20 @@ class Recorder:
 
 
 @contextmanager
-def like_a_tpu() -> Iterator[None]:
+def like_a_tpu(kind: str) -> Iterator[None]:
     """A context in which operations are traced as for a TPU: torch_xla lowers a few otherwise than for a CPU.
 
     In SPMD mode, which the environment may ask for on one core too, it asks the environment for the kind of device at
     each of them. See `CheckTpuDevice` in torch_xla's csrc/device.cpp.
+
+    Args:
+        kind: The kind of TPU, as `kind_of` returns it.
     """
     before = os.environ["PJRT_DEVICE"]
     os.environ["PJRT_DEVICE"] = "TPU"
     try:
-        yield
+        with traced_for(kind):
+            yield
     finally:
         os.environ["PJRT_DEVICE"] = before
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..bindings import xla
+from ..kinds import keeps_bfloat16, kind_of
 from .products import product
 from .views import direct
 
@@ -24,9 +26,9 @@ def attention(
 ) -> Tensor | None:
     """`torch.nn.functional.scaled_dot_product_attention`.
 
-    The shares are kept in float32 for the backward pass, whose sum over them is taken from the result instead
-    (equation 4 of "FlashAttention", https://arxiv.org/abs/2205.14135, appendix B). Queries that share a head of keys
-    and values get a dimension of their own, so that no key or value is repeated.
+    The weights of keys are kept for the backward pass, whose sum over them is taken from the result instead (equation 4
+    of "FlashAttention", https://arxiv.org/abs/2205.14135, appendix B). Queries that share a head of keys and values get
+    a dimension of their own, so that no key or value is repeated.
     """
     kind = query.device.type
     # Of no list of autocast: natively its products are cast.
@@ -46,7 +48,8 @@ def attention(
         ones = torch.ones((*query.shape[:-1], key.shape[-2]), dtype=dtype, device=query.device)
         kept = torch.dropout(ones, dropout_p, True)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    y: Tensor = _Attention.apply(query, key, value, attn_mask, kept, is_causal, scale)  # type: ignore[no-untyped-call]
+    form = _Narrow if query.dtype is torch.bfloat16 and keeps_bfloat16(kind_of(query.device)) else _Attention
+    y: Tensor = form.apply(query, key, value, attn_mask, kept, is_causal, scale)  # type: ignore[no-untyped-call]
     return y.flatten(-4, -3) if shared else y
 
 
@@ -94,8 +97,69 @@ class _Attention(torch.autograd.Function):
         )
 
 
+class _Narrow(torch.autograd.Function):
+    """As `_Attention`, with less to keep: the weights of keys before they are divided by their sum, in bfloat16."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        kept: Tensor | None,
+        is_causal: bool,
+        scale: float,
+    ) -> Tensor:
+        weights, total = _weights(query, key, mask, is_causal, scale)
+        weights, blind = weights.to(value.dtype), _blind(mask)
+        if weights.is_xla:  # type: ignore[attr-defined]
+            # Or the compiler would take the rounding back, and keep the weights in float32.
+            xla()._xla_optimization_barrier_([weights])
+        y = _quotient(weights, total, kept, value, blind)
+        ctx.save_for_backward(query, key, value, mask, kept, blind, weights, total, y)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, mask, kept, blind, weights, total, y = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative goes through the weights too
+            weights, total = _weights(query, key, mask, ctx.is_causal, ctx.scale)
+            y = _quotient(weights, total, kept, value, blind)
+        q, k = _indices(query, key)
+        gradient = (gradient.to(total.dtype) / total).to(value.dtype)
+        gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
+        # Made wider, which changes no number and no product, so that the compiler keeps the gradient of the scores in
+        # float32, and rounds it in the products that take it. To round it where it is made takes 4 times as long.
+        wide = gradient.to(total.dtype)
+        of_weights = product(f"{q}xz,{k}yz->{q}xy", wide, value.to(total.dtype))
+        mean = (wide * y.to(total.dtype)).sum(-1, keepdim=True)
+        of_scores = weights.to(total.dtype) * ((of_weights if kept is None else of_weights * kept) - mean)
+        # Each of the two rounds another number, or both would be rounded at once.
+        of_query = product(f"{q}xy,{k}yz->{q}xz", (of_scores * ctx.scale).to(query.dtype), key)
+        of_key = product(f"{q}xy,{q}xz->{k}yz", of_scores.to(query.dtype), query) * ctx.scale
+        weights = weights if kept is None else weights * kept
+        of_value = product(f"{q}xy,{q}xz->{k}yz", weights.to(value.dtype), gradient)
+        of_mask = None
+        if mask is not None and ctx.needs_input_grad[3]:
+            of_mask = of_scores.sum_to_size(mask.shape).to(mask.dtype)
+        return of_query, of_key, of_value, of_mask, None, None, None
+
+
 def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """How much each query takes of each key, in float32 at least; of a query that may look at nothing, anything."""
+    return torch.softmax(_scores(query, key, mask, is_causal, scale), -1)
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The weights of keys for each query, from 0 to 1, and their sum, which a share is a weight over."""
+    scores = _scores(query, key, mask, is_causal, scale)
+    weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
+    return weights, weights.sum(-1, keepdim=True)
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     q, k = _indices(query, key)
     scores = product(f"{q}xz,{k}yz->{q}xy", query, key)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
@@ -108,7 +172,7 @@ def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, sc
     if mask is not None:
         of_bool = mask.dtype is torch.bool
         scores = scores.masked_fill(~mask, least) if of_bool else (scores + mask).clamp(min=number)
-    return torch.softmax(scores, -1)
+    return scores
 
 
 def _blind(mask: Tensor | None) -> Tensor | None:
@@ -124,6 +188,14 @@ def _mean(shares: Tensor, kept: Tensor | None, value: Tensor, blind: Tensor | No
     q, k = _indices(shares, value)
     weights = shares if kept is None else shares * kept
     y = product(f"{q}xy,{k}yz->{q}xz", weights.to(value.dtype), value)
+    return y if blind is None else y.masked_fill(blind, 0)
+
+
+def _quotient(weights: Tensor, total: Tensor, kept: Tensor | None, value: Tensor, blind: Tensor | None) -> Tensor:
+    """The mean, divided after the product, which is smaller than the weights."""
+    q, k = _indices(weights, value)
+    weights = weights if kept is None else weights * kept
+    y = (product(f"{q}xy,{k}yz->{q}xz", weights.to(value.dtype), value).to(total.dtype) / total).to(value.dtype)
     return y if blind is None else y.masked_fill(blind, 0)
 
 

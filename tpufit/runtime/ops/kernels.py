@@ -14,6 +14,7 @@ from .multihead import own_multihead
 from .norms import batch_norm, group_norm, instance_norm, layer_norm, weight_norm
 from .products import linear, matmul
 from .views import chunks
+from .words import short_words
 
 # Each takes the arguments of its native operation. It returns None for those that it leaves to the native one, such as
 # all that PyTorch refuses: the error is then PyTorch's own.
@@ -66,7 +67,7 @@ def own_kernels(backend: str = "XLA") -> Iterator[None]:
                 library.impl("batch_norm", _batch_norm_in_autocast, "AutocastXLA")
     _depth += 1
     try:
-        with own_multihead():
+        with own_multihead(), short_words():
             yield
     finally:
         _depth -= 1

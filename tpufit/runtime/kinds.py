@@ -1,0 +1,56 @@
+"""`kind_of`: the kind of core that a step is traced for, on which the best words for some operations depend."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .bindings import xla
+
+# Those whose programs were seen to be faster and smaller so; those of a v3 are slower and larger.
+_IN_BFLOAT16 = ("TPU v5 lite", "TPU v6 lite")
+_absent: str | None = None
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind of a device in the runtime's words, e.g. `"TPU v5 lite"` or `"cpu"`.
+
+    Args:
+        device: The device.
+    """
+    if _absent is not None:
+        return _absent
+    return str(xla()._xla_device_kind(str(device))) if device.type == "xla" else device.type
+
+
+def keeps_bfloat16(kind: str) -> bool:
+    """True if attention had better keep in bfloat16 what its backward pass needs.
+
+    Args:
+        kind: The kind of device, as `kind_of` returns it.
+
+    Example:
+        >>> keeps_bfloat16("TPU v6 lite"), keeps_bfloat16("TPU v3")
+        (True, False)
+    """
+    return kind in _IN_BFLOAT16
+
+
+@contextmanager
+def traced_for(kind: str) -> Iterator[None]:
+    """A context in which steps are traced for a kind of device, wherever they are traced.
+
+    Args:
+        kind: Its name, as `kind_of` returns it.
+
+    Example:
+        >>> with traced_for("TPU v3"):
+        ...     kind_of(torch.device("cpu"))
+        'TPU v3'
+    """
+    global _absent
+    before, _absent = _absent, kind
+    try:
+        yield
+    finally:
+        _absent = before

@@ -1,0 +1,57 @@
+"""`short_words`: embeddings look words up by numbers of 32 bits, forward and backward: a TPU emulates those of 64."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...utils.replaced import replaced
+
+
+@contextmanager
+def short_words() -> Iterator[None]:
+    """A context in which `torch.nn.functional.embedding` takes words as numbers of 32 bits."""
+    native = F.embedding
+
+    def embedding(
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        rare = max_norm is not None or scale_grad_by_freq or sparse
+        if rare or input.dtype not in (torch.int64, torch.int32) or weight.dim() != 2 or not 0 < len(weight) < 2**31:
+            return native(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        if padding_idx is not None and not -len(weight) <= padding_idx < len(weight):
+            return native(input, weight, padding_idx)
+        y: Tensor = _Embedding.apply(input.int(), weight, padding_idx)  # type: ignore[no-untyped-call]
+        return y
+
+    with replaced(F, embedding=embedding):
+        yield
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a table, whose gradients are added up where they are from. torch_xla's own looks for words below zero."""
+
+    @staticmethod
+    def forward(ctx: Any, words: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(words)
+        ctx.rows, ctx.padding = len(weight), padding
+        return torch.embedding(weight, words)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (words,) = ctx.saved_tensors
+        if ctx.padding is not None:
+            filling = words == words.new_full((), ctx.padding % ctx.rows)
+            gradient = gradient.masked_fill(filling.unsqueeze(-1), 0)
+        width = gradient.shape[-1]
+        table = gradient.new_zeros(ctx.rows, width)
+        return None, table.index_add(0, words.flatten(), gradient.reshape(-1, width)), None
