@@ -38,7 +38,7 @@ def traced(training: Training) -> tuple[bytes, dict[str, Any]]:
     held, sent = (set(xla._get_tensors_handle(tensors)) for tensors in (state, batch))
     loss_of = F.cross_entropy if training.loss == "cross_entropy" else training.loss
 
-    with like_a_tpu():
+    with like_a_tpu("TPU"):
         optimizer.zero_grad()
         with torch.autocast("xla", torch.bfloat16, enabled=training.precision == "bf16"):
             predicted = net(x)

@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 from engine import HERE, ROOT, machine, versions
-from networks import TRAININGS
+from networks import TRAININGS as OWN
 from tpu_peers import PEERS
-from tpu_tables import FILES, comparison, table
+from tpu_tables import FILES, beside_transformers, comparison, table
+from transformers_networks import PAIRS
 
 import tpufit
 from tpufit.errors import TpufitError
@@ -37,9 +38,11 @@ from tpufit.preflight.flight import Flight, flight_of
 from tpufit.preflight.hlo import operations
 from tpufit.preflight.script import run_script
 from tpufit.preflight.slices import Slice, slice_of
+from tpufit.runtime import keeps_bfloat16
 
 SMALL = ("v3-8", "v5e-8", "v6e-8")  # of 8 cores each: one trace does for all
 CORES = 8
+TRAININGS = OWN | PAIRS
 EXAMPLES = {
     "bert.py": [],
     "cached_images.py": ["--count", "96", "--epochs", "2"],
@@ -87,6 +90,7 @@ def main() -> None:
         figures = f"# What the TPU's compiler makes of training steps\n\n{table(report['programs'])}\n"
         (args.out / "tpu_programs.md").write_text(figures)
         print(figures)
+        (args.out / "tpu_transformers.md").write_text(beside_transformers(report["programs"]))
     comparison(args.out)
 
 
@@ -126,35 +130,52 @@ def compiled(
 ) -> list[dict[str, Any]]:
     """The figures of a network's train step on each slice; those that are kept, if the program is the same."""
     found = []
+    slices = [slice_of(on) for on in slices_of(network)]
+    # One trace does for slices that a step is traced alike for.
+    alike = [[on for on in slices if keeps_bfloat16(on.chip.kind) is form] for form in (True, False)]
     for name, flight in flights(network, contender):
-        slices = [slice_of(on) for on in slices_of(network)]
-        with tempfile.TemporaryDirectory() as path:
-            folder = Path(path)
-            try:
-                traced = flight.trace(flight.plan(slices[0]), folder)
-            except TpufitError as error:
-                failed = {"network": network, "name": name, "failed": str(error)}
-                found += [failed | {"slice": on.name} for on in slices]
-                continue
-            # The first steps may have programs of their own, such as those that build a table.
-            rows = max(one["rows"] for one in traced.values())
-            number = [n for n, one in traced.items() if one["role"] == "train" and one["rows"] == rows][-1]
-            work = traced_flops(folder / f"{number}.hlo") / CORES
-            for on in slices:
-                key = digest(folder / f"{number}.hlo", traced[number], on)
-                known = kept.get((name, on.name), {})
-                if known.get("hash") != key or "failed" in known:  # its process may have been ended
-                    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-                    known = {"network": network, "name": name, "slice": on.name, "hash": key, "date": today}
-                    try:
-                        (program,) = flight.compile({number: traced[number]}, folder, on)
-                        known |= figures(program, (folder / f"{number}.before.txt").read_text())
-                        if texts:
-                            kind = "-".join([contender, name, on.name]).replace("/", "-").replace(" ", "-")
-                            (texts / f"{kind}.txt").write_text(program.text)
-                    except TpufitError as error:
-                        known["failed"] = str(error)
-                found.append(known | {"traced_flops": work})
+        for group in filter(None, alike if contender == "tpufit" else [slices]):
+            found += _compiled_alike(network, name, flight, group, kept, texts, contender)
+    order = [on.name for on in slices]
+    return sorted(found, key=lambda one: order.index(one["slice"]))
+
+
+def _compiled_alike(
+    network: str,
+    name: str,
+    flight: Flight,
+    slices: list[Slice],
+    kept: Mapping[tuple[str, str], dict[str, Any]],
+    texts: Path | None,
+    contender: str,
+) -> list[dict[str, Any]]:
+    found = []
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        try:
+            traced = flight.trace(flight.plan(slices[0]), folder)
+        except TpufitError as error:
+            failed = {"network": network, "name": name, "failed": str(error)}
+            return [failed | {"slice": on.name} for on in slices]
+        # The first steps may have programs of their own, such as those that build a table.
+        rows = max(one["rows"] for one in traced.values())
+        number = [n for n, one in traced.items() if one["role"] == "train" and one["rows"] == rows][-1]
+        work = traced_flops(folder / f"{number}.hlo") / CORES
+        for on in slices:
+            key = digest(folder / f"{number}.hlo", traced[number], on)
+            known = kept.get((name, on.name), {})
+            if known.get("hash") != key or "failed" in known:  # its process may have been ended
+                today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+                known = {"network": network, "name": name, "slice": on.name, "hash": key, "date": today}
+                try:
+                    (program,) = flight.compile({number: traced[number]}, folder, on)
+                    known |= figures(program, (folder / f"{number}.before.txt").read_text())
+                    if texts:
+                        kind = "-".join([contender, name, on.name]).replace("/", "-").replace(" ", "-")
+                        (texts / f"{kind}.txt").write_text(program.text)
+                except TpufitError as error:
+                    known["failed"] = str(error)
+            found.append(known | {"traced_flops": work})
     return found
 
 

@@ -32,6 +32,28 @@ def table(programs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def beside_transformers(programs: list[dict[str, Any]]) -> str:
+    """The models of transformers beside the same networks by hand, as a page."""
+    found = {(one["name"], one["slice"]): one for one in programs if "failed" not in one}
+    lines = [
+        "# Models of transformers as they come, to the same networks by hand",
+        "",
+        "| model | TPU | million cycles | by hand | ratio | MB read and written, ratio | temporaries, ratio "
+        "| 64-bit operations | by hand |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for (name, on), one in found.items():
+        model, _, kind = name.partition(" of ")
+        own = found.get((f"{model} by hand", on))
+        if kind != "transformers" or own is None:
+            continue
+        ratios = (one[figure] / own[figure] if own[figure] else 1 for figure in ("cycles", "bytes", "temporaries"))
+        cells = [model, on, f"{one['cycles'] / 1e6:.3f}", f"{own['cycles'] / 1e6:.3f}"]
+        cells += [f"{ratio:.2f}" for ratio in ratios] + [str(one["wide"]), str(own["wide"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def comparison(folder: Path) -> None:
     """Write what is known of all contenders side by side, and end with an error if they don't do the same work."""
     reports = {
