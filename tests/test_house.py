@@ -1,6 +1,7 @@
 """The house stays habitable: no object reaches into another, and the user's object is the user's."""
 
 import ast
+import re
 
 import pytest
 from test_floors import ROOT, SOURCES
@@ -106,3 +107,57 @@ def test_every_warning_names_the_users_line():
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("warnings.warn", "logging.warning"))
     ]
     assert {place.partition(":")[0] for place in own} == {"tpufit/utils/users_code.py"}, own
+
+
+# Calls that change a process outside of the code that makes them.
+CHANGE_THE_PROCESS = {
+    "atexit.register",
+    "atexit.unregister",
+    "copyreg.pickle",
+    "gc.disable",
+    "gc.freeze",
+    "library.impl",
+    "logging.disable",
+    "environ.pop",
+    "environ.setdefault",
+    "os.environ.pop",
+    "os.environ.setdefault",
+    "signal.signal",
+    "sys.meta_path.insert",
+    "sys.setprofile",
+    "torch.set_num_threads",
+}
+
+
+def root_of(node):
+    """The name that an expression such as `a.b[c].d` begins with."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def changes_the_process(node, others):
+    """True for a statement that sets an attribute of another library's, or an object's class, or for such a call."""
+    if isinstance(node, ast.Call):
+        called = ast.unparse(node.func)
+        gives = called in ("setattr", "replaced") and bool(node.args) and root_of(node.args[0]) in others
+        return called in CHANGE_THE_PROCESS or gives
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+    return any(
+        isinstance(target, (ast.Attribute, ast.Subscript))
+        and (root_of(target) in others or (isinstance(target, ast.Attribute) and target.attr == "__class__"))
+        for target in targets
+    )
+
+
+def test_every_change_of_the_process_is_listed():
+    changing = set()
+    for path, tree in SOURCES.values():
+        imports = [
+            n for n in ast.walk(tree) if isinstance(n, ast.Import) or (isinstance(n, ast.ImportFrom) and not n.level)
+        ]
+        others = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+        if any(changes_the_process(node, others) for node in ast.walk(tree)):
+            changing.add(path.relative_to(ROOT).as_posix().removeprefix("tpufit/"))
+    listed = re.findall(r"^\| `([a-z_/]+\.py)` \|", (ROOT / "tpufit/utils/patches.py").read_text(), re.MULTILINE)
+    assert changing == set(listed)

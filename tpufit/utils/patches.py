@@ -1,0 +1,38 @@
+"""All that tpufit changes in its process outside itself: why, and who takes it back. `tests/test_house.py` compares.
+
+What Python itself runs otherwise, or PyTorch:
+
+| where | what | why | until |
+| --- | --- | --- | --- |
+| `runtime/ops/kernels.py` | kernels of the device for norms, products, attention and losses of classes | torch_xla's gather rows over the cores, or are slow | for good, as another thread may be in one; outside `own_kernels` they call the native ones |
+| `runtime/ops/lowerings.py` | a kernel of the device for Huber's loss | torch_xla has none | for good, for the same reason |
+| `runtime/ops/multihead.py` | `torch.nn.functional.multi_head_attention_forward` | PyTorch's merges rows with other dimensions | the end of `own_multihead`, around a traced step |
+| `runtime/devices.py` | `torch.nn.GRU` | torch_xla puts its own there, which needs JAX; this is PyTorch's again | for good: it takes back torch_xla's patch |
+| `runtime/recompute.py` | `torch.xla`, and the `forward` of blocks | `torch.utils.checkpoint` looks for a module by the device's name | the end of the context, around a traced step |
+| `runtime/draws.py` | `torch.manual_seed` | it seeds the device too, by a constant | the end of `seeded_by_torch`, around a traced step |
+| `runtime/trace_watch.py` | `sys.setprofile`, and the functions of `numpy.random` | to see what a step's Python reads and draws | the end of `Watch`, around a traced step; a profiler that is there stays |
+| `runtime/own_thread.py` | the class of the step's tensors | other threads wait while a step is traced again | the end of `for_this_thread` |
+| `runtime/transfer.py` | how a tensor is pickled, by `copyreg` | a tensor of the device is pickled as one of the host | for good, and for tensors of the device only |
+| `runtime/lazy.py` | the garbage collector stands still | to list the tensors that were made | the end of `noting_new` |
+| `optimizers/build.py` | the class of the user's optimizer, to a subclass of the same name | Keras's `optimizer.learning_rate` is a property | for good: it is the same class but for that |
+| `utils/compiling.py` | what `torch.compiler.is_compiling()` answers | modules choose the way that can be traced | the end of `compiling` |
+| `utils/deferred.py` | a finder in `sys.meta_path`; the class of the module that it found | torch_xla imports half of PyTorch's compiler | the end of `deferred`; the first use of the module |
+
+What the process is, or how it ends:
+
+| where | what | why | until |
+| --- | --- | --- | --- |
+| `runtime/devices.py` | `CPU_NUM_DEVICES` and the level of XLA's log, in the environment; no warnings by `logging` | virtual cores; XLA's notes at every compilation; torch_xla's while it is imported | for good, as XLA reads them when it likes; the end of the import |
+| `utils/hardware.py` | variables of the environment that a run of several processes has left, on Kaggle; `TPU_SKIP_MDS_QUERY`, without a TPU | a TPU would wait for processes that aren't there; libtpu would ask the cloud for minutes | for good: libtpu reads them when it is loaded |
+| `runtime/hosts.py` | `TPUFIT_HOST` in the environment; a handler for the exit | for workers that read a host's rows; to tell the other hosts | for good |
+| `runtime/lowering.py` | the variable of the environment that torch_xla hashes | its hash of a graph leaves the precision out | the next graph that is lowered otherwise |
+| `runtime/recorder.py` | `PJRT_DEVICE` | operations are traced as for a TPU | the end of `like_a_tpu` |
+| `runtime/release.py` | torch_xla's handler for the exit is taken out | of 2.8, where no runtime has started: it would start one | for good |
+| `trainer/interruption.py` | the handlers of SIGINT and SIGTERM, where they are the usual ones | `fit` saves before it leaves | the first signal, or the end of `fit` |
+| `data/workers.py` | PyTorch's handler of SIGCHLD; the garbage collector's generations | it raises in whatever runs; a worker mustn't touch the device's objects | the end of a pass; the start of the workers |
+| `data/prefetch.py` | a handler for the exit | threads that read must end before the device's | for good, one for all |
+| `data/cache/maker.py` | PyTorch's number of threads | a sum's last digits depend on it | the end of `alone` |
+| `data/cache/build.py` | SIGINT and the number of threads of a worker | Ctrl-C is the parent's | it is the worker's own process |
+| `preflight/script.py` | `sys.argv`, `sys.path`, `PJRT_DEVICE`, and `fit` and the like of `Model` | a script runs without training | the end of `run_script`; the variable for good |
+| `preflight/compiling.py` | the environment | libtpu runs without a TPU | it is the compiler's own process |
+"""  # noqa: E501
