@@ -28,8 +28,9 @@ FLOORS = {
     "preflight": 11,
     "model": 12,
     "checkup": 13,
-    "__init__": 14,
-    "__main__": 14,
+    "verification": 14,
+    "__init__": 15,
+    "__main__": 15,
 }
 
 

@@ -11,9 +11,20 @@ if TYPE_CHECKING:
     from .model import Model, load
     from .runtime import init, process_count, process_index
     from .utils.random import set_random_seed
+    from .verification import verify
 
 __version__ = "0.1.0"
-__all__ = ["Model", "__version__", "doctor", "init", "load", "process_count", "process_index", "set_random_seed"]
+__all__ = [
+    "Model",
+    "__version__",
+    "doctor",
+    "init",
+    "load",
+    "process_count",
+    "process_index",
+    "set_random_seed",
+    "verify",
+]
 
 _WHERE = {
     "Model": "model",
@@ -22,6 +33,7 @@ _WHERE = {
     "process_count": "runtime",
     "process_index": "runtime",
     "set_random_seed": "utils.random",
+    "verify": "verification",
 }
 
 

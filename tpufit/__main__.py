@@ -1,4 +1,4 @@
-"""The command line: `python -m tpufit doctor` checks this machine, and `preflight` compiles a script's training."""
+"""The command line: `python -m tpufit doctor`, `preflight` (compiles a script's training) and `verify`."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         The exit status. Of `doctor`: 1 if something would make training fail, else 0. Of `preflight`: 0, 1 if a
-        training doesn't fit into the TPU, or 2 if it can't be compiled.
+        training doesn't fit into the TPU, or 2 if it can't be compiled. Of `verify`: 1 if a check failed, else 0.
     """
     parser = argparse.ArgumentParser(prog="python -m tpufit", description="Keras's fit() for PyTorch on TPUs.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -34,7 +34,20 @@ def main(arguments: list[str] | None = None) -> int:
     compiled.add_argument("--save", type=Path, metavar="FOLDER", help="write report.json and the programs there")
     compiled.add_argument("script", type=Path)
     compiled.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    proof = commands.add_parser(
+        "verify", help="try on this device what tpufit promises; exit status 1 if a check fails"
+    )
+    report = "the report's file (default: tpufit-report.json)"
+    proof.add_argument("--out", type=Path, metavar="FILE", default=Path("tpufit-report.json"), help=report)
+    proof.add_argument("--quick", action="store_true", help="only the most telling checks")
+    proof.add_argument("--timeout", type=float, default=600.0, help="seconds for all checks (default: 600)")
+    virtual = "cores where there is no TPU (default: 8)"
+    proof.add_argument("--virtual-cores", type=int, metavar="COUNT", default=8, help=virtual)
     chosen = parser.parse_args(arguments)
+    if chosen.command == "verify":
+        from .verification import verify
+
+        return verify(chosen.out, chosen.quick, timeout=chosen.timeout, virtual_cores=chosen.virtual_cores).status
     if chosen.command == "preflight":
         if not chosen.script.is_file():
             parser.error(f"there is no script {chosen.script}")

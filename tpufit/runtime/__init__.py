@@ -34,7 +34,7 @@
 """
 
 from .capture import capture_began, tracing
-from .counters import Compiled, Counts, add_seconds, count_capture, counts, metrics_report, timing
+from .counters import Compiled, Counts, add_seconds, count_capture, counts, live_tensors, metrics_report, timing
 from .device_state import DeviceState
 from .devices import (
     Cores,
@@ -42,6 +42,7 @@ from .devices import (
     available,
     device_memory,
     init,
+    memory_used,
     platform,
     process_count,
     process_index,

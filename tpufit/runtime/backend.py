@@ -78,6 +78,9 @@ class Backend(Protocol):
     def device_memory(self) -> int | None:
         """A core's memory in bytes, if it is known."""
 
+    def memory_used(self) -> int | None:
+        """The bytes of a core's memory that are in use, if they are known."""
+
     def set_matmul_precision(self, name: str) -> None:
         """Set the precision of float32 matrix products."""
 
@@ -193,6 +196,9 @@ class Backend(Protocol):
 
     def counts(self) -> Counts:
         """The counters as they stand."""
+
+    def live_tensors(self) -> int:
+        """The number of tensors on the device."""
 
     def metrics_report(self) -> str:
         """The runtime's own report."""

@@ -105,6 +105,15 @@ def fallen() -> Counter[str]:
     return Counter({name: metrics.counter_value(name) for name in names})
 
 
+def live_tensors() -> int:
+    """The number of tensors on the device that Python, or a graph that waits, still holds."""
+    metrics = _xla_metrics()
+    if metrics is None:
+        return 0
+    made, ended = (int(metrics.counter_value(f"{what}XlaTensor") or 0) for what in ("Create", "Destroy"))
+    return made - ended
+
+
 def metrics_report() -> str:
     """The runtime's own report of its counters and timers since the process began."""
     metrics = _xla_metrics()

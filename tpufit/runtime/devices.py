@@ -191,6 +191,20 @@ def device_memory() -> int | None:
         return None
 
 
+def memory_used() -> int | None:
+    """The bytes of the first core's memory that are in use, or None where the runtime doesn't tell.
+
+    It tells of one core only: torch_xla has no such figure for a process that computes on several.
+    """
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    try:
+        return int(xm.get_memory_info(torch_xla.device())["bytes_used"])
+    except RuntimeError:
+        return None
+
+
 def available(used: int) -> int:
     """The number of cores of this host's TPU; without a TPU, the number that is used.
 

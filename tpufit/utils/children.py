@@ -1,0 +1,100 @@
+"""`run`: a Python process that may be ended, crash or take too long, with a clock while it runs, and how it ended."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from .hardware import LACKS_MEMORY
+from .own_python import own_python
+from .terminal import can_draw, standard_output
+
+_TICK = 0.2  # seconds
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a process.
+
+    Attributes:
+        status: Its exit status; below 0 the signal that ended it; None if its time was over.
+        said: What it wrote.
+    """
+
+    status: int | None
+    said: str
+
+
+def run(
+    command: Sequence[str], what: str, seconds: float, clock: bool = True, environ: Mapping[str, str] | None = None
+) -> Ended:
+    """Run a Python program in a process of its own, and wait for its end. Ctrl-C and kill -9 end it too.
+
+    Args:
+        command: The words after `python`.
+        what: What it does, e.g. `"compiling for v5e-8"`.
+        seconds: The seconds that it may take.
+        clock: True (default) to show the seconds while it runs, where a line can be drawn over.
+        environ: Further variables of its environment (default: none).
+    """
+    python = own_python(command, {"PYTHONFAULTHANDLER": "1", **(environ or {})})
+    console, began = standard_output(), perf_counter()
+    status: Any = console.status(what) if clock and can_draw(console) else nullcontext()
+    # A file and not a pipe, which nobody would empty while this waits.
+    with tempfile.TemporaryFile("w+", errors="replace") as said, status as shown:
+        process = subprocess.Popen(**python, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
+        in_time = True
+        try:
+            while in_time:
+                try:
+                    process.wait(_TICK)
+                    break
+                except subprocess.TimeoutExpired:
+                    taken = perf_counter() - began
+                    if shown is not None:
+                        shown.update(f"{what} ... {taken:.0f} s")
+                    in_time = taken <= seconds
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        return Ended(process.returncode if in_time else None, said.read())
+
+
+def reason(status: int, said: str) -> str:
+    """The end of a process in a sentence.
+
+    Args:
+        status: Its exit status; below 0 the signal that ended it.
+        said: What it wrote.
+
+    Example:
+        >>> reason(-6, "F0000 xla.cc:1] Check failed: false")
+        'signal 6 ended its process. It said:\\nF0000 xla.cc:1] Check failed: false'
+    """
+    if status == -signal.SIGKILL:
+        killed = "the system killed its process, most likely for want of host memory"
+        return f"{killed}. Close other programs, or use a machine with more"
+    lines = [line for line in said.splitlines() if line.strip()]
+    stack = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
+    marks = ("Error", "ERROR", "Check failed", "bad_alloc")
+    words = [line for line in lines[:stack] if line[0] != " " and any(mark in line for mark in marks)]
+    last = "\n".join(words[-1:] or lines[:stack][-5:])
+    # Without memory a library may also end in a fault while it is loaded, and says nothing then.
+    loading = status == -signal.SIGSEGV and "<frozen importlib" in said
+    if loading or any(words in said for words in LACKS_MEMORY):
+        last = last or f"signal {-status} ended it, as it loaded libraries"
+        limits = "a container's limit, ulimit -v or ulimit -u"
+        return (
+            f"its process may not use enough host memory. Raise {limits}, or use a machine with more. It said:\n{last}"
+        )
+    if words and status > 0:
+        return last
+    end = f"signal {-status} ended its process" if status < 0 else f"its process ended with status {status}"
+    return f"{end}. It said:\n{last}" if last else end

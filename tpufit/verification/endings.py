@@ -1,0 +1,109 @@
+"""Does a training that is killed, terminated or interrupted go on as if nothing had been?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..callbacks import Callback, ModelCheckpoint
+from ..model import Model
+from . import nets
+from .check import Figure, Setting
+
+_BATCHES, _EPOCHS = 6, 3
+_LAST = 9  # the batch after which it ends, in the middle of the second epoch
+_WIDTH, _LAYERS = 2048, 8  # 128 MiB of weights
+_KEPT = "run"
+
+
+class _Ends(Callback):
+    """Sends this process a signal after a number of batches."""
+
+    def __init__(self, number: int) -> None:
+        self._signal, self._batches = number, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._batches += 1
+        if self._batches == _LAST:
+            os.kill(os.getpid(), self._signal)
+
+
+def killed(setting: Setting) -> Iterator[Figure]:
+    """Train until `kill -9`."""
+    yield from ()
+    _train(setting, ends_by=signal.SIGKILL)
+
+
+def terminated(setting: Setting) -> Iterator[Figure]:
+    """Train until SIGTERM, which ends the process with status 143."""
+    yield from ()
+    _train(setting, ends_by=signal.SIGTERM)
+
+
+def resumed(setting: Setting) -> Iterator[Figure]:
+    """Go on with what is there, and compare with a training that nothing has ended."""
+    steps, weights = _train(setting)
+    # A run directory of its own, so that both do the same.
+    whole_steps, whole = _train(setting, folder="whole")
+    yield Figure("steps taken, of all", steps - whole_steps, at_least=0, at_most=0)
+    yield Figure("tensors that differ", nets.unequal(weights, whole), at_most=0)
+
+
+def interrupted(setting: Setting) -> Iterator[Figure]:
+    """Ctrl-C as in a notebook: the cell ends, the process stays, and the next cell trains on."""
+    came = 0
+    try:
+        _train(setting, ends_by=signal.SIGINT)
+    except KeyboardInterrupt:
+        came = 1
+    yield Figure("KeyboardInterrupt came", came, at_least=1)
+    yield from resumed(setting)
+
+
+def checkpoint(setting: Setting) -> Iterator[Figure]:
+    """The time of a checkpoint, beside that of a copy of its files."""
+    torch.manual_seed(0)
+    model = Model(nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))))
+    model.compile("sgd", "mse", scale_lr=None)
+    x = torch.randn(nets.ROWS, _WIDTH)
+    model.fit(x, x, nets.batch_size(setting.cores), epochs=2, verbose=0)
+    model.save(setting.folder / "warm")
+    began = perf_counter()
+    model.save(setting.folder / "saved")
+    saving = perf_counter() - began
+    began = perf_counter()
+    copied = shutil.copytree(setting.folder / "saved", setting.folder / "copy")
+    for path in copied.rglob("*"):
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+    copying = perf_counter() - began
+    size = sum(path.stat().st_size for path in copied.rglob("*") if path.is_file())
+    for folder in ("warm", "saved", "copy"):
+        shutil.rmtree(setting.folder / folder)
+    yield Figure("size", size / 2**20, unit="MiB")
+    yield Figure("checkpoint", saving, unit="s")
+    yield Figure("copy of its files", copying, unit="s")
+    yield Figure("checkpoint / copy", saving / copying, at_most=10.0, on_tpu=True)
+
+
+def _train(
+    setting: Setting, ends_by: signal.Signals | None = None, folder: str = _KEPT
+) -> tuple[int, dict[str, Tensor]]:
+    """Train, going on with what is there, until it ends; return the steps taken and the weights."""
+    task = nets.gpt(dropout=0.1)
+    net, x, y = task.made(_BATCHES * nets.ROWS)
+    model = nets.compiled(task, net)
+    # A checkpoint within each epoch too, so that there is one in the middle of an epoch to go on from.
+    callbacks: list[Callback] = [ModelCheckpoint(setting.folder / folder, save_freq=4)]
+    callbacks += [] if ends_by is None else [_Ends(ends_by)]
+    size = nets.batch_size(setting.cores)
+    model.fit(x, y, size, epochs=_EPOCHS, callbacks=callbacks, resume=True, verbose=0)
+    return model.steps_taken, model.state_dict()

@@ -1,0 +1,86 @@
+"""Is memory given back, and is too large a step an error that the process outlives?"""
+
+import gc
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import OutOfMemoryError
+from ..runtime import device_memory, live_tensors, memory_used
+from ..utils.text import size
+from . import nets
+from .check import Figure, Setting
+
+_FITS = 5
+_SETTLED = 2  # fits until everything is compiled and every buffer has been made once
+_WIDE = 1 << 16
+_HOST_GROWTH = 64 << 20  # bytes, of an allocator that keeps some for later; a net of this check has 0.3 MB
+
+
+def given_back(setting: Setting) -> Iterator[Figure]:
+    """What is still held after several fits, each of a new model: tensors on the device, its memory, the host's."""
+    tensors: list[int] = []
+    device: list[int] = []
+    host: list[int] = []
+    for _ in range(_FITS):
+        net, x, y = nets.gpt().made()
+        model = nets.compiled(nets.gpt(), net)
+        model.fit(x, y, nets.batch_size(setting.cores), epochs=4, shuffle=False, verbose=0)
+        del model, net
+        gc.collect()
+        tensors.append(live_tensors())
+        device.append(memory_used() or 0)
+        host.append(_resident())
+    yield Figure("more tensors on the device, fits 3 to 5", tensors[-1] - tensors[_SETTLED - 1], at_most=0)
+    yield Figure("more host memory, fits 3 to 5", host[-1] - host[_SETTLED - 1], at_most=_HOST_GROWTH, unit="bytes")
+    if device[-1]:
+        yield Figure("device memory in use", device[-1], unit="bytes")
+        yield Figure("more device memory, fits 3 to 5", device[-1] - device[_SETTLED - 1], at_most=0, unit="bytes")
+
+
+class Wide(nn.Module):
+    """A hidden layer so wide that few rows fill a core's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, _WIDE), nn.SiLU(), nn.Linear(_WIDE, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+def rows_too_many(limit: int) -> int:
+    """The rows a core whose hidden layer takes twice a core's memory.
+
+    Args:
+        limit: A core's memory, in bytes.
+    """
+    return 2 * limit // (4 * _WIDE)
+
+
+def too_large(setting: Setting) -> Iterator[Figure]:
+    """A step that doesn't fit is an error, and the next training succeeds."""
+    # Several cores don't tell; no core of a TPU has more than 95 GB.
+    rows = rows_too_many(device_memory() or 95 << 30)
+    model = nets.Model(Wide())
+    model.compile("sgd", "mse", scale_lr=None)
+    x = torch.zeros(rows * setting.count, 16)
+    said = ""
+    try:
+        model.fit(x, x[:, :1], rows, epochs=1, verbose=0)
+    except OutOfMemoryError as error:
+        said = str(error).splitlines()[0]
+    yield Figure(f"OutOfMemoryError, hidden layer of {size(4 * rows * _WIDE)}", int(bool(said)), at_least=1)
+    if said:
+        yield Figure("its words", said)
+    first, *_, last = nets.losses_on_device(nets.conv(), setting.cores)
+    yield Figure("the next training: last loss / first", last / first, at_most=1.0)
+
+
+def _resident() -> int:
+    """The host's memory that this process has, in bytes."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmRSS"))
+    return int(line.split()[1]) << 10

@@ -1,0 +1,118 @@
+"""Does the device compute what PyTorch does on the host, and with the precision that was asked for?"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..model import Model
+from . import nets
+from .check import Figure, Setting
+
+# The options of compile, and how much more than float32 each may differ from it.
+_PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
+    "fp32, highest": ({"matmul_precision": "highest"}, 1),
+    "fp32, default": ({"matmul_precision": "default"}, 20),
+    "bf16": ({"precision": "bf16"}, 100),
+}
+_SIZE = 512
+_FULL = 1e-5  # the error of a product in float32, relative to its largest number
+
+
+def conv(setting: Setting) -> Iterator[Figure]:
+    """Convolutions with batch norm."""
+    yield from _against_pytorch(nets.conv(), setting)
+
+
+def lstm(setting: Setting) -> Iterator[Figure]:
+    """An LSTM."""
+    yield from _against_pytorch(nets.lstm(), setting)
+
+
+def gpt(setting: Setting) -> Iterator[Figure]:
+    """A GPT."""
+    yield from _against_pytorch(nets.gpt(blocks=2), setting)
+
+
+def _against_pytorch(task: nets.Task, setting: Setting) -> Iterator[Figure]:
+    theirs = nets.losses_on_host(task)
+    for name, (options, factor) in _PRECISIONS.items():
+        ours = nets.losses_on_device(task, setting.cores, **options)
+        yield Figure(name, nets.difference(ours, theirs), at_most=task.exact * factor)
+
+
+def precisions(setting: Setting) -> Iterator[Figure]:
+    """The errors of a product at each precision, twice in one process: the second time a program could be found again
+    that was compiled with another one."""
+    torch.manual_seed(0)
+    weights, x = torch.randn(_SIZE, _SIZE), torch.randn(nets.ROWS, _SIZE)
+    exact = x.double() @ weights.double()
+    for time in ("first", "second"):
+        errors = {name: _error(product(x, weights, name, setting), exact) for name in ("default", "high", "highest")}
+        for name, error in errors.items():
+            yield Figure(f"{name}, {time} time", error, at_most={"default": 1e-2, "high": 1e-4, "highest": _FULL}[name])
+        ratio = {"default / high": errors["default"] / errors["high"]}
+        ratio["high / highest"] = errors["high"] / errors["highest"]
+        for name, found in ratio.items():
+            yield Figure(f"{name}, {time} time", found, at_least=2.0 if name.startswith("default") else 1.0)
+
+
+def product(x: Tensor, weights: Tensor, precision: str, setting: Setting) -> Tensor:
+    """`x @ weights` on the device.
+
+    Args:
+        x: Rows.
+        weights: A matrix.
+        precision: The argument `matmul_precision` of `compile`.
+        setting: The setting of the check.
+    """
+    layer = nn.Linear(weights.shape[0], weights.shape[1], bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(weights.T)
+    model = Model(layer)
+    model.compile(None, "mse", matmul_precision=precision)
+    return torch.as_tensor(model.predict(x, nets.batch_size(setting.cores), verbose=0))
+
+
+def _error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact).abs().max() / exact.abs().max())
+
+
+class Attention(nn.Module):
+    """Attention over long rows, between two products whose weights are trained."""
+
+    def __init__(self, width: int = 64, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 10)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        q, k, v = self.qkv(rows).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        logits: Tensor = self.out(attended.transpose(1, 2).flatten(2).mean(1))
+        return logits
+
+
+def attention(setting: Setting) -> Iterator[Figure]:
+    """`scaled_dot_product_attention` over rows as long as the ones for which a TPU gets a kernel of its own."""
+    length = 2048 if setting.on_tpu else 256
+
+    def data(rows: int) -> tuple[Tensor, Tensor]:
+        return 2 * torch.randn(rows, length, 64), torch.randint(10, (rows,))
+
+    # Of a rate at which the error of one step shows in the next ones.
+    task = nets.Task("attention", Attention, data, 5.0, 1e-4)
+    rows, steps = max(8, setting.count), 5
+    theirs, ours = _few(task, rows, steps, None), _few(task, rows, steps, setting)
+    yield Figure(f"losses of {steps} steps, length {length}", nets.difference(ours, theirs), at_most=task.exact)
+
+
+def _few(task: nets.Task, rows: int, steps: int, setting: Setting | None) -> list[float]:
+    net, x, y = task.made(rows)
+    if setting is None:
+        return nets.plain(task, net, [(x, y)] * steps)
+    model = nets.compiled(task, net, matmul_precision="highest")
+    size = nets.batch_size(setting.cores, rows)
+    return list(model.fit(x, y, size, epochs=steps, shuffle=False, verbose=0).history["loss"])

@@ -1,0 +1,70 @@
+"""The process of a check: `python -m tpufit.verification.process JOB`. It writes each figure as soon as it has it."""
+
+import faulthandler
+import json
+import sys
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from time import monotonic
+
+from ..errors import TpufitError
+from ..runtime import Cores, platform, start
+from .check import ALL, NONE, Setting
+
+FIGURES, FAULT, STARTED = "figures.jsonl", "fault.json", "started.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process has to do.
+
+    Attributes:
+        module: The module of its function.
+        function: The function's name.
+        cores: `NONE`, `ONE` or `ALL`.
+        virtual: The number of virtual cores that `ALL` means on a CPU.
+        folder: The folder of the check.
+        kept: The folder beside the report.
+        until: The time, on this machine's monotonic clock, at which it writes where it is.
+    """
+
+    module: str
+    function: str
+    cores: int
+    virtual: int
+    folder: str
+    kept: str
+    until: float
+
+
+def main(job: Job) -> None:
+    """Run one part of a check in this process."""
+    faulthandler.dump_traceback_later(max(0.1, job.until - monotonic()))
+    folder = Path(job.folder)
+    cores = None if job.cores == NONE else _started(job, folder)
+    part = getattr(import_module(job.module), job.function)
+    try:
+        with (folder / FIGURES).open("a") as file:
+            for figure in part(Setting(cores, folder, Path(job.kept))):
+                file.write(json.dumps(asdict(figure)) + "\n")
+                file.flush()
+    except Exception as error:  # whatever it is, it is what the check has found
+        kind = "" if isinstance(error, TpufitError) else f"{type(error).__name__}: "
+        (folder / FAULT).write_text(json.dumps(f"{kind}{error}"))
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _started(job: Job, folder: Path) -> Cores:
+    wanted: int | str = job.cores or "auto"
+    if job.cores == ALL and platform() == "CPU":
+        wanted = job.virtual
+    cores = start(wanted, "tpufit.verify()")
+    (folder / STARTED).write_text(json.dumps({"platform": cores.platform, "count": cores.count}))
+    return cores
+
+
+if __name__ == "__main__":
+    main(Job(**json.loads(sys.argv[1])))

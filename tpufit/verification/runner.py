@@ -1,0 +1,156 @@
+"""`Runner`: runs checks one after the other, each in processes of its own, which can't take the others along."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic, perf_counter
+
+from ..utils import children
+from .anonymous import anonymous
+from .check import ALL, NONE, Check, Figure, Process
+from .process import FAULT, FIGURES, STARTED, Job
+
+PASSED, FAILED = "passed", "FAILED"
+NOT_ON_A_CPU, NOT_ON_ONE_CORE = "not on a CPU", "not on one core"
+NO_START, NO_TIME = "no start", "no time"
+
+_GRACE = 5.0  # seconds in which a process that hangs writes where
+_ON_A_CPU = 4  # times as long as on a TPU: virtual cores share the real ones, with whatever else runs there
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check has found.
+
+    Attributes:
+        name: Its name.
+        status: `"passed"`, `"FAILED"`, `"not on a CPU"`, `"not on one core"`, `"no start"` (not tried: the device
+            doesn't start on these cores) or `"no time"` (not tried).
+        seconds: The time that it took.
+        figures: Its figures.
+        failure: What went wrong, in words; nothing if only a figure is out of its bounds, or all is well.
+    """
+
+    name: str
+    status: str
+    seconds: float = 0.0
+    figures: tuple[Figure, ...] = ()
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that the checks run on, as far as they have told.
+
+    Attributes:
+        platform: Its kind: `"TPU"` or `"CPU"`; nothing before the first start.
+        cores: The number of its cores; 0 before the first start on all.
+    """
+
+    platform: str = ""
+    cores: int = 0
+
+
+class Runner:
+    """Runs checks.
+
+    Args:
+        virtual: The number of virtual cores that all are where there is no TPU.
+        kept: The folder for what stays beside the report.
+        seconds: The seconds after which no further check is begun.
+
+    Attributes:
+        device: The device.
+    """
+
+    def __init__(self, virtual: int, kept: Path, seconds: float) -> None:
+        self._virtual, self._kept = virtual, kept
+        self._until = perf_counter() + seconds
+        self._tried: dict[int, bool] = {}  # whether the device has started, by cores
+        self.device = Device()
+
+    def run(self, check: Check) -> Result:
+        """Run a check.
+
+        Args:
+            check: The check.
+        """
+        on_cpu = self.device.platform == "CPU"
+        if on_cpu and not check.runs_on_cpu:
+            return Result(check.name, NOT_ON_A_CPU)
+        if check.several and self.device.cores == 1:
+            return Result(check.name, NOT_ON_ONE_CORE)
+        if any(self._tried.get(process.cores) is False for process in check.processes):
+            return Result(check.name, NO_START)
+        began = perf_counter()
+        if began > self._until:
+            return Result(check.name, NO_TIME)
+        with tempfile.TemporaryDirectory(prefix="tpufit-verify-") as name:
+            folder = Path(name)
+            failure = self._failure(check, folder)
+            figures = _read(folder / FIGURES)
+        on_cpu = self.device.platform == "CPU"  # now it may be known
+        judged = [one for one in figures if not (one.on_tpu and on_cpu)]
+        right = not failure and all(one.holds for one in judged)
+        # A process that fails has failed anywhere, but its bounds may be those of a TPU.
+        status = NOT_ON_A_CPU if check.only_tpu and on_cpu and not failure else PASSED if right else FAILED
+        return Result(check.name, status, perf_counter() - began, figures, failure)
+
+    def _failure(self, check: Check, folder: Path) -> str:
+        """Run the processes of a check until one fails; in words, how it did."""
+        for number, process in enumerate(check.processes):
+            limit = check.seconds * (_ON_A_CPU if self.device.platform == "CPU" else 1)
+            what = check.name if len(check.processes) == 1 else f"{check.name} ({number + 1})"
+            ended = self._end_of(process, what, folder, max(1.0, min(limit, self._until - perf_counter())))
+            self._note(process.cores, folder / STARTED)
+            if ended:
+                return anonymous(ended)
+        return ""
+
+    def _end_of(self, process: Process, what: str, folder: Path, seconds: float) -> str:
+        """How a process has ended, in words; nothing if it was as it should."""
+        part, until = process.part, monotonic() + seconds
+        (folder / STARTED).unlink(missing_ok=True)
+        job = Job(part.__module__, part.__qualname__, process.cores, self._virtual, str(folder), str(self._kept), until)
+        command = ["-m", f"{__package__}.process", json.dumps(asdict(job))]
+        ended = children.run(command, what, seconds + _GRACE)
+        if (folder / FAULT).exists():
+            fault: str = json.loads((folder / FAULT).read_text())
+            return fault
+        if ended.status is None:
+            return f"no end within {seconds:.0f} s. It was at {_place(ended.said)}"
+        if ended.status == process.ends:
+            return ""
+        if ended.status == 0:
+            return f"it ended, where it should have done so with status {process.ends}"
+        return children.reason(ended.status, ended.said)
+
+    def _note(self, cores: int, started: Path) -> None:
+        """Note whether the device has started on these cores, and what it is."""
+        if cores == NONE:
+            return
+        self._tried[cores] = self._tried.get(cores, False) or started.exists()
+        if started.exists():
+            said = json.loads(started.read_text())
+            self.device = Device(said["platform"], said["count"] if cores == ALL else self.device.cores)
+
+
+def _read(path: Path) -> tuple[Figure, ...]:
+    """The figures that the processes of a check have written."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    figures = (Figure(**json.loads(line)) for line in lines)
+    return tuple(
+        Figure(**{**asdict(one), "value": anonymous(one.value)}) if isinstance(one.value, str) else one
+        for one in figures
+    )
+
+
+def _place(said: str) -> str:
+    """Where the main thread was, by the stacks that Python writes: the innermost places, with the file's name."""
+    main = said.rpartition("\nThread ")[2] if "\nThread " in said else said
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
+    return ", called from ".join(f"{Path(path).name}:{line} {name}" for path, line, name in frames[:6]) or "its start"
