@@ -153,7 +153,7 @@ def test_every_name_of_a_loss_a_metric_or_an_optimizer_is_in_the_reference():
 
 def test_every_option_of_the_command_line_is_in_the_reference(run_python):
     text = (SITE / "reference" / "command-line.md").read_text()
-    for command in ("doctor", "preflight"):
+    for command in ("doctor", "preflight", "verify"):
         helped = run_python(f"from tpufit.__main__ import main; main(['{command}', '--help'])").stdout
         options = {*re.findall(r"--[a-z-]+", helped)} - {"--help"}
         assert options and [option for option in options if f"`{option}" not in text] == []

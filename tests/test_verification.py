@@ -1,0 +1,366 @@
+"""`verify`: each check fails when its fault is put in, no check takes the others along, and the report names nobody."""
+
+import getpass
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tpufit
+from tpufit import verification
+from tpufit.__main__ import main
+from tpufit.utils.hardware import CHIPS
+from tpufit.verification import endings, memory, nets, numerics, sameness, speed
+from tpufit.verification.anonymous import anonymous
+from tpufit.verification.check import NONE, Check, Figure, Process, Setting
+from tpufit.verification.plan import CHECKS
+from tpufit.verification.report import Verification
+from tpufit.verification.runner import (
+    FAILED,
+    NO_START,
+    NO_TIME,
+    NOT_ON_A_CPU,
+    NOT_ON_ONE_CORE,
+    PASSED,
+    Device,
+    Result,
+    Runner,
+)
+
+# Checks whose parts are in a module of the test's own, which their processes import.
+FAULTY = """
+import os, signal, time
+from tpufit.verification.check import Figure
+
+def passes(setting):
+    yield Figure("difference", 0.0, at_most=0)
+    (setting.folder / "left").write_text("for the next process")
+
+def looks(setting):
+    yield Figure("left", float((setting.folder / "left").exists()), at_least=1)
+
+def differs(setting):
+    yield Figure("difference", 2.0, at_most=1)
+
+def slow_here(setting):
+    yield Figure("speed", 1.0, at_least=2, on_tpu=True)
+
+def hangs(setting):
+    yield Figure("before", 1.0)
+    time.sleep(1000)
+
+def crashes(setting):
+    yield Figure("before", 1.0)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def raises(setting):
+    yield from ()
+    raise ValueError(f"nothing at {os.path.expanduser('~')}/secret/data.bin")
+
+def kills(setting):
+    yield from ()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    (tmp_path / "faulty_parts.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import faulty_parts
+
+    yield faulty_parts
+    del sys.modules["faulty_parts"]
+
+
+def runner(tmp_path, **device):
+    made = Runner(8, tmp_path / "kept", 1000.0)
+    made.device = Device(**device) if device else made.device
+    return made
+
+
+@pytest.mark.slow
+def test_no_check_hangs_or_takes_the_others_along(faulty, tmp_path, capsys):
+    """All in one `verify`: what hangs, crashes, raises or differs fails, and what comes after runs."""
+    checks = [
+        Check("hangs", (Process(faulty.hangs, NONE),), seconds=20.0),
+        Check("crashes", (Process(faulty.crashes, NONE),)),
+        Check("raises", (Process(faulty.raises, NONE),)),
+        Check("is to be killed", (Process(faulty.kills, NONE, ends=-9),)),
+        Check("is to be killed, and lives", (Process(faulty.differs, NONE, ends=-9),)),
+        Check("differs", (Process(faulty.differs, NONE),)),
+        Check("passes", (Process(faulty.passes, NONE), Process(faulty.looks, NONE))),
+    ]
+    report = verification.verify(tmp_path / "report.json", checks=checks)
+    found = {result.name: result for result in report.results}
+    assert [name for name, result in found.items() if result.status == PASSED] == ["is to be killed", "passes"]
+    assert "no end within 20 s. It was at faulty_parts.py:" in found["hangs"].failure
+    assert found["hangs"].figures == found["crashes"].figures == (Figure("before", 1.0),)  # nothing measured is lost
+    assert "signal 11 ended its process" in found["crashes"].failure
+    assert found["raises"].failure == "ValueError: nothing at data.bin"
+    assert "it ended, where it should have done so with status -9" in found["is to be killed, and lives"].failure
+    assert not found["differs"].failure and not found["differs"].figures[0].holds
+    assert report.status == 1 and not report.passed
+    said = json.loads((tmp_path / "report.json").read_text())
+    assert [check["status"] for check in said["checks"]] == [result.status for result in report.results]
+    printed = capsys.readouterr().out
+    assert f"1/7 {FAILED}" in printed and "7/7 passed" in printed and "no end within" in printed
+
+
+@pytest.mark.slow
+def test_bounds_of_a_tpu_say_nothing_about_a_cpu(faulty, tmp_path):
+    slow = Check("speed", (Process(faulty.slow_here, NONE),))
+    assert runner(tmp_path, platform="CPU", cores=8).run(slow).status == PASSED
+    assert runner(tmp_path, platform="TPU", cores=8).run(slow).status == FAILED
+    differs = Check("speed", (Process(faulty.differs, NONE),), only_tpu=True)
+    assert runner(tmp_path, platform="CPU", cores=8).run(differs).status == NOT_ON_A_CPU
+    # A crash is one anywhere.
+    crashes = Check("speed", (Process(faulty.crashes, NONE),), only_tpu=True)
+    assert runner(tmp_path, platform="CPU", cores=8).run(crashes).status == FAILED
+
+
+def test_what_cannot_be_tried_is_never_passed(faulty, tmp_path):
+    passes = (Process(faulty.passes, NONE),)
+    on_cpu = runner(tmp_path, platform="CPU", cores=1)
+    assert on_cpu.run(Check("too large", passes, only_tpu=True, runs_on_cpu=False)).status == NOT_ON_A_CPU
+    assert on_cpu.run(Check("all", passes, several=True)).status == NOT_ON_ONE_CORE
+    assert Runner(8, tmp_path, -1.0).run(Check("late", passes)).status == NO_TIME
+    assert not Verification([Result("late", NO_TIME)]).passed
+    assert Verification([Result("all", NO_START), Result("one", PASSED)]).status == 1
+
+
+@pytest.mark.slow
+def test_a_device_that_does_not_start_is_tried_once(faulty, tmp_path, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "NOTHING")
+    here = runner(tmp_path)
+    first = here.run(Check("starts", (Process(faulty.passes),)))
+    assert first.status == FAILED and "PJRT_DEVICE" in first.failure
+    assert here.run(Check("next", (Process(faulty.passes),))).status == NO_START
+    assert here.run(Check("without a device", (Process(faulty.passes, NONE),))).status == PASSED
+
+
+# The faults. Each check first passes here, or does so in the run of all (the last test).
+
+
+def setting(cores, tmp_path):
+    return Setting(tpufit.runtime.start(cores, "the test"), tmp_path, tmp_path / "kept")
+
+
+def wrong(figures):
+    return [figure.name for figure in figures if not figure.holds]
+
+
+@pytest.mark.cores(1, quick=False)
+def test_a_wrong_precision_is_seen(cores, tmp_path, monkeypatch):
+    compiled = nets.compiled
+    monkeypatch.setattr(nets, "compiled", lambda task, net, **options: compiled(task, net, precision="bf16"))
+    assert "fp32, highest" in wrong(numerics.conv(setting(cores, tmp_path)))
+
+
+def rounded(x, passes):
+    """What a TPU multiplies with: the sum of so many numbers in bfloat16."""
+    total = torch.zeros_like(x)
+    for _ in range(passes):
+        total += (x - total).bfloat16().float()
+    return total
+
+
+def imitated(x, weights, precision, setting):
+    passes = {"default": 1, "high": 2, "highest": 3}[precision]
+    return rounded(x, passes) @ rounded(weights, passes)
+
+
+def test_precisions_as_a_tpu_has_them_pass(monkeypatch, tmp_path):
+    monkeypatch.setattr(numerics, "product", imitated)
+    assert wrong(numerics.precisions(Setting(None, tmp_path, tmp_path))) == []
+
+
+def test_a_precision_that_has_no_effect_the_second_time_is_seen(monkeypatch, tmp_path):
+    calls = []
+
+    def found_again(x, weights, precision, setting):
+        calls.append(precision)
+        return imitated(x, weights, precision if len(calls) <= 3 else "default", setting)
+
+    monkeypatch.setattr(numerics, "product", found_again)
+    found = wrong(numerics.precisions(Setting(None, tmp_path, tmp_path)))
+    assert "highest, second time" in found and not [name for name in found if "first" in name]
+
+
+def altered(monkeypatch, option):
+    """A training with this option has a rate that differs in its last digits."""
+    compiled = nets.compiled
+
+    def other(task, net, **options):
+        model = compiled(task, net, **options)
+        if options.get(option) not in (None, False):
+            model.learning_rate = task.rate * 1.01
+        return model
+
+    monkeypatch.setattr(nets, "compiled", other)
+
+
+@pytest.mark.cores(1, quick=False)
+@pytest.mark.parametrize(
+    ("part", "option", "seen"),
+    [
+        (sameness.replayed, "steps_per_execution", "4 steps in one program: tensors that differ"),
+        (sameness.replayed, "jit_compile", "replayed: tensors that differ"),
+        (sameness.recomputed, "remat", "remat=True: losses"),
+        (sameness.sharded, "shard", "shard='fsdp': losses"),
+        (sameness.uneven, "matmul_precision", "evaluated loss against PyTorch"),
+    ],
+    ids=["joined", "replayed", "remat", "shard", "uneven"],
+)
+def test_a_training_that_differs_is_seen(cores, tmp_path, monkeypatch, part, option, seen):
+    altered(monkeypatch, option)
+    assert seen in wrong(part(setting(cores, tmp_path)))
+
+
+@pytest.mark.cores(1, quick=False)
+def test_dropout_that_differs_is_seen(cores, tmp_path, monkeypatch):
+    here = setting(cores, tmp_path)
+    assert list(sameness.alone(here)) == [] and wrong(sameness.together(here)) == []
+    monkeypatch.setattr(sameness.F, "dropout", lambda x, p, training: x.masked_fill(x.cumsum(1) % 4 == 0, 0))
+    assert wrong(sameness.together(here)) == ["elements that dropout treats differently"]
+
+
+@pytest.mark.cores(1, 8, quick=False)
+def test_a_tensor_that_stays_on_the_device_is_seen(cores, tmp_path, monkeypatch):
+    here, kept, compiled = setting(cores, tmp_path), [], nets.compiled
+
+    def leaking(task, net, **options):
+        place = tpufit.runtime.Placement(here.cores)
+        kept.append(tpufit.runtime.to_device([torch.zeros(4)], place))
+        return compiled(task, net, **options)
+
+    assert wrong(memory.given_back(here)) == []
+    monkeypatch.setattr(nets, "compiled", leaking)
+    assert wrong(memory.given_back(here)) == ["more tensors on the device, fits 3 to 5"]
+
+
+@pytest.mark.cores(1, quick=False)
+def test_a_resumed_training_that_is_one_step_off_is_seen(cores, tmp_path, monkeypatch):
+    here = setting(cores, tmp_path)
+    assert wrong(endings.interrupted(here)) == []
+    fit = tpufit.Model.fit
+    monkeypatch.setattr(endings, "_KEPT", "another")
+
+    def one_more(model, x, y, *args, callbacks, **options):
+        fit(model, x, y, *args, callbacks=callbacks, **options)
+        if callbacks[0].filepath.endswith("another"):
+            model.train_on_batch(x[:8], y[:8])
+
+    monkeypatch.setattr(tpufit.Model, "fit", one_more)
+    with pytest.raises(KeyboardInterrupt):
+        endings._train(here, endings.signal.SIGINT, "another")
+    steps, weights = endings._train(here, folder="another")
+    whole_steps, whole = endings._train(here, folder="whole")
+    assert (steps - whole_steps, nets.unequal(weights, whole) > 0) == (1, True)
+
+
+def test_the_slice_of_each_host_is_known(monkeypatch):
+    for chips, name in (((CHIPS["0x0063"],) * 8, "v5e-8"), ((CHIPS["0x005e"],) * 4, "v4-8"), ((), "v5e-1")):
+        monkeypatch.setattr(speed, "chips", lambda found=chips: found)
+        assert speed.slice_here() == name
+    monkeypatch.setattr(speed, "chips", lambda: (CHIPS["0x0027"],) * 4)
+    assert speed.slice_here() == "v3-8"
+
+
+def test_the_report_names_nobody():
+    host, user = socket.gethostname(), getpass.getuser()
+    text = anonymous(
+        f"{host}: [Errno 13] /mnt/{user}/deep/er/file.txt of gs://bucket/run, 10.0.0.1:8470 in {os.getcwd()}"
+    )
+    for name in (host, "/mnt", "deep", "10.0.0.1", "bucket", str(Path.cwd().parent)):
+        assert name not in text
+    assert "file.txt" in text and "Errno 13" in text
+    assert anonymous("1e-5/2 s at 1/3 and and/or") == "1e-5/2 s at 1/3 and and/or"
+    assert len(anonymous("x y " * 10_000)) < 1600
+
+
+def test_a_report_is_json_also_of_figures_that_are_not_numbers(tmp_path):
+    figures = (Figure("a", float("nan"), at_most=1), Figure("b", float("inf"), at_most=1), Figure("c", 0.0, at_most=0))
+    report = Verification([Result("check", FAILED, 1.0, figures)], Device("TPU", 8))
+    report.save(tmp_path / "new" / "report.json")
+    said = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert said["checks"][0]["figures"][2] == {"name": "c", "value": 0.0, "at_most": 0}
+    assert [figure["value"] for figure in said["checks"][0]["figures"]] == ["nan", "inf", 0.0]
+    assert said["passed"] is False and said["machine"]["platform"] == "TPU" and said["versions"]["torch"]
+    assert "1 FAILED" in str(report) and os.listdir(tmp_path / "new") == ["report.json"]
+
+
+@pytest.mark.cores(1)
+def test_a_process_that_holds_a_tpu_is_told_so(cores, monkeypatch, tmp_path):
+    from dataclasses import replace
+
+    from tpufit.runtime import devices
+
+    here = tpufit.runtime.start(cores, "the test")
+    monkeypatch.setattr(devices, "_settled", replace(here, platform="TPU"))
+    with pytest.raises(tpufit.errors.StartError, match="a TPU serves one: this one computes on 1 core"):
+        tpufit.verify(tmp_path / "report.json")
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_each_check_has_a_name_of_its_own_and_a_part_that_a_process_finds():
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    parts = [process.part for check in CHECKS for process in check.processes]
+    assert all(getattr(sys.modules[part.__module__], part.__qualname__) is part for part in parts)
+    page = (Path(__file__).parents[1] / "docs" / "pages" / "howto" / "run-on-your-tpu.md").read_text()
+    assert all(f"`{status}`" in page for status in (PASSED, FAILED, NO_START, NO_TIME, NOT_ON_A_CPU, NOT_ON_ONE_CORE))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("count", [1, 8])
+def test_all_of_it_passes_here(count, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status = main(["verify", "--timeout", "3000", "--virtual-cores", str(count)])
+    report = json.loads((tmp_path / "tpufit-report.json").read_text())
+    assert [check for check in report["checks"] if check["status"] not in (PASSED, NOT_ON_A_CPU, NOT_ON_ONE_CORE)] == []
+    assert status == 0 and len(report["checks"]) == len(CHECKS)
+    assert len((tmp_path / "tpufit-report.json").read_text()) < 20_000
+    assert (tmp_path / "tpufit-report-profile" / "steps.xplane.pb").stat().st_size > 0
+
+
+# What has been shown.
+
+
+@pytest.fixture
+def shown():
+    import importlib.util
+
+    path = Path(__file__).parents[1] / "docs" / "shown.py"
+    spec = importlib.util.spec_from_file_location("shown", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_say_what_the_reports_show(shown):
+    found = shown.reports(shown.DOCS / "reports")
+    assert [page.name for page in shown.PAGES if shown.updated(page.read_text(), found) != page.read_text()] == []
+    assert [page.name for page in shown.PAGES if "<!-- shown: sentence -->" not in page.read_text()] == []
+
+
+def test_a_report_changes_what_they_say(shown, tmp_path, monkeypatch):
+    from tpufit.verification import report as reporting
+
+    results = [Result("starts on all cores", PASSED), Result("batches travel", PASSED)]
+    monkeypatch.setattr(reporting.hardware, "chips", lambda *root: [CHIPS["0x0063"]] * 8)
+    Verification(results, Device("TPU", 8), date="2026-12-01").save(tmp_path / "a.json")
+    Verification(results, Device("CPU", 8), date="2026-12-01").save(tmp_path / "virtual.json")
+    found = shown.reports(tmp_path)
+    (readme, *_), text = shown.PAGES, shown.updated(shown.PAGES[0].read_text(), found)
+    assert "**Shown on v5e, 8 cores.**" in text and shown.NOTHING not in text
+    assert shown.updated(text, []) == readme.read_text()  # and back
+    assert "| v5e, 8 cores | " in shown.table(found) and "| 2026-12-01 | 2 of 2 |  |" in shown.table(found)
+    results[1] = Result("batches travel", FAILED)
+    Verification(results, Device("TPU", 8), date="2026-12-02").save(tmp_path / "b.json")
+    assert shown.sentence(shown.reports(tmp_path)) == (
+        "**No TPU has passed all checks yet.** Checks failed on v5e, 8 cores."
+    )
