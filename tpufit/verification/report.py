@@ -23,7 +23,6 @@ from .check import Figure
 from .runner import FAILED, NO_START, NO_TIME, PASSED, Device, Result
 
 _WIDTH = 120  # columns
-_PACKAGES = ("tpufit", "torch", "torch_xla", *releases.COMPILER)
 _COLOURS = {PASSED: "green", FAILED: "bold red", NO_START: "red", NO_TIME: "yellow"}
 
 
@@ -83,7 +82,8 @@ class Verification:
             },
             "versions": {
                 "python": ".".join(map(str, sys.version_info[:3])),
-                **{name: releases.version(name) for name in _PACKAGES},
+                **{name: releases.version(name) for name in ("tpufit", "torch")},
+                **releases.compiler(),
             },
             "checks": [_as_dict(result) for result in self.results],
         }

@@ -14,7 +14,7 @@ import torch
 from ..callbacks import Diagnostics, TensorBoard
 from ..errors import PreflightError
 from ..model import Model
-from ..preflight.slices import SLICES, TPU
+from ..preflight.slices import SLICES
 from ..runtime import Placement, memory_used, to_device, to_host
 from ..utils.hardware import chips
 from . import nets
@@ -45,14 +45,14 @@ _NETS = {
 }
 
 
-def slice_here() -> str:
-    """The cloud's name of the slice that this host's chips are; that of one v5e where there is none."""
+def slice_here() -> str | None:
+    """The cloud's name of the slice that this host's chips are, if it is a known one; without chips that of one v5e."""
     found = chips()
     for name, known in SLICES.items():
         alike = found and known.chip.name == _generation(found[0].name)
         if alike and known.hosts == 1 and known.devices == sum(chip.devices for chip in found):
             return name
-    return _WITHOUT_A_TPU
+    return None if found else _WITHOUT_A_TPU
 
 
 def _generation(name: str) -> str:
@@ -69,9 +69,11 @@ def _model(name: str, large: bool, cores: int) -> tuple[Model, torch.Tensor, tor
 
 def predicted(setting: Setting) -> Iterator[Figure]:
     """Compile the steps of three nets for the TPU that is here, before anything holds it."""
-    large, on = bool(chips()), SLICES[slice_here()]
-    found: dict[str, Any] = {}
-    for name in _NETS:
+    large, here, found = bool(chips()), slice_here(), dict[str, Any]()
+    if here is None:
+        yield Figure("preflight", "what a core of this TPU can do is not known")
+    for name in _NETS if here else ():
+        on = SLICES[here or _WITHOUT_A_TPU]
         model, x, y, rows = _model(name, large, on.devices)
         try:
             report = model.preflight(x, y, rows, tpu=on.name, verbose=0, timeout=120.0)
@@ -82,6 +84,7 @@ def predicted(setting: Setting) -> Iterator[Figure]:
             "seconds": report.seconds,
             "memory": report.step.memory.total,
             "flops": report.step.cost.flops / report.step.steps,
+            "peak": on.chip.peak,
         }
     (setting.folder / _PREDICTED).write_text(json.dumps(found))
 
@@ -91,10 +94,10 @@ def measured(setting: Setting) -> Iterator[Figure]:
     path = setting.folder / _PREDICTED
     found = json.loads(path.read_text()) if path.exists() else {}
     for name in _NETS:
-        yield from _measured(name, setting, found.get(name), SLICES[slice_here()].chip)
+        yield from _measured(name, setting, found.get(name))
 
 
-def _measured(name: str, setting: Setting, before: dict[str, float] | None, chip: TPU) -> Iterator[Figure]:
+def _measured(name: str, setting: Setting, before: dict[str, float] | None) -> Iterator[Figure]:
     model, x, y, rows = _model(name, setting.on_tpu, setting.count)
     began = perf_counter()
     model.fit(x, y, rows, epochs=3, shuffle=False, verbose=0)
@@ -113,7 +116,7 @@ def _measured(name: str, setting: Setting, before: dict[str, float] | None, chip
     if used := memory_used():
         yield Figure(f"{name}: memory in use between steps", used / 2**20, unit="MiB")
     if setting.on_tpu:
-        yield Figure(f"{name}: share of the chip's peak", before["flops"] / step / chip.peak, at_most=1.0)
+        yield Figure(f"{name}: share of the chip's peak", before["flops"] / step / before["peak"], at_most=1.0)
 
 
 def sending(setting: Setting) -> Iterator[Figure]:
