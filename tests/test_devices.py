@@ -291,3 +291,30 @@ def test_torch_compile_for_xla_is_imported_by_who_uses_it(run_python):
         env={"PJRT_DEVICE": "CPU"},
     )
     assert done.stdout.split("\n")[-2] == "[2.0, 2.0, 2.0]", done.stderr
+
+
+WITH_A_CHIP = """
+import glob, pathlib
+from tpufit import runtime
+from tpufit.utils import hardware
+
+card = pathlib.Path("card")
+card.mkdir()
+(card / "vendor").write_text("0x1ae0")
+(card / "device").write_text("0x0063")
+found = glob.glob
+glob.glob = lambda pattern, **rest: [str(card / "vendor")] if "/sys/bus/pci" in pattern else found(pattern, **rest)
+hardware.chips = lambda *root: [hardware.CHIPS["0x0063"]]
+try:
+    runtime.start(1, "the test")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_tpu_whose_type_nobody_tells_is_an_error_that_says_so(run_python):
+    """torch_xla asks for it while it is imported, and fails over its own None."""
+    silent = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": None, "PJRT_DEVICE": None}
+    process = run_python(WITH_A_CHIP, env=silent)
+    assert process.stdout.startswith("StartError torch_xla can't be imported"), process.stdout + process.stderr
+    assert "TPU_ACCELERATOR_TYPE to the TPU's own type" in process.stdout and "TypeError" in process.stdout

@@ -32,6 +32,7 @@ def lay_out(root, *, device=None, chips=0, folders=()):
         ("0x0063", 8, "v5e", 8),
         ("0x0062", 4, "v5p", 4),
         ("0x006f", 8, "v6e", 8),
+        ("0x0076", 4, "v7x", 8),
     ],
 )
 def test_the_chips_of_each_type(tmp_path, device, chips, name, cores):

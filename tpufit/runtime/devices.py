@@ -18,7 +18,7 @@ from ..utils import hardware, releases
 from ..utils.deferred import deferred
 from ..utils.users_code import users_line
 from . import hosts, release
-from .faults import translate_start
+from .faults import translate_import, translate_start
 from .ops.lowerings import lower_missing
 
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all, 1: warnings, 2: errors, 3: what ends the process
@@ -233,6 +233,10 @@ def _import_runtime() -> Any:
             # It needs half of PyTorch's compiler, for `torch.compile` only, which takes half of the time of the import.
             with deferred("torch_xla._dynamo.dynamo_bridge"):
                 importlib.import_module("torch_xla")
+        except (KeyError, TypeError, OSError) as error:
+            if not hardware.chips():
+                raise
+            raise translate_import(error) from error
         finally:
             logging.disable(logging.NOTSET)
     torch_xla = sys.modules["torch_xla"]

@@ -109,6 +109,22 @@ def translate(error: BaseException, load: Load | None = None) -> TpufitError | N
     return next((kind(_with(sentence, text)) for known, kind, sentence in _OTHERS if known.search(text)), None)
 
 
+def translate_import(error: BaseException) -> StartError:
+    """Translate the error of a torch_xla that can't be imported beside a TPU, for want of the TPU's type.
+
+    Where it sees chips it asks for their type while it is imported: the cloud's metadata server, which notebooks' hosts
+    may not reach, or the environment, if `TPU_SKIP_MDS_QUERY` is set. Without an answer it fails over its own `None`.
+
+    Args:
+        error: The error that torch_xla raised.
+    """
+    sentence = (
+        "torch_xla can't be imported, as it can't learn what kind of TPU this is. Before Python starts set "
+        "TPU_SKIP_MDS_QUERY=1 and TPU_ACCELERATOR_TYPE to the TPU's own type, such as v5litepod-8, and TPU_WORKER_ID=0"
+    )
+    return StartError(_with(sentence, f"{type(error).__name__}: {words_of(error)}"))
+
+
 def translate_start(error: BaseException, platform: str | None, wish: str | None) -> StartError:
     """Translate the error of a runtime that doesn't start.
 

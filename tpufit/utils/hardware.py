@@ -66,6 +66,9 @@ CHIPS = {
     "0x0062": GENERATIONS["v5p"],
     "0x0063": GENERATIONS["v5e"],
     "0x006f": GENERATIONS["v6e"],
+    # Two devices, by torch_xla's bounds of its processes. It must be known at least as a TPU: on a host that counts as
+    # one without, torch_xla 2.9 can't be imported beside it.
+    "0x0076": Chip("v7x", 2, 96),
 }
 
 

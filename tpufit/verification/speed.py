@@ -56,7 +56,7 @@ def slice_here() -> str | None:
 
 
 def _generation(name: str) -> str:
-    # The bus shows no difference between the two. A v3 has twice the memory, and both the same graphs.
+    # The bus shows no difference between the two; the report says for which it was predicted.
     return "v3" if name == "v2 or v3" else name
 
 
@@ -72,6 +72,8 @@ def predicted(setting: Setting) -> Iterator[Figure]:
     large, here, found = bool(chips()), slice_here(), dict[str, Any]()
     if here is None:
         yield Figure("preflight", "what a core of this TPU can do is not known")
+    else:
+        yield Figure("predicted for", here)
     for name in _NETS if here else ():
         on = SLICES[here or _WITHOUT_A_TPU]
         model, x, y, rows = _model(name, large, on.devices)
