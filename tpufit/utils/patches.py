@@ -7,6 +7,7 @@ What Python itself runs otherwise, or PyTorch:
 | `runtime/ops/kernels.py` | kernels of the device for norms, products, attention and losses of classes | torch_xla's gather rows over the cores, or are slow | for good, as another thread may be in one; outside `own_kernels` they call the native ones |
 | `runtime/ops/lowerings.py` | a kernel of the device for Huber's loss | torch_xla has none | for good, for the same reason |
 | `runtime/ops/multihead.py` | `torch.nn.functional.multi_head_attention_forward` | PyTorch's merges rows with other dimensions | the end of `own_multihead`, around a traced step |
+| `runtime/ops/words.py` | `torch.nn.functional.embedding` | a TPU emulates numbers of 64 bits | the end of `short_words`, around a traced step |
 | `runtime/devices.py` | `torch.nn.GRU` | torch_xla puts its own there, which needs JAX; this is PyTorch's again | for good: it takes back torch_xla's patch |
 | `runtime/recompute.py` | `torch.xla`, and the `forward` of blocks | `torch.utils.checkpoint` looks for a module by the device's name | the end of the context, around a traced step |
 | `runtime/draws.py` | `torch.manual_seed` | it seeds the device too, by a constant | the end of `seeded_by_torch`, around a traced step |
