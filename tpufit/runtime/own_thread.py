@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -20,29 +20,30 @@ _PATIENCE = 2.0
 
 
 class _Guard:
-    """Makes threads wait for the one that has the tensors to itself, but for those that it may be waiting for."""
+    """Makes threads wait for the one that has the tensors to itself, but for those that it may be waiting for.
+
+    Attributes:
+        others: The threads that must wait.
+    """
 
     def __init__(self) -> None:
-        self._busy = Lock()
-        self._others: set[int] = set()  # the threads that there were before
+        self._busy = RLock()  # a step may train another model
+        self.others: set[int] = set()  # the threads that there were before
         self._let_in: set[int] = set()
 
     @contextmanager
     def for_this_thread(self) -> Iterator[None]:
         with self._busy:
-            self._others = sys._current_frames().keys() - self._let_in - {get_ident()}
+            self.others = sys._current_frames().keys() - self._let_in - {get_ident()}
             yield
 
     def wait(self) -> None:
-        """Wait until the tensors are free."""
-        me = get_ident()
-        if me not in self._others:
-            return
+        """Wait, in one of the other threads, until the tensors are free."""
         if self._busy.acquire(timeout=_PATIENCE):
             self._busy.release()
         else:
-            self._let_in.add(me)
-            self._others.discard(me)
+            self._let_in.add(get_ident())
+            self.others.discard(get_ident())
 
 
 _guard = _Guard()
@@ -72,12 +73,14 @@ def _guarded(kind: type[Tensor]) -> type[Tensor]:
     if kind.__torch_function__ not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
         return kind
 
+    plain = torch._C._disabled_torch_function_impl
+
     def wait_first(
         _: type, func: Any, classes: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        _guard.wait()
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+        if get_ident() in _guard.others:
+            _guard.wait()
+        result = plain(func, classes, args, kwargs or {})
         if func is Tensor.detach:  # else it is no weight of which `nn.Parameter` makes another
             result.__class__ = guarded
         return result
