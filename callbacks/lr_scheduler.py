@@ -112,9 +112,8 @@ class LRScheduler(RateCallback):
         """
         assert self.scheduler is not None
         self.scheduler.load_state_dict(dict(state["scheduler"]))
-        # Earlier versions only knew if the rate had been used.
-        self._iterations = state["iterations"] if "iterations" in state else None if state["fresh"] else -1
-        self._epoch = state.get("epoch", self._epoch)
+        self._iterations = state["iterations"]
+        self._epoch = state["epoch"]
         # When it was made it set the rates that training begins with.
         for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate

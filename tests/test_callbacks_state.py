@@ -149,15 +149,6 @@ def test_a_schedule_by_epoch_counts_the_one_that_was_left(name, falls):
     assert again.scheduler.last_epoch == 10 - (not falls)
 
 
-@pytest.mark.parametrize("fresh", [True, False])
-def test_a_state_of_an_earlier_version_still_says_if_its_rate_was_used(fresh):
-    callback = begin(LRScheduler(SCHEDULES["exponential"], "step"), FakeModel(lr=0.4))
-    state = callback.state_dict()
-    callback.load_state_dict({"scheduler": state["scheduler"], "fresh": fresh})
-    callback.on_train_step_begin(0, {"iterations": 7})
-    assert callback.model.learning_rate == pytest.approx(0.4 if fresh else 0.36)
-
-
 @pytest.mark.parametrize("first", [(CUT, 0), (CUT, 2)], ids=["between epochs", "in an epoch"])
 @pytest.mark.parametrize("steps", [STEPS, None], ids=["steps known", "steps unknown"])
 def test_one_cycle(first, steps):
@@ -183,14 +174,6 @@ def test_history():
     [
         (partial(ModelCheckpoint, save_freq=4), {"followed": {"best": 0.5, "wait": 0}, "since": 2}),
         (partial(BackupAndRestore, save_freq=4), {"since": 2}),
-        # As earlier versions wrote it, which saved at multiples of the model's steps.
-        (partial(ModelCheckpoint, save_freq=4), {"followed": {"best": 0.5, "wait": 0}}),
-        (
-            partial(ModelCheckpoint, save_freq=4),
-            {"followed": {"best": 0.5, "wait": 0}, "count": {"steps": 3, "last": 2}},
-        ),
-        (partial(BackupAndRestore, save_freq=4), {"steps": 14}),
-        (partial(BackupAndRestore, save_freq=4), {"steps": 3, "last": 2}),
     ],
 )
 @pytest.mark.parametrize("in_epoch", [False, True])

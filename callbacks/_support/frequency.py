@@ -94,8 +94,8 @@ class SaveRule:
         """Go on from a state.
 
         Args:
-            state: The dict that `state_dict` returned. Earlier versions, without it, saved at multiples.
+            state: The dict that `state_dict` returned.
             steps: The model's steps so far.
         """
-        self._since = state.get("since", steps % (self._every or 1))
+        self._since = state["since"]
         self._steps = steps

@@ -153,7 +153,9 @@ def outside_of_fit(engine: Engine) -> dict[str, Any]:
     return {
         "progress": None,
         "data": {},
+        "validation": {},
         "callbacks": [],
+        "objects": {},
         "metrics": None,
         "draws": RNGState.now().state_dict(),
         "compile": engine.config.as_plain(engine.model.optimizer),
@@ -283,12 +285,12 @@ class CheckpointManager:
         state = checkpoint.state
         restore(self._engine, checkpoint)  # before the callbacks, which count steps from the model's own
         if self._objects is not None:
-            self._objects.load_state_dict(state.get("objects", {}))
+            self._objects.load_state_dict(state["objects"])
         self._load_callbacks(state["callbacks"], checkpoint.training)
         try:
             batches = self._train.load_state_dict(state["data"])
             if self._held_out is not None:
-                self._held_out.load_state_dict(state.get("validation", {}))
+                self._held_out.load_state_dict(state["validation"])
             if run is not None:
                 own = {n.removeprefix("metric/"): t for n, t in checkpoint.training.items() if n.startswith("metric/")}
                 run.load_sums(state["metrics"], own, batches)

@@ -48,7 +48,7 @@ class Position:
         """The same as plain values, which JSON can hold."""
         states = {"begun": self.begun, "draws": self.draws}
         plain = vars(self) | {name: state and state.state_dict() for name, state in states.items()}
-        return plain | {"place": plain.pop("offset")}  # its name in checkpoints, also in old ones
+        return plain | {"place": plain.pop("offset")}  # its name in checkpoints
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Position:

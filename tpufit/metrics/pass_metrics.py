@@ -242,10 +242,9 @@ class PassMetrics(SumTable):
         for metric, own in zip(self._metrics, state["metrics"], strict=True):
             metric.load_state_dict(own)
         self._index = {(owner, name): i for i, (owner, name) in enumerate(state["keys"])}
-        self._returned, self.rows, updated = list(state["means"]), state["rows"], state["updated"]
-        # True and False are version 0.1.0's.
-        every = {metric.name: slot for slot, metric in enumerate(self._metrics)}
-        self._slots = dict(updated) if isinstance(updated, Mapping) else every if updated else {}
+        self._returned = list(state["means"])
+        self.rows = state["rows"]
+        self._slots = dict(state["updated"])
         self._defaults = [tensors[f"default/{i}"] for i in range(len(self._index))]
         sums = [tensors[f"sum/{i}"] for i in range(len(self._index))]
         self.tensors = to_device(sums, self.placement)

@@ -418,8 +418,7 @@ class TrainState:
         for name, optimizer in named.items():
             self.of(optimizer).load_options(names, saved.optimizers[name])
         chosen = self.numbers.chosen_steps | saved.numbers["chosen_steps"]
-        kept = {name: saved.numbers[name] for name in ("step", "seed", "updates", "batches_waiting")}
-        kept["passes"] = saved.numbers.get("passes", 0)  # which version 0.1.0 didn't save
+        kept = {name: saved.numbers[name] for name in ("step", "seed", "updates", "batches_waiting", "passes")}
         self.numbers = replace(self.numbers, **kept, chosen_steps=chosen)
         for name, optimizer in named.items():
             ema = self.of(optimizer).ema
