@@ -23,7 +23,7 @@ from tpufit.checkpoint.format import Checkpoint
 from tpufit.checkpoint.resume import named_checkpoint
 from tpufit.data import CachedDataset, presize
 from tpufit.errors import ArgumentError, CheckpointDamagedError, CheckpointMissingError, CheckpointNotWrittenError
-from tpufit.utils.urls import Url, kept_copy
+from tpufit.utils.urls import Mirror, Url
 
 X, Y = torch.randn(48, 4), torch.randint(0, 2, (48,))
 
@@ -206,7 +206,7 @@ def test_a_cache_is_copied_once(place, tmp_path):
     rows = [(torch.full((3,), float(i)), i) for i in range(10)]
     made = CachedDataset(rows, f"{place}/cache", workers=0)
     made.warm_up(progress=False)
-    shutil.rmtree(kept_copy(f"{place}/cache"))
+    shutil.rmtree(Mirror(f"{place}/cache", kept=True).path)
     opened = CachedDataset.open(f"{place}/cache")
     assert [int(label) for _, label in opened] == list(range(10))
     copies = [path for path in (tmp_path / "kept").rglob("*") if path.is_file()]

@@ -33,7 +33,7 @@ from ..errors import CheckpointDamagedError, CheckpointError, CheckpointMissingE
 from ..runtime import is_first
 from ..runtime import versions as runtime_versions
 from ..utils.text import dtype_name
-from ..utils.urls import Url, fetched, is_url
+from ..utils.urls import Mirror, Url, is_url
 from .store import MANIFEST, Store, is_step, store_at
 from .weights import NO_PICKLES, NotFiniteError, are_here, arriving, read_weights, untied, widest_first
 from .weights import write as write_file
@@ -171,21 +171,20 @@ def read(folder: str | os.PathLike[str] | Url) -> Checkpoint:
     """
     if is_url(folder):
         url = folder if isinstance(folder, Url) else Url(os.fspath(folder))
-        with fetched(url) as copy:
-            try:
-                return read(copy)
-            except CheckpointError as error:
-                raise type(error)(str(error).replace(str(copy), str(url))) from None
+        if not url.exists():
+            raise _missing(url, "does not exist")
+        copy = Mirror(url, file=url.is_file())
+        copy.pull()
+        try:
+            return read(copy.path)
+        except CheckpointError as error:
+            raise type(error)(str(error).replace(str(copy.path), str(url))) from None
     assert not isinstance(folder, Url)
     folder = Path(folder)
     if folder.is_symlink():
         raise CheckpointError(f"{folder} is a link; checkpoints are read from folders only. Pass {folder.resolve()}")
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointMissingError(
-            f"{folder} is not a checkpoint of tpufit: it {what}, and a checkpoint is a folder with a {MANIFEST}. "
-            f"Weights alone, in a .safetensors file, go into model.load_weights. {NO_PICKLES}"
-        )
+        raise _missing(folder, "is a file" if folder.exists() else "does not exist")
     manifest = read_manifest(folder)
     files = {name: folder / entry.get("path", name) for name, entry in manifest["files"].items()}
     _verify(files, manifest)  # before any file is parsed
@@ -197,6 +196,13 @@ def read(folder: str | os.PathLike[str] | Url) -> Checkpoint:
         metric=Score(**manifest["metric"]) if manifest["metric"] else None,
         mesh=manifest["mesh"],
         versions=manifest["versions"],
+    )
+
+
+def _missing(folder: Path | Url, what: str) -> CheckpointMissingError:
+    return CheckpointMissingError(
+        f"{folder} is not a checkpoint of tpufit: it {what}, and a checkpoint is a folder with a {MANIFEST}. "
+        f"Weights alone, in a .safetensors file, go into model.load_weights. {NO_PICKLES}"
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import ArgumentError, DataError
-from ..utils.urls import kept_copy
+from ..utils.urls import Mirror
 from ..utils.users_code import warn
 from .cache import CachedDataset
 
@@ -121,7 +121,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             import PIL.Image  # noqa: F401
         except ModuleNotFoundError as error:
             raise ImportError("reading images needs Pillow: pip install pillow") from error
-        self.folder = kept_copy(folder).absolute()
+        mirror = Mirror(folder, kept=True)
+        mirror.pull()
+        self.folder = mirror.path.absolute()
         self.size = None if size is None else _height_and_width(size)
         self.classes, self.samples = _find(self.folder)
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}

@@ -12,8 +12,6 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +137,16 @@ class Url:
 
 
 class Mirror:
-    """A local folder or file, and the place behind a URL that it is sent to; of a path it is that path itself.
+    """A local copy of a folder or file behind a URL; of a path it is that path itself.
 
     Args:
         place: A path or URL.
+        file: True for a file (default False: a folder).
+        kept: True to keep the copy for the next time, in `~/.cache/tpufit` (default False: it ends with this object).
+            Then only what has another size is copied, and files of less than 1 MiB.
 
     Attributes:
-        path: The local path to write to.
+        path: The local path to read or write.
 
     Example:
         >>> mirror = Mirror("memory://mirrored")
@@ -156,12 +157,19 @@ class Mirror:
         >>> Url("memory://mirrored").remove()
     """
 
-    def __init__(self, place: str | os.PathLike[str], file: bool = False) -> None:
-        self._url = Url(os.fspath(place)) if is_url(place) else None
-        self._sent: dict[str, tuple[int, int]] = {}
+    def __init__(self, place: str | os.PathLike[str] | Url, file: bool = False, kept: bool = False) -> None:
         self._is_file = file
-        if self._url is None:
+        self._kept = kept
+        self._sent: dict[str, tuple[int, int]] = {}
+        if not isinstance(place, Url) and not is_url(place):
+            self._url = None
             self.path = Path(place)
+            return
+        self._url = place if isinstance(place, Url) else Url(os.fspath(place))
+        if kept:
+            home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+            self.path = home / "tpufit" / hashlib.sha256(str(self._url).encode()).hexdigest()[:16]
+            self.path.mkdir(parents=True, exist_ok=True)
             return
         folder = tempfile.mkdtemp(prefix="tpufit-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -177,25 +185,32 @@ class Mirror:
             if self._url.exists():
                 self._url.fetch(self.path)
             return
-        for name in self._url.sizes():
-            (self._url / name).fetch(self.path / name)
+        # Large files first: the small ones say that the others are there.
+        for name, size in sorted(self._url.sizes().items(), key=lambda item: -item[1]):
+            here = self.path / name
+            if not (self._kept and here.exists() and _are_same(here.stat().st_size, size)):
+                (self._url / name).fetch(here)
         self._sent = self._here()
 
     def push(self) -> None:
-        """Send what has changed, then remove what is no longer here."""
+        """Send what has changed, then remove what is no longer here, but for a kept copy's."""
         if self._url is None:
             return
         now = self._here()
-        for name, state in now.items():
-            if self._sent.get(name) != state:
+        there = self._url.sizes() if self._kept else {}
+        for name, state in sorted(now.items(), key=lambda item: -item[1][0]):
+            if not _are_same(state[0], there.get(name)) if self._kept else self._sent.get(name) != state:
                 (self._url / name if name else self._url).send(self.path / name if name else self.path)
-        for name in self._sent.keys() - now.keys():
+        for name in () if self._kept else self._sent.keys() - now.keys():
             (self._url / name if name else self._url).remove()
         self._sent = now
 
     def _here(self) -> dict[str, tuple[int, int]]:
-        """The size and time of each local file, by its path from here; of a file alone by no name."""
-        files = [self.path] if self._is_file else [path for path in self.path.rglob("*") if path.is_file()]
+        """The size and time of each local file, by its path from here; of a file alone by no name. No drafts."""
+        if self._is_file:
+            files = [self.path]
+        else:
+            files = [path for path in self.path.rglob("*") if path.is_file() and not path.name.startswith(".")]
         found = {"" if self._is_file else path.relative_to(self.path).as_posix(): path for path in files}
         return {
             name: (stat.st_size, stat.st_mtime_ns)
@@ -205,56 +220,9 @@ class Mirror:
         }
 
 
-@contextmanager
-def fetched(url: Url) -> Iterator[Path]:
-    """A context with a copy of a file, or of a folder's files, in a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="tpufit-") as folder:
-        copy = Path(folder, url.name)
-        if url.is_file():
-            url.fetch(copy)
-        else:
-            for name in url.sizes():
-                (url / name).fetch(copy / name)
-        yield copy
-
-
-def kept_copy(place: str | os.PathLike[str]) -> Path:
-    """A local copy of a folder, kept for the next time; a path is its own.
-
-    Files that have the same size are not copied again, but for small ones.
-
-    Args:
-        place: A path or URL.
-    """
-    if not is_url(place):
-        return Path(place)
-    url = Url(os.fspath(place))
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    copy = home / "tpufit" / hashlib.sha256(str(url).encode()).hexdigest()[:16]
-    copy.mkdir(parents=True, exist_ok=True)
-    # Large files first: the small ones say that the others are there.
-    for name, size in sorted(url.sizes().items(), key=lambda item: -item[1]):
-        here = copy / name
-        if size < _SMALL or not here.exists() or here.stat().st_size != size:
-            (url / name).fetch(here)
-    return copy
-
-
-def send_copy(folder: Path, place: str | os.PathLike[str]) -> None:
-    """Send what `kept_copy` hasn't brought from there; nothing to do for a path.
-
-    Args:
-        folder: The local copy.
-        place: The path or URL that it is a copy of.
-    """
-    if not is_url(place):
-        return
-    url, there = Url(os.fspath(place)), Url(os.fspath(place)).sizes()
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    for path in sorted(files, key=lambda path: -path.stat().st_size):
-        name = path.relative_to(folder).as_posix()
-        if path.stat().st_size < _SMALL or there.get(name) != path.stat().st_size:
-            (url / name).send(path)
+def _are_same(size: int, other: int | None) -> bool:
+    """True if a file needn't be copied: it is large, and has the size of the one that is there."""
+    return size == other and size >= _SMALL
 
 
 _SMALL = 1 << 20  # bytes

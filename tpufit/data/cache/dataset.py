@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from ...errors import ArgumentError, CacheDamagedError, CacheError, CacheMismatchError, UnknownNameError, counted
 from ...runtime import is_first
 from ...utils.terminal import say
-from ...utils.urls import kept_copy, send_copy
+from ...utils.urls import Mirror
 from .build import Workers, build, check_room, exclusive
 from .maker import Maker, alone, check, plan
 from .manifest import Manifest
@@ -144,7 +144,9 @@ class CachedDataset(Dataset[Any]):
         self.mode = mode
         self.ordered = ordered
         self._place = cache_dir
-        self._path = kept_copy(cache_dir)
+        mirror = Mirror(cache_dir, kept=True)
+        mirror.pull()
+        self._path = mirror.path
         self._workers = workers
         self._maker: Maker | None = None
         self._reader: Mapped | None = None
@@ -258,7 +260,7 @@ class CachedDataset(Dataset[Any]):
                 self._manifest.write(self._path)
             build(self._maker, self._path, self._manifest, self._workers, progress)
         if is_first():
-            send_copy(self._path, self._place)
+            Mirror(self._place, kept=True).push()
         self._reader = None
 
     def verify(self) -> list[str]:
