@@ -236,6 +236,19 @@ def test_a_process_killed_between_two_renames(run):
     assert run.newest().step == 10
 
 
+def test_what_was_moved_aside_is_read_before_it_is_brought_back(run, tmp_path):
+    run.write(made(10))
+    run.write(made(20)).rename(run.path / ".step-0000000020.old-77")
+    with pytest.warns(UserWarning, match="a process was killed that replaced it"):
+        assert run.newest().step == 20  # as a `fit` that resumes looks before it opens the folder
+    save(tmp_path / "model", made(1))
+    (tmp_path / "model").rename(tmp_path / ".model.old-77")
+    with pytest.warns(UserWarning, match="model is not there"):
+        assert read(tmp_path / "model").step == 1
+    save(tmp_path / "model", made(2))
+    assert read(tmp_path / "model").step == 2 and not list(tmp_path.glob(".model.*"))
+
+
 @pytest.mark.parametrize("kind", ["tmp", "old"])
 def test_a_killed_process_that_had_the_same_id(run, kind):  # as in containers, where each run is process 1
     run.write(made(10)).rename(run.path / f".step-0000000010.{kind}-{os.getpid()}")

@@ -34,7 +34,8 @@ from ..runtime import is_first
 from ..runtime import versions as runtime_versions
 from ..utils.text import dtype_name
 from ..utils.urls import Mirror, Url, is_url
-from .store import MANIFEST, Store, is_step, store_at
+from ..utils.users_code import warn
+from .store import MANIFEST, Store, is_step, moved_aside, store_at
 from .weights import NO_PICKLES, NotFiniteError, are_here, arriving, read_weights, untied, widest_first
 from .weights import write as write_file
 
@@ -183,6 +184,9 @@ def read(folder: str | os.PathLike[str] | Url) -> Checkpoint:
     folder = Path(folder)
     if folder.is_symlink():
         raise CheckpointError(f"{folder} is a link; checkpoints are read from folders only. Pass {folder.resolve()}")
+    if not folder.exists() and (aside := moved_aside(folder)) is not None:
+        warn(f"{folder} is not there, as a process was killed that replaced it: going on with the one before, {aside}")
+        return read(aside)
     if not folder.is_dir():
         raise _missing(folder, "is a file" if folder.exists() else "does not exist")
     manifest = read_manifest(folder)

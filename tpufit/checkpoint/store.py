@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 from ..utils.files import LOCK, Lock, flush
@@ -55,11 +56,12 @@ class LocalStore:
         self._lock: Lock | None = None
 
     def names(self) -> list[str]:
-        """Return the committed checkpoints, in ascending order. Links don't count."""
+        """Return the committed checkpoints, in ascending order, also those moved aside. Links don't count."""
         if not self.where.is_dir():
             return []
         found = [entry.name for entry in os.scandir(self.where) if entry.is_dir(follow_symlinks=False)]
-        return sorted((name for name in found if is_step(name)), key=step_of)
+        aside = [left[1] for left in map(_LEFT.fullmatch, found) if left and left[2] == "old"]
+        return sorted({name for name in (*found, *aside) if is_step(name)}, key=step_of)
 
     def commit(self, name: str, fill: Callable[[Path], object]) -> None:
         """Write a checkpoint's files, wait until the disk holds them, and only then make it visible.
@@ -91,7 +93,8 @@ class LocalStore:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         flush(self.where)  # else a power cut may undo the rename
-        shutil.rmtree(old, ignore_errors=True)
+        for aside in self.where.glob(f".{escape(name)}.old-*"):  # killed processes' too
+            shutil.rmtree(aside, ignore_errors=True)
 
     def reserve(self) -> list[str]:
         """Make the folder and lock it, and delete the remains of killed processes; return their names.
@@ -141,6 +144,16 @@ class LocalStore:
             shutil.rmtree(entry, ignore_errors=True)
             dropped.append(entry.name)
         return dropped
+
+
+def moved_aside(folder: Path) -> Path | None:
+    """Find a checkpoint that isn't in its place, as a process was killed while it put another one there.
+
+    Args:
+        folder: Its place.
+    """
+    left = [path for path in folder.parent.glob(f".{escape(folder.name)}.old-*") if (path / MANIFEST).is_file()]
+    return max(left, key=lambda path: (path / MANIFEST).stat().st_mtime, default=None)
 
 
 class UrlStore:
