@@ -245,22 +245,21 @@ def test_a_tensor_that_stays_on_the_device_is_seen(cores, tmp_path, monkeypatch)
 
 @pytest.mark.cores(1, quick=False)
 def test_a_resumed_training_that_is_one_step_off_is_seen(cores, tmp_path, monkeypatch):
-    here = setting(cores, tmp_path)
-    assert wrong(endings.interrupted(here)) == []
-    fit = tpufit.Model.fit
-    monkeypatch.setattr(endings, "_KEPT", "another")
+    here, fit = setting(cores, tmp_path), tpufit.Model.fit
 
     def one_more(model, x, y, *args, callbacks, **options):
         fit(model, x, y, *args, callbacks=callbacks, **options)
-        if callbacks[0].filepath.endswith("another"):
+        if callbacks[0].filepath.endswith("run"):
             model.train_on_batch(x[:8], y[:8])
 
     monkeypatch.setattr(tpufit.Model, "fit", one_more)
-    with pytest.raises(KeyboardInterrupt):
-        endings._train(here, endings.signal.SIGINT, "another")
-    steps, weights = endings._train(here, folder="another")
-    whole_steps, whole = endings._train(here, folder="whole")
-    assert (steps - whole_steps, nets.unequal(weights, whole) > 0) == (1, True)
+    assert wrong(endings.interrupted(here)) == ["steps more than without an end", "tensors that differ"]
+
+
+@pytest.mark.cores(1, quick=False)
+def test_a_training_that_began_anew_is_seen(cores, tmp_path):
+    """Nothing was there to go on from: that the weights agree shows nothing."""
+    assert wrong(endings.resumed(setting(cores, tmp_path))) == ["batches that were still to come"]
 
 
 def test_the_slice_of_each_host_is_known(monkeypatch):

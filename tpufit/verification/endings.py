@@ -6,7 +6,8 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from time import perf_counter
+from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -21,18 +22,23 @@ _BATCHES, _EPOCHS = 6, 3
 _LAST = 9  # the batch after which it ends, in the middle of the second epoch
 _WIDTH, _LAYERS = 2048, 8  # 128 MiB of weights
 _KEPT = "run"
+_PATIENCE = 30.0  # seconds
 
 
-class _Ends(Callback):
-    """Sends this process a signal after a number of batches."""
+class _Counts(Callback):
+    """Counts batches, and may send this process a signal after some, once there is a checkpoint."""
 
-    def __init__(self, number: int) -> None:
-        self._signal, self._batches = number, 0
+    def __init__(self, run: Path, number: int | None) -> None:
+        self._run, self._signal, self.batches = run, number, 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._batches += 1
-        if self._batches == _LAST:
-            os.kill(os.getpid(), self._signal)
+        self.batches += 1
+        if self.batches != _LAST or self._signal is None:
+            return
+        began = perf_counter()
+        while not any(self._run.glob("step-*")) and perf_counter() - began < _PATIENCE:
+            sleep(0.05)  # it is written in the background
+        os.kill(os.getpid(), self._signal)
 
 
 def killed(setting: Setting) -> Iterator[Figure]:
@@ -49,10 +55,11 @@ def terminated(setting: Setting) -> Iterator[Figure]:
 
 def resumed(setting: Setting) -> Iterator[Figure]:
     """Go on with what is there, and compare with a training that nothing has ended."""
-    steps, weights = _train(setting)
+    rest, steps, weights = _train(setting)
     # A run directory of its own, so that both do the same.
-    whole_steps, whole = _train(setting, folder="whole")
-    yield Figure("steps taken, of all", steps - whole_steps, at_least=0, at_most=0)
+    every, whole_steps, whole = _train(setting, folder="whole")
+    yield Figure("batches that were still to come", rest, at_least=1, at_most=every - 1)
+    yield Figure("steps more than without an end", steps - whole_steps, at_least=0, at_most=0)
     yield Figure("tensors that differ", nets.unequal(weights, whole), at_most=0)
 
 
@@ -96,14 +103,14 @@ def checkpoint(setting: Setting) -> Iterator[Figure]:
 
 def _train(
     setting: Setting, ends_by: signal.Signals | None = None, folder: str = _KEPT
-) -> tuple[int, dict[str, Tensor]]:
-    """Train, going on with what is there, until it ends; return the steps taken and the weights."""
+) -> tuple[int, int, dict[str, Tensor]]:
+    """Train, going on with what is there; return the batches trained, the steps of all, and the weights."""
     task = nets.gpt(dropout=0.1)
     net, x, y = task.made(_BATCHES * nets.ROWS)
     model = nets.compiled(task, net)
     # A checkpoint within each epoch too, so that there is one in the middle of an epoch to go on from.
-    callbacks: list[Callback] = [ModelCheckpoint(setting.folder / folder, save_freq=4)]
-    callbacks += [] if ends_by is None else [_Ends(ends_by)]
-    size = nets.batch_size(setting.cores)
+    run, size = setting.folder / folder, nets.batch_size(setting.cores)
+    counts = _Counts(run, ends_by)
+    callbacks: list[Callback] = [ModelCheckpoint(run, save_freq=4), counts]
     model.fit(x, y, size, epochs=_EPOCHS, callbacks=callbacks, resume=True, verbose=0)
-    return model.steps_taken, model.state_dict()
+    return counts.batches, model.steps_taken, model.state_dict()

@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -40,6 +41,8 @@ class Job:
 
 def main(job: Job) -> None:
     """Run one part of a check in this process."""
+    # A shell starts what it runs in the background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.dump_traceback_later(max(0.1, job.until - monotonic()))
     folder = Path(job.folder)
     cores = None if job.cores == NONE else _started(job, folder)
