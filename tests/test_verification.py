@@ -129,6 +129,9 @@ def test_what_cannot_be_tried_is_never_passed(faulty, tmp_path):
     assert on_cpu.run(Check("too large", passes, only_tpu=True, runs_on_cpu=False)).status == NOT_ON_A_CPU
     assert on_cpu.run(Check("all", passes, several=True)).status == NOT_ON_ONE_CORE
     assert Runner(8, tmp_path, -1.0).run(Check("late", passes)).status == NO_TIME
+    # Ended by the time of all, which is no fault of its own.
+    ended = Runner(8, tmp_path, 0.5).run(Check("hangs", (Process(faulty.hangs, NONE),)))
+    assert ended.status == NO_TIME and not ended.failure
     assert not Verification([Result("late", NO_TIME)]).passed
     assert Verification([Result("all", NO_START), Result("one", PASSED)]).status == 1
 
@@ -292,6 +295,12 @@ def test_a_report_is_json_also_of_figures_that_are_not_numbers(tmp_path):
     assert [figure["value"] for figure in said["checks"][0]["figures"]] == ["nan", "inf", 0.0]
     assert said["passed"] is False and said["machine"]["platform"] == "TPU" and said["versions"]["torch"]
     assert "1 FAILED" in str(report) and os.listdir(tmp_path / "new") == ["report.json"]
+
+
+def test_one_of_several_hosts_is_told_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    with pytest.raises(tpufit.errors.StartError, match="this is one of 2"):
+        tpufit.verify(tmp_path / "report.json")
 
 
 @pytest.mark.cores(1)

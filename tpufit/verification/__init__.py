@@ -56,7 +56,7 @@ def verify(
         A `Verification`: print it, or read `passed` and `results`.
 
     Raises:
-        StartError: This process holds the TPU, so that no other can have it.
+        StartError: This process holds the TPU, so that no other can have it; or this is one of several hosts.
         ArgumentError: `virtual_cores` is no whole number of at least 1.
 
     Example:
@@ -84,7 +84,13 @@ def verify(
 
 
 def _not_here() -> None:
-    """Raise an error if this process holds the TPU."""
+    """Raise an error if this process holds the TPU, or if other hosts would have to start the same processes."""
+    hosts = [name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
+    if len(hosts) > 1:
+        raise StartError(
+            f"tpufit.verify() tries one host, and this is one of {len(hosts)}, whose processes would wait for each "
+            "other. Run it on a slice of one host, such as v5e-8, or unset TPU_WORKER_HOSTNAMES if there are no others"
+        )
     runtime = sys.modules.get("tpufit.runtime")
     cores = runtime.settled() if runtime else None
     if cores is not None and cores.platform == "TPU":

@@ -26,6 +26,12 @@ CHECKS = (
         quick=True,
     ),
     Check(
+        "steps take what was predicted",
+        (Process(speed.predicted, NONE), Process(speed.measured)),
+        seconds=180.0,
+        only_tpu=True,
+    ),
+    Check(
         "a training goes on after SIGTERM",
         (Process(endings.terminated, ends=128 + signal.SIGTERM), Process(endings.resumed)),
     ),
@@ -48,12 +54,6 @@ CHECKS = (
     Check("split weights are whole ones", (Process(sameness.sharded),), several=True),
     Check("recomputed activations are kept ones", (Process(sameness.recomputed),)),
     Check("attention over long rows is PyTorch's", (Process(numerics.attention),)),
-    Check(
-        "steps take what was predicted",
-        (Process(speed.predicted, NONE), Process(speed.measured)),
-        seconds=180.0,
-        only_tpu=True,
-    ),
     Check("a checkpoint takes little more than a copy", (Process(endings.checkpoint),), only_tpu=True),
     Check("batches travel", (Process(speed.sending),), only_tpu=True, quick=True),
     Check("three steps are profiled", (Process(speed.profile),)),

@@ -55,6 +55,10 @@ class Device:
     cores: int = 0
 
 
+class _TimeOverError(Exception):
+    """The time of all checks is over, and not that of the one that was running."""
+
+
 class Runner:
     """Runs checks.
 
@@ -91,7 +95,10 @@ class Runner:
             return Result(check.name, NO_TIME)
         with tempfile.TemporaryDirectory(prefix="tpufit-verify-") as name:
             folder = Path(name)
-            failure = self._failure(check, folder)
+            try:
+                failure = self._failure(check, folder)
+            except _TimeOverError:
+                return Result(check.name, NO_TIME, perf_counter() - began, _read(folder / FIGURES))
             figures = _read(folder / FIGURES)
         on_cpu = self.device.platform == "CPU"  # now it may be known
         judged = [one for one in figures if not (one.on_tpu and on_cpu)]
@@ -105,13 +112,14 @@ class Runner:
         for number, process in enumerate(check.processes):
             limit = check.seconds * (_ON_A_CPU if self.device.platform == "CPU" else 1)
             what = check.name if len(check.processes) == 1 else f"{check.name} ({number + 1})"
-            ended = self._end_of(process, what, folder, max(1.0, min(limit, self._until - perf_counter())))
+            left = self._until - perf_counter()
+            ended = self._end_of(process, what, folder, max(1.0, min(limit, left)), shortened=left < limit)
             self._note(process.cores, folder / STARTED)
             if ended:
                 return anonymous(ended)
         return ""
 
-    def _end_of(self, process: Process, what: str, folder: Path, seconds: float) -> str:
+    def _end_of(self, process: Process, what: str, folder: Path, seconds: float, shortened: bool) -> str:
         """How a process has ended, in words; nothing if it was as it should."""
         part, until = process.part, monotonic() + seconds
         (folder / STARTED).unlink(missing_ok=True)
@@ -121,6 +129,8 @@ class Runner:
         if (folder / FAULT).exists():
             fault: str = json.loads((folder / FAULT).read_text())
             return fault
+        if ended.status is None and shortened:
+            raise _TimeOverError
         if ended.status is None:
             return f"no end within {seconds:.0f} s. It was at {_place(ended.said)}"
         if ended.status == process.ends:

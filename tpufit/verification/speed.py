@@ -23,6 +23,7 @@ from .check import Figure, Setting
 _PREDICTED = "predicted"
 _SENT = 64 << 20  # bytes
 _STEPS = 30
+_COMPILING = 150.0  # seconds for all predictions; what a slow host doesn't come to is left out
 _WITHOUT_A_TPU = "v5e-1"
 # Ratios of what is measured to what the compiler estimates. It leaves out the host, and what waits for memory.
 _SLOWEST, _LARGEST = 3.0, 1.5
@@ -69,6 +70,7 @@ def _model(name: str, large: bool, cores: int) -> tuple[Model, torch.Tensor, tor
 
 def predicted(setting: Setting) -> Iterator[Figure]:
     """Compile the steps of three nets for the TPU that is here, before anything holds it."""
+    began = perf_counter()
     large, here, found = bool(chips()), slice_here(), dict[str, Any]()
     if here is None:
         yield Figure("preflight", "what a core of this TPU can do is not known")
@@ -77,8 +79,10 @@ def predicted(setting: Setting) -> Iterator[Figure]:
     for name in _NETS if here else ():
         on = SLICES[here or _WITHOUT_A_TPU]
         model, x, y, rows = _model(name, large, on.devices)
+        left = _COMPILING - (perf_counter() - began)
         try:
-            report = model.preflight(x, y, rows, tpu=on.name, verbose=0, timeout=120.0)
+            # Tracing and compiling may each take it.
+            report = model.preflight(x, y, rows, tpu=on.name, verbose=0, timeout=max(1.0, left / 2))
         except PreflightError as error:
             yield Figure("preflight", str(error))
             break
