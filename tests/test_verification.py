@@ -211,7 +211,7 @@ def altered(monkeypatch, option):
 @pytest.mark.parametrize(
     ("part", "option", "seen"),
     [
-        (sameness.replayed, "steps_per_execution", "4 steps in one program: tensors that differ"),
+        (sameness.replayed, "steps_per_execution", "4 steps in one program: losses"),
         (sameness.replayed, "jit_compile", "replayed: tensors that differ"),
         (sameness.recomputed, "remat", "remat=True: losses"),
         (sameness.sharded, "shard", "shard='fsdp': losses"),

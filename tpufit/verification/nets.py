@@ -15,12 +15,17 @@ from ..runtime import Cores
 
 ROWS = 64  # of a batch on all cores
 STEPS = 20
+_WORDS = 61
+
+
+def _normed(width: int) -> list[nn.Module]:
+    return [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.SiLU()]
 
 
 class Conv(nn.Module):
     """Convolutions with batch norm."""
 
-    def __init__(self, width: int = 16, classes: int = 10) -> None:
+    def __init__(self, width: int = 16, more: int = 0, classes: int = 10) -> None:
         super().__init__()
         # No bias before a batch norm: its gradient would be nothing but rounding.
         self.layers = nn.Sequential(
@@ -30,6 +35,7 @@ class Conv(nn.Module):
             nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
             nn.BatchNorm2d(2 * width),
             nn.SiLU(),
+            *(layer for _ in range(more) for layer in _normed(2 * width)),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.Linear(2 * width, classes),
@@ -41,14 +47,15 @@ class Conv(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM over rows of numbers."""
+    """An LSTM over words."""
 
     def __init__(self, width: int = 32, classes: int = 10) -> None:
         super().__init__()
+        self.words = nn.Embedding(_WORDS, width)
         self.lstm, self.head = nn.LSTM(width, width, batch_first=True), nn.Linear(width, classes)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.lstm(rows)[0][:, -1])
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.lstm(self.words(words))[0][:, -1])
         return logits
 
 
@@ -72,7 +79,7 @@ class _Block(nn.Module):
 class GPT(nn.Module):
     """A small transformer over words; it gives logits of the next ones."""
 
-    def __init__(self, width: int = 64, blocks: int = 2, length: int = 32, words: int = 61, dropout: float = 0.0):
+    def __init__(self, width: int = 64, blocks: int = 2, length: int = 32, words: int = _WORDS, dropout: float = 0.0):
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(_Block(width, dropout) for _ in range(blocks))
@@ -118,21 +125,29 @@ class Task:
         return net, *self.data(rows)
 
 
-def conv(width: int = 16, size: int = 8) -> Task:
+def conv(width: int = 16, size: int = 8, more: int = 0) -> Task:
     """Images."""
     return Task(
-        "conv net", lambda: Conv(width), lambda n: (torch.randn(n, 3, size, size), torch.randint(10, (n,))), 0.2, 5e-5
+        "conv net",
+        lambda: Conv(width, more),
+        lambda n: (torch.randn(n, 3, size, size), torch.randint(10, (n,))),
+        0.2,
+        5e-5,
     )
 
 
 def lstm(width: int = 32, length: int = 8) -> Task:
     """Sequences."""
     return Task(
-        "LSTM", lambda: Recurrent(width), lambda n: (torch.randn(n, length, width), torch.randint(10, (n,))), 0.5, 2e-4
+        "LSTM",
+        lambda: Recurrent(width),
+        lambda n: (torch.randint(_WORDS, (n, length)), torch.randint(10, (n,))),
+        0.5,
+        2e-4,
     )
 
 
-def gpt(width: int = 64, blocks: int = 1, length: int = 16, words: int = 61, dropout: float = 0.0) -> Task:
+def gpt(width: int = 64, blocks: int = 1, length: int = 16, words: int = _WORDS, dropout: float = 0.0) -> Task:
     """Texts."""
 
     def data(rows: int) -> tuple[Tensor, Tensor]:

@@ -22,11 +22,12 @@ _ROUNDING = 1e-4  # relative; of weights and losses after 20 steps in float32
 
 def replayed(setting: Setting) -> Iterator[Figure]:
     """A step's compiled graph started directly, and its Python traced each time; one step in a program, and several."""
-    traced = _trained(nets.gpt(), setting, jit_compile=False)
-    again = _trained(nets.gpt(), setting, jit_compile=True)
+    traced = _trained(nets.gpt(), setting, jit_compile=False, matmul_precision=_EXACT)
+    again = _trained(nets.gpt(), setting, jit_compile=True, matmul_precision=_EXACT)
     yield from _to_the_bit("replayed", again, traced)
-    joined = _trained(nets.gpt(), setting, steps_per_execution=_BATCHES)
-    yield from _to_the_bit(f"{_BATCHES} steps in one program", joined, traced)
+    joined = _trained(nets.gpt(), setting, steps_per_execution=_BATCHES, matmul_precision=_EXACT)
+    # The compiler may fuse the arithmetic of several steps otherwise than that of one.
+    yield from _nearly(f"{_BATCHES} steps in one program", joined, again)
 
 
 def alone(setting: Setting) -> Iterator[Figure]:
