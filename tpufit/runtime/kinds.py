@@ -5,10 +5,12 @@ from contextlib import contextmanager
 
 import torch
 
+from ..utils import hardware
 from .bindings import xla
 
 # Those whose programs were seen to be faster and smaller so; those of a v3 are slower and larger.
 _IN_BFLOAT16 = ("TPU v5 lite", "TPU v6 lite")
+_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}  # by the chip on the PCI bus
 _absent: str | None = None
 
 
@@ -20,7 +22,15 @@ def kind_of(device: torch.device) -> str:
     """
     if _absent is not None:
         return _absent
-    return str(xla()._xla_device_kind(str(device))) if device.type == "xla" else device.type
+    if device.type != "xla":
+        return device.type
+    import torch_xla.runtime as runtime
+
+    if not runtime.is_spmd():
+        return str(xla()._xla_device_kind(str(device)))
+    # Of several cores torch_xla doesn't tell: they are one device, which its runtime doesn't know.
+    chips = hardware.chips() if runtime.device_type() == "TPU" else []
+    return _KINDS.get(chips[0].name, chips[0].name) if chips else "cpu"
 
 
 def keeps_bfloat16(kind: str) -> bool:
