@@ -123,6 +123,7 @@ def test_bounds_of_a_tpu_say_nothing_about_a_cpu(faulty, tmp_path):
     assert runner(tmp_path, platform="CPU", cores=8).run(crashes).status == FAILED
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tried_is_never_passed(faulty, tmp_path):
     passes = (Process(faulty.passes, NONE),)
     on_cpu = runner(tmp_path, platform="CPU", cores=1)
