@@ -175,10 +175,10 @@ def test_dropout_leaves_out_shares_and_keeps_the_mean(heads):
 
 IN_BFLOAT16 = {
     "without a mask": lambda: None,
-    "bool": lambda: looking(4, 1, 32, 32),
-    "of each head": lambda: torch.randn(2, 32, 32, requires_grad=True),
+    "bool": lambda: looking(2, 1, 256, 256),
+    "of each head": lambda: torch.randn(2, 256, 256, requires_grad=True),
     # Of a query that looks at nothing, the least number makes the mean of all keys: in bfloat16 as in any format.
-    "least": lambda: torch.zeros(4, 1, 32, 32).masked_fill(~looking(4, 1, 32, 32), torch.finfo(torch.bfloat16).min),
+    "least": lambda: torch.zeros(2, 1, 256, 256).masked_fill(~looking(2, 1, 256, 256), torch.finfo(torch.bfloat16).min),
 }
 
 
@@ -186,8 +186,8 @@ IN_BFLOAT16 = {
 @pytest.mark.parametrize("heads", [2, 1])
 @pytest.mark.parametrize("kind", IN_BFLOAT16)
 def test_attention_under_autocast_multiplies_in_bfloat16_and_is_within_its_rounding(heads, kind, chip):
-    q, k, v = (torch.randn(4, n, 32, 16, requires_grad=True) for n in (2, heads, heads))
-    upstream, mask = torch.randn(4, 2, 32, 16), IN_BFLOAT16[kind]()
+    q, k, v = (torch.randn(2, n, 256, 16, requires_grad=True) for n in (2, heads, heads))
+    upstream, mask = torch.randn(2, 2, 256, 16), IN_BFLOAT16[kind]()
     leaves = [x for x in (q, k, v, mask) if x is not None and x.requires_grad]
     with MATH():  # the CPU's other kernel has wrong gradients of such a query
         exact = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
@@ -201,8 +201,8 @@ def test_attention_under_autocast_multiplies_in_bfloat16_and_is_within_its_round
 
 @pytest.mark.parametrize("chip", ["TPU v3", "TPU v5 lite"])
 def test_second_derivatives_and_dropout_of_attention_in_bfloat16(chip):
-    q, k = (torch.randn(2, 2, 64, 16, requires_grad=True) for _ in range(2))
-    v = torch.eye(64).expand(2, 2, 64, 64).clone().requires_grad_()
+    q, k = (torch.randn(1, 2, 256, 16, requires_grad=True) for _ in range(2))
+    v = torch.eye(256).expand(1, 2, 256, 256).clone().requires_grad_()
 
     def penalty(q, k, v, attend):
         (gradient,) = torch.autograd.grad(attend(q, k, v).float().pow(3).sum(), v, create_graph=True)

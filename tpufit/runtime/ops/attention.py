@@ -48,7 +48,7 @@ def attention(
         ones = torch.ones((*query.shape[:-1], key.shape[-2]), dtype=dtype, device=query.device)
         kept = torch.dropout(ones, dropout_p, True)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    form = _Narrow if query.dtype is torch.bfloat16 and keeps_bfloat16(kind_of(query.device)) else _Attention
+    form = _Narrow if _gains_by_bfloat16(query, key) else _Attention
     y: Tensor = form.apply(query, key, value, attn_mask, kept, is_causal, scale)  # type: ignore[no-untyped-call]
     return y.flatten(-4, -3) if shared else y
 
@@ -216,6 +216,12 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
         and all(x.numel() for x in (query, key, value))
         and _shareable(query.shape[-3], key.shape[-3], enable_gqa)
     )
+
+
+def _gains_by_bfloat16(query: Tensor, key: Tensor) -> bool:
+    """True if the weights had better be kept in bfloat16: of few words, or of parts of tiles, they are larger so."""
+    long = all(x.shape[-2] >= 256 and x.shape[-2] % 128 == 0 for x in (query, key))
+    return long and query.dtype is torch.bfloat16 and keeps_bfloat16(kind_of(query.device))
 
 
 def _shareable(queries: int, keys: int, enable_gqa: bool) -> bool:
