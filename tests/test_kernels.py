@@ -63,6 +63,38 @@ def test_products(name):
     check(function, *(randn(*shape) for shape in shapes))
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 2, 5), (6, 5)], ids=str)
+def test_products_of_flattened_rows(shape):
+    def projected(x, weight, bias):
+        flat = torch.addmm(bias, (x * 1).view(-1, 5), weight)
+        return flat.view(*x.shape[:-1], 6)
+
+    check(projected, randn(*shape), randn(5, 6), randn(6))
+
+
+def test_flattened_projections_for_attention_are_products_of_their_own():
+    def attended(x, weight, bias):
+        flat = torch.addmm(bias, (x * 1).view(-1, 6), weight)
+        q, k, v = (part.view(2, 5, 4, 2).transpose(1, 2) for part in flat.view(2, 5, 24).split(8, dim=2))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    given = randn(2, 5, 6), randn(6, 24), randn(24)
+    check(attended, *given)
+    with own_kernels("CPU"):
+        result = attended(*given)
+    nodes, names = [result.grad_fn], []
+    while nodes:
+        node = nodes.pop()
+        names.append(node.name())
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    assert "_LinearBackward" in names and "_PartsBackward" not in names and "AddmmBackward0" not in names
+
+
+@pytest.mark.parametrize("beta", [1, 0.5])
+def test_other_sums_of_a_product_are_native(beta):
+    check(lambda a, b, c: torch.addmm(a, b.flatten(0, 1), c, beta=beta), randn(6, 4), randn(2, 3, 5), randn(5, 4))
+
+
 def test_second_derivatives_of_products_and_attention():
     w, x = randn(5, 5), randn(2, 4, 5)
 

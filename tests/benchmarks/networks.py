@@ -113,9 +113,9 @@ class BERT(nn.Module):
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
         self.pooler, self.head = nn.Linear(width, width), nn.Linear(width, 2)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        mask = (x != 0 if attention_mask is None else attention_mask.bool())[:, None, None]
-        y = self.words(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = (input_ids != 0 if attention_mask is None else attention_mask.bool())[:, None, None]
+        y = self.words(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
         y = self.dropout(self.norm(y))
         for block in self.blocks:
             y = block(y, mask)
@@ -251,7 +251,7 @@ class Training:
         return x, torch.zeros(x.shape if self.loss is of_words else len(x), dtype=torch.long)
 
 
-_ALL = ("v5e-8", "v3-8", "v6e-8")  # of 8 cores each: one trace does for all
+_ALL = ("v5e-8", "v3-8", "v6e-8")  # of 8 cores each
 _gpt = partial(GPT2, vocabulary=8192, length=512, width=512, depth=4, dropout=0.0)
 _text = partial(Training, loss=of_words, words=True)
 TRAININGS = {

@@ -7,6 +7,7 @@ What Python itself runs otherwise, or PyTorch:
 | `runtime/ops/kernels.py` | kernels of the device for norms, products, attention and losses of classes | torch_xla's gather rows over the cores, or are slow | for good, as another thread may be in one; outside `own_kernels` they call the native ones |
 | `runtime/ops/lowerings.py` | a kernel of the device for Huber's loss | torch_xla has none | for good, for the same reason |
 | `runtime/ops/multihead.py` | `torch.nn.functional.multi_head_attention_forward` | PyTorch's merges rows with other dimensions | the end of `own_multihead`, around a traced step |
+| `runtime/ops/flattened.py` | `torch.addmm` | rows that were flattened for it are gathered over the cores, as in transformers' `Conv1D` | the end of `own_addmm`, around a traced step |
 | `runtime/ops/words.py` | `torch.nn.functional.embedding` | a TPU emulates numbers of 64 bits | the end of `short_words`, around a traced step |
 | `runtime/devices.py` | `torch.nn.GRU` | torch_xla puts its own there, which needs JAX; this is PyTorch's again | for good: it takes back torch_xla's patch |
 | `runtime/recompute.py` | `torch.xla`, and the `forward` of blocks | `torch.utils.checkpoint` looks for a module by the device's name | the end of the context, around a traced step |
@@ -35,5 +36,6 @@ What the process is, or how it ends:
 | `data/cache/maker.py` | PyTorch's number of threads | a sum's last digits depend on it | the end of `alone` |
 | `data/cache/build.py` | SIGINT and the number of threads of a worker | Ctrl-C is the parent's | it is the worker's own process |
 | `preflight/script.py` | `sys.argv`, `sys.path`, `PJRT_DEVICE`, and `fit` and the like of `Model` | a script runs without training | the end of `run_script`; the variable for good |
+| `verification/process.py` | the handler of SIGINT | a shell's background jobs ignore it, and Ctrl-C is checked | it is a check's own process |
 | `preflight/compiling.py` | the environment | libtpu runs without a TPU | it is the compiler's own process |
 """  # noqa: E501

@@ -5,6 +5,7 @@
 | `kernels` | take the place of PyTorch's own while a step is traced |
 | `products`, `attention`, `norms`, `classes` | the kernels |
 | `multihead` | `nn.MultiheadAttention`, whose Python has to be another too |
+| `flattened` | rows that were flattened for a product |
 | `words` | embeddings, whose Python has to be another too |
 | `views` | the same elements straight from the tensor that a view is of |
 | `lowerings` | which operations the device has, and one that it lacks |

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .attention import attention
 from .classes import cross_entropy
+from .flattened import own_addmm
 from .multihead import own_multihead
 from .norms import batch_norm, group_norm, instance_norm, layer_norm, weight_norm
 from .products import linear, matmul
@@ -67,7 +68,7 @@ def own_kernels(backend: str = "XLA") -> Iterator[None]:
                 library.impl("batch_norm", _batch_norm_in_autocast, "AutocastXLA")
     _depth += 1
     try:
-        with own_multihead(), short_words():
+        with own_multihead(), own_addmm(), short_words():
             yield
     finally:
         _depth -= 1

@@ -101,7 +101,8 @@ class _Linear(torch.autograd.Function):
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """`torch.nn.functional.linear`; of more than a matrix, in our own words."""
     if bias is not None and input.dim() == 2:  # PyTorch's own words, to which the way back is long
-        return torch.addmm(bias, input, weight.t())
+        flat: Tensor = torch.ops.aten.addmm(bias, input, weight.t())
+        return flat
     fits = input.dim() > 2 and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and input.numel()
     if not fits or not _alike(input, weight) or (bias is not None and bias.shape != weight.shape[:1]):
         return None
