@@ -240,7 +240,7 @@ class Program:
     @contextmanager
     def _unrun(self, inputs: list[Tensor], seeds: list[int], watch: Glance | Watch) -> Iterator[Capture]:
         """A context for a trace that isn't run: at its end all is as it was."""
-        target, new = self._target, list[Tensor]()
+        target = self._target
         try:
             with noting_new() as new, target.state.lent() as stored:
                 capture = Capture(target, stored, inputs, seeds, watch, self.python_state)

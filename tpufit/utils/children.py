@@ -44,7 +44,8 @@ def run(
         environ: Further variables of its environment (default: none).
     """
     python = own_python(command, {"PYTHONFAULTHANDLER": "1", **(environ or {})})
-    console, began = standard_output(), perf_counter()
+    console = standard_output()
+    began = perf_counter()
     status: Any = console.status(what) if clock and can_draw(console) else nullcontext()
     # A file and not a pipe, which nobody would empty while this waits.
     with tempfile.TemporaryFile("w+", errors="replace") as said, status as shown:
