@@ -134,6 +134,14 @@ def test_at_random_moments(tmp_path):
 
 
 @pytest.mark.soak
+def test_each_kind_of_state():
+    ended = processes.run([sys.executable, children.FAULTS / "kill_states.py"], timeout=1200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.endswith(" 0 lost\n")
+    assert int(ended.stdout.splitlines()[-1].split()[0]) > 90
+
+
+@pytest.mark.soak
 def test_the_lock_of_a_killed_process_is_nobodys(tmp_path):
     code = f"""
         import os, time
