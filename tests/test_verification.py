@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 import tpufit
 from tpufit import verification
 from tpufit.__main__ import main
+from tpufit.checkup.checks import Row
 from tpufit.utils.hardware import CHIPS
-from tpufit.verification import endings, memory, nets, numerics, sameness, speed
+from tpufit.verification import endings, memory, nets, numerics, sameness, speed, starting
 from tpufit.verification.anonymous import anonymous
 from tpufit.verification.check import NONE, Check, Figure, Process, Setting
 from tpufit.verification.plan import CHECKS
@@ -158,11 +160,34 @@ def wrong(figures):
     return [figure.name for figure in figures if not figure.holds]
 
 
+def test_an_error_of_the_doctor_is_seen(monkeypatch, tmp_path):
+    row = Row("torch", "error", "2.7", "install 2.9")
+    monkeypatch.setattr(starting, "CHECKS", [*starting.CHECKS, lambda facts: [row]])
+    found = list(starting.doctor(Setting(None, tmp_path, tmp_path)))
+    assert wrong(found) == ["errors"] and Figure("torch", "error: 2.7. install 2.9") in found
+
+
 @pytest.mark.cores(1, quick=False)
-def test_a_wrong_precision_is_seen(cores, tmp_path, monkeypatch):
+def test_a_training_that_learns_nothing_is_seen(cores, tmp_path, monkeypatch):
+    compile, upwards = tpufit.Model.compile, partial(torch.optim.SGD, lr=0.01, maximize=True)
+    monkeypatch.setattr(tpufit.Model, "compile", lambda model, _, loss, **how: compile(model, upwards, loss, **how))
+    assert wrong(starting.trains(setting(cores, tmp_path))) == ["last loss / first"]
+
+
+@pytest.mark.cores(1, quick=False)
+@pytest.mark.parametrize(
+    ("part", "seen"),
+    [
+        pytest.param(numerics.conv, "fp32, highest", id="conv"),
+        pytest.param(numerics.lstm, "fp32, highest", id="lstm", marks=pytest.mark.soak),
+        pytest.param(numerics.gpt, "fp32, highest", id="gpt", marks=pytest.mark.soak),
+        pytest.param(numerics.attention, "losses of 5 steps, length 256", id="attention", marks=pytest.mark.soak),
+    ],
+)
+def test_a_wrong_precision_is_seen(cores, tmp_path, monkeypatch, part, seen):
     compiled = nets.compiled
     monkeypatch.setattr(nets, "compiled", lambda task, net, **options: compiled(task, net, precision="bf16"))
-    assert "fp32, highest" in wrong(numerics.conv(setting(cores, tmp_path)))
+    assert seen in wrong(part(setting(cores, tmp_path)))
 
 
 def rounded(x, passes):
@@ -276,6 +301,68 @@ def test_a_resumed_training_that_is_one_step_off_is_seen(cores, tmp_path, monkey
 def test_a_training_that_began_anew_is_seen(cores, tmp_path):
     """Nothing was there to go on from: that the weights agree shows nothing."""
     assert wrong(endings.resumed(setting(cores, tmp_path))) == ["batches that were still to come"]
+
+
+@pytest.mark.cores(1, quick=False)
+def test_a_step_that_is_too_large_and_no_error_is_seen(cores, tmp_path, monkeypatch):
+    here, fit, limit = setting(cores, tmp_path), tpufit.Model.fit, 4 << 20  # which is no limit at all on a CPU
+    monkeypatch.setattr(memory, "device_memory", lambda: limit)
+    assert wrong(memory.too_large(here)) == ["OutOfMemoryError, hidden layer of 8 MiB"]
+
+    def lacking(model, *args, **options):
+        if isinstance(model.module, memory.Wide):
+            raise tpufit.errors.OutOfMemoryError("a core has 4 MiB\nand more")
+        return fit(model, *args, **options)
+
+    monkeypatch.setattr(tpufit.Model, "fit", lacking)
+    found = list(memory.too_large(here))
+    assert wrong(found) == [] and Figure("its words", "a core has 4 MiB") in found
+
+
+class Clock:
+    """A clock that shows times one after the other."""
+
+    def __init__(self, *times):
+        self.times = iter(times)
+
+    def __call__(self):
+        return next(self.times)
+
+
+@pytest.mark.cores(1, quick=False)
+def test_a_slow_checkpoint_is_seen_on_a_tpu(cores, tmp_path, monkeypatch):
+    here = setting(cores, tmp_path)
+    monkeypatch.setattr(endings, "_WIDTH", 64)
+    for slow, seen in ((2.0, []), (11.0, ["checkpoint / copy"])):
+        monkeypatch.setattr(endings, "perf_counter", Clock(0.0, slow, 20.0, 21.0))
+        found = list(endings.checkpoint(here))
+        assert wrong(found) == seen and all(figure.on_tpu for figure in found if figure.bounded)
+
+
+@pytest.mark.cores(1, quick=False)
+def test_steps_that_take_longer_than_predicted_are_seen_on_a_tpu(cores, tmp_path, monkeypatch):
+    here, step = setting(cores, tmp_path), 0.1
+    predicted = {"seconds": step, "memory": 1 << 20, "flops": 1e12, "peak": 1e14}
+    for factor, seen in ((1.0, []), (5.0, ["GPT: measured / predicted"])):
+        took = factor * step * speed._STEPS
+        monkeypatch.setattr(speed, "perf_counter", Clock(0.0, 1.0, 1.0, 1.0 + took))
+        found = list(speed._measured("GPT", here, predicted))
+        assert wrong(found) == seen and all(figure.on_tpu for figure in found if figure.bounded)
+
+
+@pytest.mark.cores(1, 8, quick=False)
+def test_numbers_that_change_on_their_way_are_seen(cores, tmp_path, monkeypatch):
+    here, to_host = setting(cores, tmp_path), speed.to_host
+    assert wrong(speed.sending(here)) == []
+    monkeypatch.setattr(speed, "to_host", lambda tensors, why: [value.bfloat16() for value in to_host(tensors, why)])
+    assert wrong(speed.sending(here)) == ["numbers that came back as others"]
+
+
+@pytest.mark.cores(1, quick=False)
+def test_a_profile_that_was_not_written_is_seen(cores, tmp_path, monkeypatch):
+    without = partial(speed.TensorBoard, profile_batch=0)
+    monkeypatch.setattr(speed, "TensorBoard", lambda folder, **options: without(folder))
+    assert wrong(speed.profile(setting(cores, tmp_path))) == ["profiles written"]
 
 
 def test_the_slice_of_each_host_is_known(monkeypatch):
