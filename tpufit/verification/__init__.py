@@ -43,6 +43,7 @@ def verify(
     Each check runs in processes of its own, each with a time limit, so that none can hang or take the others along.
     A line is printed for each, and a table at the end. In a notebook call it before anything else: a TPU serves one
     process. Without a TPU it runs on virtual cores of the CPU, and what only a TPU can tell counts for nothing.
+    On a pod start it on all hosts: the first one writes the report.
 
     Args:
         out: The file that the report is written to, again after each check (default `"tpufit-report.json"`). It holds
@@ -56,7 +57,7 @@ def verify(
         A `Verification`: print it, or read `passed` and `results`.
 
     Raises:
-        StartError: This process holds the TPU, so that no other can have it; or this is one of several hosts.
+        StartError: This process holds the TPU, so that no other can have it.
         ArgumentError: `virtual_cores` is no whole number of at least 1.
 
     Example:
@@ -75,22 +76,17 @@ def verify(
         results.append(runner.run(check))
         say(f"{number:2}/{len(chosen)} {results[-1].status:15} {check.name} ({results[-1].seconds:.0f} s)")
         report = Verification(tuple(results), runner.device, perf_counter() - began, quick)
-        report.save(path)
+        if not runner.device.host:
+            report.save(path)
     console = standard_output()
     console.width = console.width if console.is_terminal else 120
     console.print(report)
-    say(f"The report is in {path}.")
+    say(f"The report is in {path}." if not runner.device.host else "The first host has the report.")
     return report
 
 
 def _not_here() -> None:
-    """Raise an error if this process holds the TPU, or if other hosts would have to start the same processes."""
-    hosts = [name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
-    if len(hosts) > 1:
-        raise StartError(
-            f"tpufit.verify() tries one host, and this is one of {len(hosts)}, whose processes would wait for each "
-            "other. Run it on a slice of one host, such as v5e-8, or unset TPU_WORKER_HOSTNAMES if there are no others"
-        )
+    """Raise an error if this process holds the TPU."""
     runtime = sys.modules.get("tpufit.runtime")
     cores = runtime.settled() if runtime else None
     if cores is not None and cores.platform == "TPU":

@@ -123,6 +123,7 @@ class Check:
         only_tpu: True if only a TPU can tell (default False): on a CPU it runs, and counts for nothing.
         runs_on_cpu: False if it can't even run there (default True).
         several: True if it takes more than one core (default False).
+        one_host: True if the hosts of a pod can't run it together (default False): one may end before the others.
         quick: True if `--quick` has it too (default False).
     """
 
@@ -132,4 +133,10 @@ class Check:
     only_tpu: bool = False
     runs_on_cpu: bool = True
     several: bool = False
+    one_host: bool = False
     quick: bool = False
+
+    @property
+    def on_pods(self) -> bool:
+        """True if a pod can run it: its hosts compute together, and on all cores."""
+        return not self.one_host and all(process.cores != ONE for process in self.processes)

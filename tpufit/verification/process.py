@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 
 from ..errors import TpufitError
-from ..runtime import Cores, platform, start
+from ..runtime import Cores, platform, process_index, start
 from .check import ALL, NONE, Setting
 
 FIGURES, FAULT, STARTED = "figures.jsonl", "fault.json", "started.json"
@@ -65,7 +65,8 @@ def _started(job: Job, folder: Path) -> Cores:
     if job.cores == ALL and platform() == "CPU":
         wanted = job.virtual
     cores = start(wanted, "tpufit.verify()")
-    (folder / STARTED).write_text(json.dumps({"platform": cores.platform, "count": cores.count}))
+    said = {"platform": cores.platform, "cores": cores.count, "hosts": cores.hosts, "host": process_index()}
+    (folder / STARTED).write_text(json.dumps(said))
     return cores
 
 

@@ -75,6 +75,7 @@ class Verification:
             "machine": {
                 "platform": self.device.platform,
                 "cores": self.device.cores,
+                "hosts": self.device.hosts,
                 "chips": [chip.name for chip in chips],
                 "place": hardware.place(),
                 "cpus": hardware.cpus(),
@@ -118,9 +119,9 @@ class Verification:
         for result in self.results:
             counts[result.status] += 1
         said = ", ".join(f"{count} {status}" for status, count in counts.items())
-        where = (
-            f"{counted(self.device.cores, 'core')} of a {self.device.platform}" if self.device.cores else "no device"
-        )
+        device = self.device
+        where = f"{counted(device.cores, 'core')} of a {device.platform}" if device.cores else "no device"
+        where += f" on {device.hosts} hosts" if device.hosts > 1 else ""
         return f"{counted(len(self.results), 'check')} on {where} in {self.seconds:.0f} s: {said}"
 
     def __str__(self) -> str:

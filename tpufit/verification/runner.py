@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic, perf_counter
 
@@ -15,7 +15,7 @@ from .check import ALL, NONE, Check, Figure, Process
 from .process import FAULT, FIGURES, STARTED, Job
 
 PASSED, FAILED = "passed", "FAILED"
-NOT_ON_A_CPU, NOT_ON_ONE_CORE = "not on a CPU", "not on one core"
+NOT_ON_A_CPU, NOT_ON_ONE_CORE, NOT_ON_A_POD = "not on a CPU", "not on one core", "not on a pod"
 NO_START, NO_TIME = "no start", "no time"
 
 _GRACE = 5.0  # seconds in which a process that hangs writes where
@@ -28,8 +28,8 @@ class Result:
 
     Attributes:
         name: Its name.
-        status: `"passed"`, `"FAILED"`, `"not on a CPU"`, `"not on one core"`, `"no start"` (not tried: the device
-            doesn't start on these cores) or `"no time"` (not tried).
+        status: `"passed"`, `"FAILED"`, `"not on a CPU"`, `"not on one core"`, `"not on a pod"`, `"no start"` (not
+            tried: the device doesn't start on these cores) or `"no time"` (not tried).
         seconds: The time that it took.
         figures: Its figures.
         failure: What went wrong, in words; nothing if only a figure is out of its bounds, or all is well.
@@ -49,10 +49,14 @@ class Device:
     Attributes:
         platform: Its kind: `"TPU"` or `"CPU"`; nothing before the first start.
         cores: The number of its cores; 0 before the first start on all.
+        hosts: The number of hosts that have them.
+        host: The number of this one.
     """
 
     platform: str = ""
     cores: int = 0
+    hosts: int = 1
+    host: int = 0
 
 
 class _TimeOverError(Exception):
@@ -88,6 +92,8 @@ class Runner:
             return Result(check.name, NOT_ON_A_CPU)
         if check.several and self.device.cores == 1:
             return Result(check.name, NOT_ON_ONE_CORE)
+        if self.device.hosts > 1 and not check.on_pods:
+            return Result(check.name, NOT_ON_A_POD)
         if any(self._tried.get(process.cores) is False for process in check.processes):
             return Result(check.name, NO_START)
         began = perf_counter()
@@ -111,6 +117,8 @@ class Runner:
         """Run the processes of a check until one fails; in words, how it did."""
         for number, process in enumerate(check.processes):
             limit = check.seconds * (_ON_A_CPU if self.device.platform == "CPU" else 1)
+            # The device starts once all hosts are there: one that has failed waits for those that wait for it.
+            limit *= 2 if self.device.hosts > 1 else 1
             what = check.name if len(check.processes) == 1 else f"{check.name} ({number + 1})"
             left = self._until - perf_counter()
             ended = self._end_of(process, what, folder, max(1.0, min(limit, left)), shortened=left < limit)
@@ -146,7 +154,7 @@ class Runner:
         self._tried[cores] = self._tried.get(cores, False) or started.exists()
         if started.exists():
             said = json.loads(started.read_text())
-            self.device = Device(said["platform"], said["count"] if cores == ALL else self.device.cores)
+            self.device = Device(**said) if cores == ALL else replace(self.device, platform=said["platform"])
 
 
 def _read(path: Path) -> tuple[Figure, ...]:

@@ -81,8 +81,9 @@ def uneven(setting: Setting) -> Iterator[Figure]:
     with torch.no_grad():
         theirs = float(nets.loss_of(plain.eval()(x), y))
     yield Figure("evaluated loss against PyTorch", nets.difference([ours], [theirs]), at_most=_ROUNDING)
-    predicted = torch.as_tensor(model.predict(x, size, verbose=0))
-    yield Figure("rows that predict returns too many", len(predicted) - rows, at_least=0, at_most=0)
+    predicted = model.predict(x, size, verbose=0)
+    if predicted is not None:  # of a pod the first host has them
+        yield Figure("rows that predict returns too many", len(predicted) - rows, at_least=0, at_most=0)
 
 
 def sharded(setting: Setting) -> Iterator[Figure]:
