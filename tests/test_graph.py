@@ -71,7 +71,7 @@ def train(cores, *, extra=None, callbacks=(), epochs=6, rows=32, optimizer=None,
 
 
 def why_traced(model, role="train"):
-    return model._engine.programs[role][0].traced_because
+    return model._engine.roles[role].program.traced_because
 
 
 def assert_equal(one, other):

@@ -91,7 +91,7 @@ def test_weights_that_a_step_leaves_are_not_replaced(cores, packs):
     module[0].requires_grad_(False)
     before = copy.deepcopy(module[0].weight)
     model, _ = trained(cores, module)
-    graph = next(iter(model._engine.programs["train"][0]._graphs.values()))
+    graph = next(iter(model._engine.roles["train"].program._graphs.values()))
     named = dict(zip(map(id, model._engine.state.device.tensors), range(99), strict=False))
     assert named[id(module[0].weight)] not in graph.changed
     assert named[id(module[5].weight)] in graph.changed

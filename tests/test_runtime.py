@@ -152,6 +152,17 @@ def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):
     assert waited == steps
 
 
+def test_roles_and_models_together_run_ahead_by_three_times_as_many_steps_as_one_may(place):
+    roles = [runtime.InFlight(seconds=1e9, most=10) for _ in range(6)]
+    most = 0
+    for turn in range(12):
+        for role in roles:
+            (result,) = runtime.to_device([torch.tensor([float(turn)])], place)
+            role.add(result, 100)
+            most = max(most, sum(len(one.started) for one in roles))
+    assert 25 <= most <= 30
+
+
 def test_nothing_is_split_on_one_core_and_rows_are_on_many(place, cores):
     import torch_xla
 

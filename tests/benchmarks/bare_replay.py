@@ -99,7 +99,8 @@ def train(workload: Workload, clock: Clock, *, epochs: int, steps: int, cores: i
 
 def replay_graph_of(model: Any, loader: Any, rate: float, clock: Clock) -> None:
     """One pass over the data with the graph that a tpufit model replays, and nothing around it but its transfers."""
-    program, running = model._engine.programs["train"]
+    role = model._engine.roles["train"]
+    program, running = role.program, role.sums
     (graph,) = program._graphs.values()
     if graph.donates:
         raise ValueError("this graph takes the memory of its state, which the model still needs")

@@ -77,8 +77,8 @@ class Tracer:
             for _ in range(_ATTEMPTS * period):
                 before = len(self.recorder.programs)
                 yield last
-                program, _ = self._engine.programs[one.role]
-                proven = all(map(program.replays, program.met))
+                program = self._engine.roles[one.role].program
+                proven = program is not None and all(map(program.replays, program.met))
                 quiet = quiet + 1 if proven and len(self.recorder.programs) == before else 0
                 if quiet == period:
                     break

@@ -12,6 +12,7 @@
 | `pulse` | their signs of life |
 | `placement` | the host, one core or a mesh, and how tensors lie over it |
 | `transfer` | host to device and back, where the waits are |
+| `in_flight` | how many steps may run ahead of the device |
 | `rows` | a host's own rows of a batch |
 | `lazy` | tensors that wait to be computed, and their memory |
 | `lowering` | what is read only while a graph is lowered, and its part in the graph's identity |
@@ -54,6 +55,7 @@ from .draws import Draws
 from .faults import Load, translate
 from .gathering import ungathered
 from .hosts import agree, at, broadcast, everyone, is_first, together, whereabouts
+from .in_flight import InFlight
 from .kinds import keeps_bfloat16
 from .lazy import launch
 from .lowering import set_matmul_precision
@@ -70,4 +72,4 @@ from .release import words_of
 from .rows import fetch_rows, gather_rows, send_rows
 from .strict import LENIENT, Strict
 from .trace_watch import cure_of
-from .transfer import InFlight, copies, copy_into, fetch, fetched, lie_over, move, swap_value, to_device, to_host
+from .transfer import copies, copy_into, fetch, fetched, lie_over, move, swap_value, to_device, to_host

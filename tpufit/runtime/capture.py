@@ -205,6 +205,7 @@ class Capture:
         self._values: list[Tensor] = []  # the inputs of its graph
         self._taken: list[Tensor] = []  # the traced state
         self._results: list[Tensor] = []
+        self._escaped: list[Tensor] | None = None  # what the body has left elsewhere, once `graph` has looked for it
 
     def trace(self, body: Body) -> str:
         """Run the body.
@@ -265,10 +266,11 @@ class Capture:
 
     def keep_left(self) -> None:
         """Compute what the body of a trace that isn't run has left elsewhere, as in a cache, and nothing else of it."""
-        known = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
-        state, sums = self._target.state, self._target.sums
+        state, left = self._target.state, self._escaped
+        if left is None:
+            known = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
+            left = pending_elsewhere([*known, *state.tensors, *self._target.sums.tensors], self._new)
         taken = set(map(identity, state.tensors))  # by another thread: nobody has left it
-        left = pending_elsewhere([*known, *state.tensors, *sums.tensors], self._new)
         compute([tensor for tensor in left if identity(tensor) not in taken])
 
     def graph(self) -> Graph | None:
@@ -285,7 +287,7 @@ class Capture:
         roots = [*replaced, *(sums.tensors[i] for i in summed), *computed]
         # A tensor that the body left elsewhere becomes an output too. Left pending it would be computed later, from
         # memory that the graph has written over.
-        escaped = pending_elsewhere([*roots, *state.tensors], self._new)
+        escaped = self._escaped = pending_elsewhere([*roots, *state.tensors], self._new)
         self._roots = roots = [*roots, *escaped]
         if not roots:
             state.end_trace()

@@ -71,11 +71,11 @@ class Placement:
 
     @property
     def most_in_flight(self) -> int:
-        """The number of steps of one role that may be under way.
+        """The number of steps of one role that may be under way; of all together three times as many may.
 
         XLA's CPU client lets 32 runs begin. It starts the parts of a further one as soon as their own core may, on the
         threads that the parts of the first one need: with several virtual cores these then wait for each other for
-        good. Three roles of two models stay below that.
+        good.
         """
         virtual = self.cores is not None and self.cores.spmd and self.cores.platform == "CPU"
         return 8 if virtual else 256

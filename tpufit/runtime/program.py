@@ -57,13 +57,13 @@ class Program:
             it is where that costs time.
         inside: Gives the context in which the body is traced.
         matmul_precision: The precision of float32 matrix products.
+        python_state: Gives the names and values that the body might change in Python, before and after a trace.
 
     Attributes:
         jit_compile: The argument.
         audits: Decides which replays are audited.
         change: The change that the last audit has found, in words if it is known, and the number of steps that may have
             run without it; None if it has found none, or after `take_change`.
-        python_state: Gives the names and values that the body might change in Python, before and after a trace.
         traced_because: The reason why the step is traced on every call; empty as long as it isn't.
         products: The formats in which the last trace computed matrix products.
         cause: The reason for the next graph, for the report.
@@ -82,6 +82,7 @@ class Program:
         donate: bool = False,
         inside: Callable[[], AbstractContextManager[object]] = nullcontext,
         matmul_precision: str = "default",
+        python_state: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         on_cpu = platform() == "CPU" and placement.recorder is None
         donates = donate and (not on_cpu or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
@@ -92,7 +93,7 @@ class Program:
         self.change: tuple[str, int] | None = None
         self._matmul_precision = matmul_precision
         self._variables: tuple[str, ...] = ()
-        self.python_state: Callable[[], dict[str, Any]] = dict
+        self._python_state = python_state
         self.products: set[torch.dtype] = set()
         self._graphs: dict[Hashable, Graph] = {}
         self._doubtful: dict[Hashable, int] = {}  # the doubtful steps of graphs that an audit has refuted
@@ -132,15 +133,15 @@ class Program:
         if self.jit_compile is not False:
             self.traced_because = ""
 
-    def begin_pass(self, python_state: Callable[[], dict[str, Any]], strict: Strict, new: Strict) -> None:
+    def begin_pass(self, strict: Strict, new: Strict) -> None:
         """Begin a pass over data.
 
         Args:
-            python_state: Gives the names and values that the body might change in Python, before and after a trace.
             strict: The policy on whatever makes steps slow.
             new: The policy on a new graph of a step that is replayed.
         """
-        self.python_state, self._strict, self._new = python_state, strict, new
+        self._strict = strict
+        self._new = new
         self.audits.begin_pass()
         if self._variables != variables():  # the graphs were lowered with others
             self._variables = variables()
@@ -243,7 +244,7 @@ class Program:
         target = self._target
         try:
             with noting_new() as new, target.state.lent() as stored:
-                capture = Capture(target, stored, inputs, seeds, watch, self.python_state)
+                capture = Capture(target, stored, inputs, seeds, watch, self._python_state)
                 yield capture
                 capture.keep_left()
         finally:
@@ -327,7 +328,7 @@ class Program:
         with undoing(target.state):
             stored = target.state.begin_trace()  # before the watch, which would see it as work of the step
             watch = self._watch()
-            capture = Capture(target, stored, inputs, seeds, watch, self.python_state)
+            capture = Capture(target, stored, inputs, seeds, watch, self._python_state)
             obstacle = capture.trace(body)
             self.products = watch.products
             if obstacle:

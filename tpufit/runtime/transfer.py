@@ -8,7 +8,6 @@ import copyreg
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -105,10 +104,11 @@ def to_host(tensors: Sequence[Tensor], reason: str, together: bool = False) -> l
         return here
     with counters.waiting(reason), counters.role("transfer"):
         xla()._xla_sync_multi([here[i] for i in remote], devices=[], wait=True, sync_xla_data=False)
-        _check_computed([here[i] for i in remote])
+        specs = {i: xla()._get_xla_sharding_spec(here[i]) for i in remote}
+        _check_computed([here[i] for i in remote if specs[i]])
         # A tensor split over the cores is put together from its shards: torch_xla's own way would compile a gather
         # for it, and again at every call.
-        split = {i for i in remote if _is_split(here[i])}
+        split = {i for i in remote if _names_a_split(specs[i])}
         whole = [i for i in remote if i not in split]
         for i, value in zip(whole, xla()._xla_get_cpu_tensors([here[i] for i in whole]), strict=True):
             here[i] = value
@@ -156,8 +156,9 @@ def reach(tensor: Tensor, reason: str) -> None:
     """
     with counters.waiting(reason), counters.role("transfer"):
         xla()._xla_sync_multi([tensor], devices=[], wait=True, sync_xla_data=False)
-        _check_computed([tensor])
-        xla()._get_local_shards([tensor]) if _is_split(tensor) else xla()._xla_get_cpu_tensors([tensor])
+        spec = xla()._get_xla_sharding_spec(tensor)
+        _check_computed([tensor] if spec else [])
+        xla()._get_local_shards([tensor]) if _names_a_split(spec) else xla()._xla_get_cpu_tensors([tensor])
 
 
 def fetch(nest: Any, reason: str) -> Any:
@@ -322,17 +323,19 @@ def _axis_of(tensor: Tensor) -> int | None:
     return next((i for i, count in enumerate(counts[: tensor.dim()]) if count > 1), None)
 
 
-def _is_split(tensor: Tensor) -> bool:
-    spec = xla()._get_xla_sharding_spec(tensor)
+def _names_a_split(spec: str) -> bool:
+    """True if a sharding, in torch_xla's words, splits a tensor."""
     return bool(spec) and "devices=" in spec
 
 
-def _check_computed(tensors: Sequence[Tensor]) -> None:
-    """Raise an error for a value on several cores that its program, having failed, never gave.
+def _check_computed(spread: Sequence[Tensor]) -> None:
+    """Raise an error for a value that its program, having failed, never gave.
 
     The wait for a program tells of its failure once only, and torch_xla ends the process when such a value is read.
+
+    Args:
+        spread: Tensors with a sharding: those on several cores.
     """
-    spread = [tensor for tensor in tensors if xla()._get_xla_sharding_spec(tensor)]
     if spread and not all(xla()._get_local_shard_replica_and_indices(spread)):
         raise RuntimeError("a value can't be read, because the program that was to compute it has failed")
 
@@ -369,59 +372,3 @@ def _join_shards(tensor: Tensor) -> Tensor:
     for (shard, _), (_, index) in zip(shards, places, strict=True):
         whole[tuple(index)] = shard[tuple(slice(0, i.stop - i.start) for i in index)]  # the rest of a shard is padding
     return whole
-
-
-# The number of steps between two waits that tells how long one takes; fewer may be those that compile.
-_LONG_RUN = 16
-
-
-class InFlight:
-    """Back-pressure: lets steps run ahead of the device, and waits for an older one when they are too many.
-
-    Many short steps may be under way, because a wait costs as much as the call of one. Of long steps only two may be,
-    because a signal waits for all of them, and each keeps its batch in memory.
-
-    Args:
-        seconds: The time that all steps under way may take.
-        nbytes: The memory that their batches may take.
-        most: The number of steps that may be under way, see `Placement.most_in_flight`.
-
-    Attributes:
-        pace: The seconds that a step takes by now, or None as long as no long run of steps has been measured.
-    """
-
-    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, *, most: int) -> None:
-        self._seconds, self._nbytes, self._most = seconds, nbytes, most
-        self.pace: float | None = None
-        self._limit = 4  # until it is known how long they take
-        self._started: list[Tensor] = []
-        self._new = 0
-        self._last_wait = perf_counter()
-
-    def add(self, result: Tensor, nbytes: int) -> Tensor | None:
-        """Note a step that was just started. **This may wait** for a step as old as half the limit.
-
-        Args:
-            result: A small result of the step.
-            nbytes: The size of its batches.
-
-        Returns:
-            The result of the step that was waited for, on the host; None if none was.
-        """
-        self._started.append(result)
-        self._new += 1
-        if len(self._started) < self._limit:
-            return None
-        half = self._limit // 2
-        with counters.waiting("throttle"):
-            reached: Tensor = xla()._xla_get_cpu_tensors([self._started[half - 1]])[0]
-        del self._started[:half]
-        now = perf_counter()
-        each = (now - self._last_wait) / self._new
-        # Fourfold at most, so that a short pass has a long run too, which tells the pace.
-        limits = self._most, 4 * self._limit, int(self._seconds / each), self._nbytes // max(nbytes, 1)
-        self._limit = max(2, min(limits))
-        if self._new >= _LONG_RUN:
-            self.pace = each
-        self._new, self._last_wait = 0, now
-        return reached

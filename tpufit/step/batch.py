@@ -12,7 +12,7 @@ from ..data.batches import count_rows, fields, is_plain, is_row_of_parts, listed
 from ..data.parts import Part
 from ..errors import BatchError
 from ..losses import targets_of
-from ..runtime import Placement, Sharding, Strict, send_rows, to_device
+from ..runtime import Placement, Sharding, send_rows, to_device
 from .graph_key import GraphKeys
 
 # Batches of so few bytes go to the device as one: each tensor that is sent costs as much as to copy such a one.
@@ -86,21 +86,13 @@ class BatchSender:
 
     Args:
         placement: The cores that share a batch.
-        keys: The registry that numbers the structures of batches.
-        role: `"train"`, `"eval"` or `"predict"`.
-        strict: The policy on a batch of a new shape.
+        keys: The keys of the role's graphs, which number the structures of batches.
         label_range: The function that finds the range of class labels in targets; None if nothing checks labels.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        keys: GraphKeys,
-        role: str,
-        strict: Strict,
-        label_range: Callable[[Any], Any] | None,
-    ) -> None:
-        self._placement, self._keys, self._role, self._strict = placement, keys, role, strict
+    def __init__(self, placement: Placement, keys: GraphKeys, label_range: Callable[[Any], Any] | None) -> None:
+        self._placement = placement
+        self._keys = keys
         self._label_range = label_range
         self._known: dict[type, BatchForm] = {}  # of the last plain batch
 
@@ -159,7 +151,7 @@ class BatchSender:
         facts = [(t.shape, t.dtype) for t in tensors]
         signature = self._keys.signature((spec, part and part.rows, facts))
         # Before the transfer, so that a refused batch never reaches the device.
-        self._keys.note_shape(self._role, signature, batch, self._strict)
+        self._keys.note_shape(signature, batch)
         rows = count_rows(tensors) if part is None else part.rows
         if not rows:
             raise BatchError(

@@ -6,7 +6,7 @@ A program captures a step (traces and compiles it), then replays its graph witho
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import optimizers
 from ..diagnostics.report import Pass, Report
 from ..errors import ArgumentError, StateLostError
 from ..losses import ClassWeight
-from ..metrics import PassMetrics
 from ..runtime import (
     HOST,
     LENIENT,
@@ -38,13 +38,12 @@ from ..runtime import (
 )
 from ..utils.random import draw_seed, step_seed
 from ..utils.users_code import warn
-from .batch import DeviceGroup
 from .blocks import blocks
 from .config import UNCOMPILED, CompileConfig
 from .context import StepContext
 from .failures import may_be_of_device, weights_lost
-from .graph_key import GraphKeys
 from .precision import Formats
+from .role import ROLES, Role
 from .state import SavedState, Snapshot, TrainState
 
 # The number of passes kept for reports.
@@ -79,16 +78,6 @@ class UserModel(Protocol):
 # The attributes of `Model` itself. No step depends on them, and `fit` changes some: as state of the user's Python they
 # would only force new graphs.
 _OURS = {*UserModel.__annotations__, "_engine"}
-
-
-class Runner(Protocol):
-    """The part of a `StepRunner` that error messages use."""
-
-    role: str
-    group: DeviceGroup | None
-
-    def computed(self) -> dict[str, Any]:
-        """Compute the logs of its pass so far."""
 
 
 @dataclass
@@ -159,11 +148,8 @@ class Engine:
         state: All that training changes.
         context: The step whose Python is running.
         options: The options of the `fit` under way.
-        programs: The program of each role, and the sums that its steps add to.
-        runners: The newest runner of each role.
-        batch_runners: The runner of each `*_on_batch` method, by role.
-        latest: The runner that started the last step, or whose logs were read last.
-        keys: The registry that numbers the parts of graph keys.
+        roles: The roles by name, each with its program.
+        latest: The role that started the last step, or whose logs were read last; None before the first.
         log: The record of the steps that have run.
         observed: The facts about the module that its first step reveals.
     """
@@ -173,11 +159,8 @@ class Engine:
         self.state: TrainState = TrainState(model, config, None if before is None else before.state)
         self.context = StepContext()
         self.options = FitOptions()
-        self.programs: dict[str, tuple[Program, PassMetrics]] = {}
-        self.runners: dict[str, Runner] = {}
-        self.latest: Runner | None = None
-        self.batch_runners: dict[str, Any] = {}
-        self.keys = GraphKeys()
+        self.roles = {name: Role(name, self._python_state) for name in ROLES}
+        self.latest: Role | None = None
         self.log: RunLog = RunLog() if before is None else before.log
         self.observed: Observed = Observed() if before is None else Observed(before.observed.shapes)
 
@@ -185,6 +168,15 @@ class Engine:
     def compiled(self) -> bool:
         """True after `compile`."""
         return self.config.arguments is not None
+
+    @property
+    def programs(self) -> list[Program]:
+        """The programs that there are."""
+        return [role.program for role in self.roles.values() if role.program is not None]
+
+    def _drop_programs(self) -> None:
+        for role in self.roles.values():
+            role.program = None
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -210,15 +202,22 @@ class Engine:
         """Move the module, the loss and the optimizers' state, each tensor in place."""
         # Captured graphs take the old tensors, in their old place.
         if self.state.move_to(placement):
-            self.programs.clear()
+            self._drop_programs()
 
     def begin_fit(self, history: Any, options: FitOptions, seed: int) -> None:
         """Set the history, the options and the seed of a new `fit`."""
         self.model.history = history
         self.options, self.state.numbers.seed = options, seed
         self.log.begin_fit()
-        for program, _ in self.programs.values():
+        for program in self.programs:
             program.try_again()
+
+    def scale_rates(self, cores: int) -> list[float]:
+        """Multiply the learning rates by the factor of a number of cores, once, and return the rates from before."""
+        optimizer = optimizers.required(self.model.optimizer)
+        before = optimizers.rates(optimizer)
+        optimizers.scale_rates(optimizer, self.config.rate_factor(cores))
+        return before
 
     def seed_of_pass(self) -> int:
         """Return the seed of a new evaluation or prediction.
@@ -235,23 +234,23 @@ class Engine:
     def reset(self, weights: Mapping[int, Tensor]) -> None:
         """Return to the host with other weights, after a failed step lost the old ones; see `TrainState.reset`."""
         self.state.reset(weights)
-        self.programs.clear()
+        self._drop_programs()
 
     def reset_to(self, saved: SavedState) -> None:
         """Return to the host with the weights of a checkpoint; see `TrainState.reset_to`."""
         self.state.reset_to(saved)
-        self.programs.clear()
+        self._drop_programs()
 
     def put_back(self, before: Snapshot) -> None:
         """Undo a trial; see `TrainState.put_back`."""
         self.state.put_back(before)
         # The trial's graphs may take state that its first step created and that is gone now. XLA keeps them compiled.
-        self.programs.pop("train", None)
+        self.roles["train"].program = None
 
     def take_in_new_state(self) -> None:
         """Adopt the state that a traced step has created; graphs without it are forgotten, and captured again."""
         if self.state.take_in_new():
-            for program, _ in self.programs.values():
+            for program in self.programs:
                 program.forget()
 
     def note_users_code(self, seldom: bool) -> None:
@@ -260,7 +259,7 @@ class Engine:
         Args:
             seldom: True if it runs less often than at each batch.
         """
-        for program, _ in self.programs.values():
+        for program in self.programs:
             program.audits.note_users_code(seldom)
 
     def expose(self) -> None:
@@ -303,13 +302,13 @@ class Engine:
     def _load(self) -> Load:
         """Return the sizes of the current step, or of the last one, in bytes per core."""
         cores = self.state.placement.count
-        runner = self.latest
-        group = None if runner is None else runner.group
+        role = self.latest
+        group = None if role is None else role.group
         module = [*self.model.module.parameters(), *self.model.module.buffers()]
         of_a_core = self.state.of_a_core
         weights = of_a_core(module)
         return Load(
-            role="train" if runner is None else runner.role,
+            role="train" if role is None else role.name,
             rows=0 if group is None else group.forms[0].rows,
             cores=cores,
             weights=weights,
@@ -321,20 +320,22 @@ class Engine:
             remat=bool(self.blocks),
         )
 
-    def python_state(self, transform: Callable[[Any], Any] | None, deep: bool) -> dict[str, Any]:
+    def _python_state(self, role: Role, deep: bool) -> dict[str, Any]:
         """Return the numbers, strings and flags in the user's Python, by name: a replayed step doesn't read them.
 
         Args:
-            transform: The data's transform on the device, or None.
+            role: The role of the step.
             deep: See `runtime.facts`.
         """
         model = self.model
         kind = type(model)
         own = {f"{kind.__name__}.{name}": value for name, value in vars(model).items() if name not in _OURS}
         users = self.config.loss and self.config.loss.users
-        parts = {kind.__name__: kind, type(model.module).__name__: model.module, "loss": users, "transform": transform}
+        parts = {kind.__name__: kind, type(model.module).__name__: model.module, "loss": users}
+        parts["transform"] = role.transform
         parts |= {metric.name: metric.users for metric in self.config.metrics if metric.users is not None}
-        return facts(parts | own, deep)
+        weights = self.options.class_weight if role.learns else None
+        return facts(parts | own, deep) | ({} if weights is None else {"class_weight": weights.summary})
 
     def note_formats(self, products: set[torch.dtype]) -> None:
         """Note the formats that the first training step computed in, and warn if they contradict `precision`."""
@@ -347,12 +348,13 @@ class Engine:
 
     def report(self, verbose: bool) -> Report:
         """Report on the steps since the last `fit` began; see `Model.report`."""
-        train, cores = self.programs.get("train"), self.state.placement.count
+        train = self.roles["train"].program
+        cores = self.state.placement.count
         return Report(
             passes=tuple(self.log.passes),
             counts=counts() - self.log.since,
-            traced={role: program.traced_because for role, (program, _) in self.programs.items() if program.met},
-            donated=train[0].donated if train else 0,
+            traced={role.name: own.traced_because for role in self.roles.values() if (own := role.program) and own.met},
+            donated=train.donated if train else 0,
             cores=cores,
             available=available(cores),
             joined=self.config.steps_per_execution != 1,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..optimizers import RATE_KEYS
-from ..runtime import Strict, count_capture
+from ..runtime import LENIENT, Strict, count_capture
 from ..utils.users_code import warn
 from .recompiles import ShapeWatch
 
@@ -104,20 +104,46 @@ def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
 
 
 class GraphKeys:
-    """Numbers the parts of graph keys, and keeps the change that made each part new, for reports.
+    """The keys of one role's graphs. It numbers their parts, and keeps the change that made each part new, for reports.
+
+    The snapshot is renewed only when user code may have changed something.
+
+    Args:
+        role: `"train"`, `"eval"` or `"predict"`.
+        python: Returns the names and values in the user's Python.
 
     Attributes:
         changes: The change that made each snapshot new, by number: `"momentum in ... changed (from 0.9 to 0.5)"`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, role: str, python: Callable[[], dict[str, Any]]) -> None:
+        self._role = role
+        self._python = python
         self.changes: dict[int, str] = {}
         self._guards: dict[Guard, int] = {}
-        self._last: dict[str, Guard] = {}
-        self._times: dict[tuple[str, str], int] = {}  # by role and change
+        self._times: dict[str, int] = {}  # by change
         self._signatures: list[Any] = []
         self._transforms: list[Any] = []  # a list, as some can't be hashed; kept alive, so that `is` never lies
-        self._shapes: dict[str, ShapeWatch] = {}
+        self._shapes = ShapeWatch(role)
+        self._last: Guard | None = None
+        # Of the pass under way.
+        self._strict = LENIENT
+        self._transform = 0
+        self._guard: Guard | None = None
+        self._number = 0
+        self._hooked = False
+
+    def begin_pass(self, transform: Any, strict: Strict) -> None:
+        """Begin a pass over data.
+
+        Args:
+            transform: The data's transform of each batch on the device, or None.
+            strict: The policy on a batch of a new shape, and on a new snapshot.
+        """
+        self._strict = strict
+        self._transform = self._number_of(transform)
+        self._guard = None
+        self._hooked = False
 
     def signature(self, structure: Any) -> int:
         """Return the number of a batch's structure, shapes and dtypes."""
@@ -127,85 +153,47 @@ class GraphKeys:
             self._signatures.append(structure)
             return len(self._signatures) - 1
 
-    def note_shape(self, role: str, signature: int, batch: Any, strict: Strict) -> None:
+    def note_shape(self, signature: int, batch: Any) -> None:
         """Watch for batches of too many shapes; see `ShapeWatch.note`."""
-        self._shapes.setdefault(role, ShapeWatch(role)).note(signature, batch, strict)
+        self._shapes.note(signature, batch, self._strict)
 
-    def shape_change(self, role: str, signature: int) -> str:
-        """Return the difference between a batch and the one of another shape before it."""
-        return self._shapes[role].changes[signature]
-
-    def transform(self, transform: Any) -> int:
-        """Return the number of a transform of data, which is part of their graphs."""
+    def _number_of(self, transform: Any) -> int:
         for number, known in enumerate(self._transforms):
             if known is transform:
                 return number
         self._transforms.append(transform)
         return len(self._transforms) - 1
 
-    def guard(self, role: str, guard: Guard, module: nn.Module) -> int:
-        """Return the number of a snapshot. A new one counts as a capture, under its change.
-
-        Args:
-            role: `"train"`, `"eval"` or `"predict"`.
-            guard: The snapshot.
-            module: The user's module.
-        """
-        before = self._last.get(role)
-        self._last[role] = guard
+    def _number_guard(self, guard: Guard, module: nn.Module) -> int:
+        """Return the number of a snapshot. A new one counts as a capture, under its change."""
+        before = self._last
+        self._last = guard
         if guard not in self._guards:
             self._guards[guard] = len(self._guards)
             if before is not None and before != guard:
                 change = before.change(guard, module)
                 self.changes[self._guards[guard]] = f"{change} changed{before.values(guard)}"
-                self._note(role, change)
+                self._note(change)
         return self._guards[guard]
 
-    def _note(self, role: str, change: str) -> None:
+    def _note(self, change: str) -> None:
         count_capture(change)
-        self._times[role, change] = self._times.get((role, change), 0) + 1
-        if self._times[role, change] == _OFTEN:
+        self._times[change] = self._times.get(change, 0) + 1
+        if self._times[change] == _OFTEN:
             warn(
-                f"the {role} step has been compiled {_OFTEN} times because {change} changed: it is part of the graph, "
-                "and only the learning rate is an input. Change it seldom, or keep it as it is",
+                f"the {self._role} step has been compiled {_OFTEN} times because {change} changed: it is part of the "
+                "graph, and only the learning rate is an input. Change it seldom, or keep it as it is",
             )
-
-
-class PassKeys:
-    """The keys of the graphs of one pass. The snapshot is renewed only when user code may have changed something.
-
-    Args:
-        keys: The model's registry.
-        role: `"train"`, `"eval"` or `"predict"`.
-        module: The user's module.
-        transform: The transform of the pass's data, or None.
-        python: The function that returns the names and values in the user's Python.
-        strict: The policy on a new snapshot.
-    """
-
-    def __init__(
-        self,
-        keys: GraphKeys,
-        role: str,
-        module: nn.Module,
-        transform: Any,
-        python: Callable[[], dict[str, Any]],
-        strict: Strict,
-    ) -> None:
-        self._keys, self._role, self._module, self._python, self._strict = keys, role, module, python, strict
-        self._transform = keys.transform(transform)
-        self._guard: Guard | None = None
-        self._number = 0
-        self._hooked = False
 
     def note_hooks(self) -> None:
         """Note that callbacks have run, which may have changed the optimizer's options."""
         self._hooked = True
 
-    def refresh(self, optimizers: Iterable[Optimizer], held: bool, met: Iterable[Any]) -> None:
+    def refresh(self, module: nn.Module, optimizers: Iterable[Optimizer], held: bool, met: Iterable[Any]) -> None:
         """Renew the snapshot, unless nothing can have changed since the last one.
 
         Args:
+            module: The user's module.
             optimizers: The optimizers that the steps use.
             held: True if the weights were held since the last step: no user code has seen them. A callback that reads
                 weights makes this False, and may have done anything; any other may only have changed the optimizer.
@@ -218,8 +206,8 @@ class PassKeys:
         hooked, self._hooked = self._hooked, False
         if self._guard is not None and held and (not hooked or self._guard.options == options(used)):
             return
-        self._guard = Guard.of(self._module, used, self._python())
-        self._number = self._keys.guard(self._role, self._guard, self._module)
+        self._guard = Guard.of(module, used, self._python())
+        self._number = self._number_guard(self._guard, module)
         if self._strict and self._number not in {key[0] for key in met}:
             self._strict.refuse(
                 f"after its first pass over the data the {self._role} step needs another graph, because "
@@ -256,10 +244,10 @@ class PassKeys:
         if transform not in {other[1] for other in met}:
             return "the data have another device_transform"
         if signature not in {other[2] for other in met}:
-            return self._keys.shape_change(self._role, signature)
+            return self._shapes.changes[signature]
         if steps not in {other[3] for other in met}:
             return f"{steps} step{'s run' if steps > 1 else ' runs'} as one graph"
         return "it does something else with its gradients"
 
     def _change(self) -> str:
-        return self._keys.changes.get(self._number, "its options changed")
+        return self.changes.get(self._number, "its options changed")

@@ -10,29 +10,25 @@ optimizer its learning rates, a vector a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import optimizers
 from ..diagnostics.summary import noting_outputs
-from ..metrics import LazyLogs, PassMetrics, TrackedMetric, first_bad, metrics_in
+from ..metrics import LazyLogs, first_bad, metrics_in
 from ..optimizers import UpdatePlan
-from ..runtime import LENIENT, Draws, InFlight, Program, own_kernels, recomputing, to_host
+from ..runtime import Draws, InFlight, recomputing, to_host
 from ..utils.random import step_seed
 from ..utils.users_code import warn
 from .batch import BatchSender, DeviceGroup
 from .context import StepContext
 from .engine import Engine
-from .graph_key import PassKeys
-
-if TYPE_CHECKING:
-    import torchmetrics
 
 # For steps_per_execution="auto": starting a graph costs the host about 0.4 ms, little beside so many seconds of steps.
 # The number of steps is bounded because a longer graph takes longer to compile.
@@ -65,62 +61,51 @@ class StepRunner:
         role: `"train"`, `"eval"` or `"predict"`.
         transform: The data's transform of each batch on the device (default: none).
         warm: True if there was a pass over the data before, so that no step should need a new graph (default False).
+        alone: True if each batch is a pass of its own, see `trainer/on_batch.py` (default False).
 
     Attributes:
-        role: The role.
         tally: The steps and rows of the pass so far.
-        group: The batches of the steps started last, or being started; None before the first.
+        alone: The argument.
         inside: True while steps are being started. It stays True after an error: a step may be half done.
         before_step: The function called before each training step with the optimizer's steps so far; it may set rates.
             None if there is none.
     """
 
     def __init__(
-        self, engine: Engine, role: str, transform: Callable[[Any], Any] | None = None, warm: bool = False
+        self,
+        engine: Engine,
+        role: str,
+        transform: Callable[[Any], Any] | None = None,
+        warm: bool = False,
+        alone: bool = False,
     ) -> None:
-        self._engine, self.role, self._transform = engine, role, transform
+        self._engine = engine
+        self._role = engine.roles[role]
+        self._transform = transform
         self.tally = Tally()
-        self.group: DeviceGroup | None = None
+        self.alone = alone
         self.inside = False
         self.before_step: Callable[[int], None] | None = None
         state, loss = engine.state, engine.config.loss
         self._in_flight: InFlight | None = None  # if cores are absent nothing runs
         if state.placement.recorder is None:
             self._in_flight = InFlight(most=state.placement.most_in_flight)
-        strict = engine.options.strict if role != "predict" else LENIENT
-        label_range = loss.label_range if loss is not None and role != "predict" else None
-        now = strict if warm else LENIENT
-        self._sender = BatchSender(state.placement, engine.keys, role, now, label_range)
+        label_range = loss.label_range if loss is not None and self._role.logs else None
+        self._sender = BatchSender(state.placement, self._role.keys, label_range)
         # Before the program is built: optimizer state is an input of the first step's graph.
-        if role == "train":
+        if self._role.learns:
             state.drop_gradients()
             for optimizer in state.named_optimizers().values() if not state.placement.on_host else ():
                 state.attach(optimizer)
-        tracked = metrics_in(vars(engine.model)) if role != "predict" else {}
-        program, sums = engine.programs.get(role, (None, None))
-        if (
-            program is None
-            or sums is None
-            or program.jit_compile != engine.config.jit_compile
-            or not sums.tracks(tracked.values())
-        ):
-            engine.programs[role] = self._build(tracked)
-        self._program, self._metrics = engine.programs[role]
-        # A program and its graphs outlive the pass; each pass brings its own Python and policy.
-        self._program.begin_pass(partial(self._python_state, deep=True), strict, now)
+        tracked = metrics_in(vars(engine.model)) if self._role.logs else {}
+        self._program, self._metrics = self._role.prepare(engine.config, state, tracked)
+        self._role.lend(self, transform, engine.options.strict, warm)
         self.restart()
-        self._keys = PassKeys(engine.keys, role, engine.model.module, transform, self._python_state, now)
-        engine.runners[role] = self
 
     @property
     def on_host(self) -> bool:
         """True if its steps run in plain PyTorch."""
         return self._engine.state.placement.on_host
-
-    @property
-    def is_current(self) -> bool:
-        """True if no other pass of this role has begun since: passes of a role share their sums."""
-        return self._engine.runners.get(self.role) is self
 
     def send(self, batches: Sequence[Any], labels: Any = None) -> list[DeviceGroup]:
         """Send batches to the device, ahead of their steps, see `BatchSender`.
@@ -152,30 +137,32 @@ class StepRunner:
         Raises:
             LabelError: A label of a batch is outside the module's classes.
         """
-        engine, program, state = self._engine, self._program, self._engine.state
+        engine, role, program, state = self._engine, self._role, self._program, self._engine.state
         # First: `before_step` may change options that `refresh` looks at, and a bad label must raise before any change.
         steps, rows = len(group.forms), group.rows
-        updates = state.next_updates(steps, last) if self.role == "train" else []
+        updates = state.next_updates(steps, last) if self._role.learns else []
         inputs, seeds = self._inputs(group, updates), self._seeds(steps)
         if not program.traced_because and not state.placement.on_host:
             used = [optimizer for optimizer, _ in state.attached]
-            self._keys.refresh(used, state.device.held, program.met)
+            role.keys.refresh(engine.model.module, used, state.device.held, program.met)
         # From here on an error may leave the step half done, and nothing is saved: even `count_updates` already counts.
-        self.inside, self.group, engine.latest = True, group, self
+        self.inside = True
+        role.group = group
+        engine.latest = role
         state.count_updates(updates)
-        key = self._keys.of(group.forms[0].signature, steps, group.stacked, updates)
+        key = self._role.keys.of(group.forms[0].signature, steps, group.stacked, updates)
         body = partial(self._body, group, updates)
         if program.audit_due(key, left):
             with state.counters.untouched(state.named_optimizers().values()):
                 program.audit(key, inputs, seeds, body, pause, self._sample(group, updates))
         if program.replays(key):
             outputs = program.replay(key, inputs, seeds)
-            state.counters.replayed((self.role, key))
+            state.counters.replayed((self._role.name, key))
         elif program.knows(key):
             outputs = program(key, inputs, seeds, body, pause)
         else:
-            program.cause = self._keys.cause(key, steps, program.met)
-            with state.counters.traced((self.role, key), state.named_optimizers().values()):
+            program.cause = self._role.keys.cause(key, steps, program.met)
+            with state.counters.traced((self._role.name, key), state.named_optimizers().values()):
                 outputs = program(key, inputs, seeds, body, pause)
             engine.take_in_new_state()  # here only: a replayed step runs no Python that could create state
             sample = self._sample(group, updates)
@@ -183,7 +170,7 @@ class StepRunner:
                 with state.counters.untouched(state.named_optimizers().values()):
                     program.take_sample(key, inputs, seeds, sample, pause)
             self._tell_change(program.take_change())
-        if self.role == "train" and engine.observed.formats is None:
+        if self._role.learns and engine.observed.formats is None:
             engine.note_formats(program.products)
         self.inside = False
         # Counted last: after an error the counts are those of the last whole group.
@@ -192,9 +179,9 @@ class StepRunner:
         tally.batches += steps
         tally.rows += rows
         numbers.rows_seen += rows
-        if self.role == "train":
+        if self._role.learns:
             numbers.step += steps
-        if self.role == "predict":
+        if not self._role.logs:
             return outputs
         self._metrics.count(rows, outputs)
         self._hold_back(group)
@@ -210,17 +197,17 @@ class StepRunner:
             return
         what, doubtful = change
         named = f": {what}" if what else ""
-        now = self._engine.state.numbers.step if self.role == "train" else self.tally.steps
+        now = self._engine.state.numbers.step if self._role.learns else self.tally.steps
         which = f"step {now}" if doubtful == 1 else f"some of the {doubtful} steps before step {now + 1}"
         warn(
-            f"something that the {self.role} step's Python reads has changed while steps ran{named}. From now on steps "
-            f"run with it, but {which} may have run without, because their Python runs only now and then. Keep what "
-            "changes in a buffer of the module, or change it between epochs"
+            f"something that the {self._role.name} step's Python reads has changed while steps ran{named}. From now on "
+            f"steps run with it, but {which} may have run without, because their Python runs only now and then. Keep "
+            "what changes in a buffer of the module, or change it between epochs"
         )
 
     def note_hooks(self) -> None:
         """Note that callbacks have run, which may have changed the optimizer's options."""
-        self._keys.note_hooks()
+        self._role.keys.note_hooks()
 
     @property
     def group_size(self) -> int:
@@ -238,8 +225,8 @@ class StepRunner:
         chosen = engine.state.numbers.chosen_steps
         pace = None if self._in_flight is None else self._in_flight.pace
         if pace is not None and not self._program.traced_because:
-            chosen.setdefault(self.role, steps_worth_joining(pace))
-        return chosen.get(self.role, 1)
+            chosen.setdefault(self._role.name, steps_worth_joining(pace))
+        return chosen.get(self._role.name, 1)
 
     # Logs
 
@@ -249,12 +236,8 @@ class StepRunner:
 
     def results(self) -> dict[str, Any]:
         """Return the logs of the whole pass as the model's `get_metrics_result` gives them: the pass's one wait."""
-        self._engine.latest = self
+        self._engine.latest = self._role
         return self._engine.model.get_metrics_result()
-
-    def computed(self) -> dict[str, Any]:
-        """Compute the logs of the pass so far, as numbers. **This waits** for the device."""
-        return self._metrics.results("logs")
 
     def restart(self) -> None:
         """Begin the logs anew."""
@@ -323,13 +306,13 @@ class StepRunner:
             iterations += plan.takes_step
             for row, (optimizer, _) in zip(rates, attached, strict=True):
                 row.append(optimizers.rates(optimizer))
-        self._keys.note_hooks()
+        self._role.keys.note_hooks()
         return [sent.send(row) for row, (_, sent) in zip(rates, attached, strict=True)]
 
     def _seeds(self, steps: int) -> list[int]:
         """Return the seed of each step: of the run and the training so far, else of the pass."""
         numbers, tally = self._engine.state.numbers, self.tally
-        seed, first = (numbers.seed, numbers.step) if self.role == "train" else (tally.seed, tally.steps)
+        seed, first = (numbers.seed, numbers.step) if self._role.learns else (tally.seed, tally.steps)
         return [step_seed(seed, first + i) for i in range(steps)]
 
     def _sample(self, group: DeviceGroup, updates: Sequence[UpdatePlan]) -> Callable[..., Any] | None:
@@ -367,7 +350,7 @@ class StepRunner:
             attached = [rates for _, rates in engine.state.attached]
             for rates in attached:
                 stack.enter_context(rates.in_step())
-            if engine.blocks and isinstance(seed, Draws) and self.role == "train":  # not on the host
+            if engine.blocks and isinstance(seed, Draws) and self._role.learns:  # not on the host
                 stack.enter_context(recomputing(engine.blocks, seed))
             for i, (batch, form, labels) in enumerate(group.unpack(inputs[:sent])):
                 if only not in (None, i):
@@ -376,27 +359,27 @@ class StepRunner:
                 if self._transform is not None:
                     batch = self._transform(batch)
                 # After the transform, which may change the labels.
-                if engine.options.class_weight is not None and self.role == "train":
+                if engine.options.class_weight is not None and self._role.learns:
                     batch = engine.options.class_weight.weigh(batch, engine.state.placement)
                 for rates, vectors in zip(attached, inputs[sent:], strict=True):
                     rates.use(vectors if len(group.forms) == 1 else vectors[i])
                 context = StepContext(self._metrics, form.rows, labels, updates[i] if updates else UpdatePlan())
-                steps = engine.state.taking_steps(context) if self.role == "train" else nullcontext()
+                steps = engine.state.taking_steps(context) if self._role.learns else nullcontext()
                 with engine.tracing(context), steps:
                     outputs.append(self._step(batch, form.rows))
-        return outputs if self.role == "predict" else self._metrics.kept
+        return outputs if not self._role.logs else self._metrics.kept
 
     def _step(self, batch: Any, rows: int) -> Any:
         """Run the Python of one step."""
         engine, metrics = self._engine, self._metrics
-        if self.role == "train":
+        if self._role.learns:
             with metrics.tracking(vars(engine.model)):
                 logs = engine.model.train_step(batch)
             engine.observed.loss = getattr(logs.get("loss"), "dtype", None)
             metrics.add_means(logs, rows)
             return None
         with torch.no_grad():
-            if self.role == "predict":
+            if not self._role.logs:
                 return engine.model.predict_step(batch)
             with metrics.tracking(vars(engine.model)):
                 logs = engine.model.test_step(batch)
@@ -415,28 +398,6 @@ class StepRunner:
             finite = None if finite is None else reached
         if finite is not None:
             metrics.on_finite(finite)
-
-    def _python_state(self, deep: bool = False) -> dict[str, Any]:
-        weights = self._engine.options.class_weight if self.role == "train" else None
-        summary = {} if weights is None else {"class_weight": weights.summary}
-        return self._engine.python_state(self._transform, deep) | summary
-
-    def _build(self, tracked: Mapping[str, torchmetrics.Metric]) -> tuple[Program, PassMetrics]:
-        engine, learns = self._engine, self.role == "train"
-        placement = engine.state.placement
-        own = engine.config.metrics if self.role != "predict" else []
-        metrics = PassMetrics([*own, *(TrackedMetric(*pair) for pair in tracked.items())], placement, learns)
-        program = Program(
-            placement=placement,
-            role=self.role,
-            state=engine.state.device,
-            sums=metrics,
-            jit_compile=engine.config.jit_compile,
-            donate=learns,
-            inside=own_kernels,  # on one core too: there native batch norm in eval mode has no backward pass
-            matmul_precision=engine.config.matmul_precision,
-        )
-        return program, metrics
 
 
 def steps_worth_joining(seconds: float) -> int:

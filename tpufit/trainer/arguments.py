@@ -22,12 +22,11 @@ from .. import losses
 from ..callbacks import Callback, CallbackList
 from ..data import Stream, stream, train_validation_split
 from ..data.stream import brings_batches
-from ..errors import ArgumentError, NotCompiledError, require_whole
+from ..errors import ArgumentError, NotCompiledError, counted, require_whole
 from ..losses import ClassWeight, LossByOutput
 from ..runtime import LENIENT, Cores, Placement, Strict
 from ..step import Engine, StepMethods
 from ..utils.users_code import users_line
-from .validation import Validation, steps_between
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,25 @@ class TrainingData:
         """Return the stream of the global batches to train on."""
         how = {"shuffle": self.shuffle, "seed": seed, "steps": self.steps_per_epoch}
         return _stream((self.x, self.y, self.sample_weight), self.batch_size, placement, cores, **how)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The data to validate on, and the schedule.
+
+    Attributes:
+        stream: The data.
+        due: The epochs, counted from 1, that end with a validation; or a number n, for every n-th one.
+        every: The number of steps between two validations inside an epoch (default: none inside).
+    """
+
+    stream: Stream
+    due: int | Container[int]
+    every: int | None = None
+
+    def is_due(self, epoch: int) -> bool:
+        """True if an epoch (from 0) ends with a validation."""
+        return (epoch + 1) % self.due == 0 if isinstance(self.due, int) else epoch + 1 in self.due
 
 
 @dataclass(frozen=True)
@@ -107,6 +125,31 @@ class ValidationData:
         held_out = evaluation_stream(self.data, self.rows_per_core(batch_size), placement, cores, self.steps)
         every = None if self.step_freq is None else steps_between(self.step_freq, train_steps)
         return Validation(held_out, self.freq, every)
+
+
+def steps_between(freq: int | float, steps: int | None) -> int:
+    """Return the number of steps between two validations inside an epoch.
+
+    Args:
+        freq: The argument `validation_step_freq`: a number of steps, or as a float a share of an epoch.
+        steps: The number of steps in an epoch, if known.
+
+    Raises:
+        ArgumentError: The number is never reached, or the share can't be computed.
+    """
+    if isinstance(freq, float) and 0 < freq <= 1:
+        if steps is None:
+            raise ArgumentError(
+                f"validation_step_freq={freq}: the data don't say how many batches they have; give a number of steps"
+            )
+        return max(1, round(freq * steps))
+    require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
+    if steps is not None and freq > steps:
+        raise ArgumentError(
+            f"validation_step_freq={freq} is never reached: an epoch has {counted(steps, 'step')}. Use validation_freq "
+            "to validate at the end of every so many epochs"
+        )
+    return int(freq)
 
 
 @dataclass(frozen=True)

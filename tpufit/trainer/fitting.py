@@ -76,7 +76,7 @@ def run_fit(
         rate=optimizers.rates(optimizers.required(engine.model.optimizer)),
     )
     alike.move(engine, placement, compared=True)
-    before = scale_rates(engine, settled)
+    before = engine.scale_rates(settled.count)
     if verbosity and is_first():
         print(_headline(engine, settled, data.batch_size, before), flush=True)
         if resumed is not None:
@@ -92,14 +92,6 @@ def run_fit(
     finally:
         engine.options = FitOptions()
     return history
-
-
-def scale_rates(engine: Engine, cores: Cores) -> list[float]:
-    """Multiply the learning rates by the factor of the cores, once, and return the rates from before."""
-    optimizer = optimizers.required(engine.model.optimizer)
-    before = optimizers.rates(optimizer)
-    optimizers.scale_rates(optimizer, engine.config.rate_factor(cores.count))
-    return before
 
 
 def _headline(engine: Engine, cores: Cores, size: int | None, before: list[float]) -> str:

@@ -41,9 +41,10 @@ from ..runtime import everyone
 from ..step import Engine, StepRunner
 from ..utils.users_code import warn
 from .alike import same_random_numbers
+from .arguments import Validation
 from .interruption import Interruption
 from .passes import PassLoop, Pause, closing
-from .validation import Validation, Validations
+from .validation import Validations
 
 
 def fit(

@@ -11,7 +11,6 @@ from ..losses import ClassWeight
 from ..runtime import HOST, Cores, CoresArgument, gather_rows, start, together
 from ..step import Engine, StepRunner, modes_kept
 from . import alike
-from .fitting import scale_rates
 from .hosts import in_step
 
 
@@ -59,20 +58,21 @@ def run_on_batch(
 
 def reset(engine: Engine) -> None:
     """Restart the logs of all three methods."""
-    engine.batch_runners.clear()
+    for role in engine.roles.values():
+        role.borrower = None
 
 
 def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
     """Return the runner of single batches, its logs begun anew: another one after another pass, or a reset."""
     placement = engine.place_on(cores)
-    run = engine.batch_runners.get(role)
-    if run is None or placement != engine.state.placement or not run.is_current:
+    run = engine.roles[role].borrower
+    if not isinstance(run, StepRunner) or not run.alone or placement != engine.state.placement:
         alike.take_seed()
         engine.state.numbers.seed = torch.initial_seed()
         if role == "train":
-            scale_rates(engine, cores)
+            engine.scale_rates(cores.count)
         alike.move(engine, placement)
-        run = engine.batch_runners[role] = StepRunner(engine, role)
+        run = StepRunner(engine, role, alone=True)
         if role != "train":
             run.tally.seed = engine.seed_of_pass()
     else:

@@ -1,36 +1,16 @@
-"""`Validation`: the data to validate on and the schedule, and `Validations`, which runs them inside a `fit`."""
+"""`Validations`: runs the validations of a `fit`."""
 
-from collections.abc import Container
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
-from ..errors import ArgumentError, BatchError, counted, require_whole
+from ..errors import BatchError
 from ..step import Engine, fault_of
 from ..utils.random import RNGState
+from .arguments import Validation
 from .interruption import Interruption
 from .passes import evaluate
-
-
-@dataclass(frozen=True)
-class Validation:
-    """The data to validate on, and the schedule.
-
-    Attributes:
-        stream: The data.
-        due: The epochs, counted from 1, that end with a validation; or a number n, for every n-th one.
-        every: The number of steps between two validations inside an epoch (default: none inside).
-    """
-
-    stream: Stream
-    due: int | Container[int]
-    every: int | None = None
-
-    def is_due(self, epoch: int) -> bool:
-        """True if an epoch (from 0) ends with a validation."""
-        return (epoch + 1) % self.due == 0 if isinstance(self.due, int) else epoch + 1 in self.due
 
 
 def check_first(engine: Engine, held_out: Stream, train: Stream) -> None:
@@ -116,28 +96,3 @@ class Validations:
         self.last = _NOT_YET
         self._seconds = 0.0
         return dict(logs)
-
-
-def steps_between(freq: int | float, steps: int | None) -> int:
-    """Return the number of steps between two validations inside an epoch.
-
-    Args:
-        freq: The argument `validation_step_freq`: a number of steps, or as a float a share of an epoch.
-        steps: The number of steps in an epoch, if known.
-
-    Raises:
-        ArgumentError: The number is never reached, or the share can't be computed.
-    """
-    if isinstance(freq, float) and 0 < freq <= 1:
-        if steps is None:
-            raise ArgumentError(
-                f"validation_step_freq={freq}: the data don't say how many batches they have; give a number of steps"
-            )
-        return max(1, round(freq * steps))
-    require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
-    if steps is not None and freq > steps:
-        raise ArgumentError(
-            f"validation_step_freq={freq} is never reached: an epoch has {counted(steps, 'step')}. Use validation_freq "
-            "to validate at the end of every so many epochs"
-        )
-    return int(freq)

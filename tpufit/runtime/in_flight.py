@@ -1,0 +1,88 @@
+"""`InFlight`: back-pressure. Steps run ahead of the device, which the host waits for now and then."""
+
+from time import perf_counter
+from weakref import WeakSet
+
+from torch import Tensor
+
+from . import counters
+from .bindings import xla
+
+# The number of steps between two waits that tells how long one takes; fewer may be those that compile.
+_LONG_RUN = 16
+# The steps under way of all roles and models together are so many times as many as those of one role may be.
+_OF_ALL = 3
+
+
+class InFlight:
+    """Back-pressure: lets steps run ahead of the device, and waits for an older one when they are too many.
+
+    Many short steps may be under way, because a wait costs as much as the call of one. Of long steps only two may be,
+    because a signal waits for all of them, and each keeps its batch in memory.
+
+    Args:
+        seconds: The time that all steps under way may take.
+        nbytes: The memory that their batches may take.
+        most: The number of steps that may be under way, see `Placement.most_in_flight`.
+
+    Attributes:
+        pace: The seconds that a step takes by now, or None as long as no long run of steps has been measured.
+        started: A result of each step that may be under way.
+    """
+
+    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, *, most: int) -> None:
+        self._seconds = seconds
+        self._nbytes = nbytes
+        self._most = most
+        self.pace: float | None = None
+        self._limit = 4  # until it is known how long they take
+        self.started: list[Tensor] = []
+        self._new = 0
+        self._last_wait = perf_counter()
+        _all.add(self)
+
+    def add(self, result: Tensor, nbytes: int) -> Tensor | None:
+        """Note a step that was just started. **This may wait** for a step as old as half the limit.
+
+        Args:
+            result: A small result of the step.
+            nbytes: The size of its batches.
+
+        Returns:
+            The result of the step that was waited for, on the host; None if none was.
+        """
+        self._make_room()
+        self.started.append(result)
+        self._new += 1
+        if len(self.started) < self._limit:
+            return None
+        half = self._limit // 2
+        with counters.waiting("throttle"):
+            reached: Tensor = xla()._xla_get_cpu_tensors([self.started[half - 1]])[0]
+        del self.started[:half]
+        now = perf_counter()
+        each = (now - self._last_wait) / self._new
+        # Fourfold at most, so that a short pass has a long run too, which tells the pace.
+        limits = self._most, 4 * self._limit, int(self._seconds / each), self._nbytes // max(nbytes, 1)
+        self._limit = max(2, min(limits))
+        if self._new >= _LONG_RUN:
+            self.pace = each
+        self._new, self._last_wait = 0, now
+        return reached
+
+    def finish(self) -> None:
+        """Wait for all steps that may be under way."""
+        if self.started:
+            with counters.waiting("throttle"):
+                xla()._xla_get_cpu_tensors(self.started)
+            self.started.clear()
+
+    def _make_room(self) -> None:
+        """Wait for the steps of other roles and models, if there would be too many with them."""
+        others = [one for one in _all if one is not self and one.started]
+        if others and sum(len(one.started) for one in others) + len(self.started) >= _OF_ALL * self._most:
+            for one in others:
+                one.finish()
+
+
+_all: WeakSet[InFlight] = WeakSet()
