@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import ArgumentError, CallbackError
-from ..runtime import is_first, timing
+from ..hosts import is_first
+from ..utils.counters import timing
 from ..utils.users_code import warn
 from .base import Callback, TrainedModel
 from .history import History

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tpufit.callbacks.base import TrainedModel
 from tpufit.checkpoint import AsyncCheckpointWriter, Score, write_weights
 from tpufit.diagnostics.report import Report
-from tpufit.runtime import Counts
+from tpufit.utils.counters import Counts
 
 
 class FakeModel:

@@ -26,7 +26,7 @@ Change = Callable[[nn.Module, float], object]
 Make = Callable[[], tuple[Read, Change]]
 
 CASES: dict[str, Make] = {}
-AT_ONCE: set[str] = set()  # those that are among the facts of `tpufit.runtime.python_state`
+AT_ONCE: set[str] = set()  # those that are among the facts of `tpufit.utils.python_state`
 
 
 def case(make: Make) -> Make:

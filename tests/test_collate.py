@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tpufit.data import PadToBuckets
 from tpufit.errors import ArgumentError, DataError
-from tpufit.runtime.strict import Strict
 from tpufit.step.recompiles import ShapeWatch
+from tpufit.utils.strict import Strict
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6))

@@ -15,8 +15,7 @@ from tpufit import runtime
 from tpufit.callbacks import Callback, Diagnostics
 from tpufit.diagnostics import messages as advice
 from tpufit.diagnostics.report import Pass, Report
-from tpufit.runtime import Compiled, Counts
-from tpufit.runtime.counters import add_seconds, timed, timing
+from tpufit.utils.counters import Compiled, Counts, add_seconds, timed, timing
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(69, 12)).astype("float32")
@@ -104,7 +103,7 @@ def test_a_hint_about_short_steps():
 
 def test_times_are_exclusive_of_each_other(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("tpufit.runtime.counters.perf_counter", lambda: now[0])
+    monkeypatch.setattr("tpufit.utils.counters.perf_counter", lambda: now[0])
 
     def take(seconds):
         now[0] += seconds

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "errors": 0,
     "utils": 1,
+    "hosts": 1,
     "runtime": 2,
     "diagnostics": 3,
     "data": 4,

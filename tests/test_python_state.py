@@ -12,7 +12,7 @@ from torch import nn
 
 import tpufit
 from tpufit.callbacks import Callback
-from tpufit.runtime import python_state
+from tpufit.utils import python_state
 
 pytestmark = pytest.mark.cores(1, quick=False)
 

@@ -8,8 +8,8 @@ import torch
 from tpufit import runtime
 from tpufit.metrics import PassMetrics
 from tpufit.runtime import DeviceState, Placement, Program, Sharding
-from tpufit.runtime import counters as report
 from tpufit.runtime.ops.kernels import own_kernels
+from tpufit.utils import counters as report
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)
 

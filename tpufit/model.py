@@ -36,10 +36,11 @@ from .errors import (
     WeightsError,
     counted,
 )
+from .hosts import is_first
 from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
 from .metrics import MetricsArgument, metrics_in
 from .optimizers import OptimizerArgument
-from .runtime import HOST, CoresArgument, copies, copy_into, fetch, is_first, platform, settled, start, tracing
+from .runtime import HOST, CoresArgument, copies, copy_into, fetch, platform, settled, start, tracing
 from .step import (
     CompileConfig,
     CompileOption,

@@ -25,7 +25,8 @@ from torch import nn
 
 import tpufit
 from tpufit.callbacks import Callback, CallbackList, Diagnostics
-from tpufit.runtime import counts, timing
+from tpufit.runtime import counts
+from tpufit.utils.counters import timing
 
 CALLS = 100_000
 STEPS, EPOCHS = 500, 6

@@ -51,7 +51,7 @@ for rows, width in ((128, 784), (256, 3 * 224 * 224)):
 
 # A small convolutional net: a step of a fit, and the agreements that it needs.
 from torch import nn
-from tpufit.runtime import hosts
+from tpufit.hosts import group as hosts
 
 count, agree_of = [0], hosts.Group.agree
 

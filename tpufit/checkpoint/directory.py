@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointBusyError, CheckpointDamagedError, CheckpointNotWrittenError
-from ..runtime import is_first
+from ..hosts import is_first
 from ..utils.files import DISK_FULL, HeldError
 from ..utils.text import size
 from ..utils.urls import Url

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..data.batches import as_tensors
 from ..errors import ArgumentError
-from ..runtime import copies, is_first
+from ..hosts import is_first
+from ..runtime import copies
 from ..step import Engine
 from ..step.arguments import arguments_of
 from ..step.precision import inputs

@@ -30,7 +30,7 @@ import safetensors.torch
 from torch import Tensor
 
 from ..errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError, CheckpointNotWrittenError
-from ..runtime import is_first
+from ..hosts import is_first
 from ..runtime import versions as runtime_versions
 from ..utils.text import dtype_name
 from ..utils.urls import Mirror, Url, is_url

@@ -11,7 +11,8 @@ import safetensors
 from torch import Tensor
 
 from ..errors import ArgumentError, WeightsError
-from ..runtime import fetched, is_first
+from ..hosts import is_first
+from ..runtime import fetched
 from ..utils.files import replacing, write_one_by_one, write_tensors
 from ..utils.urls import Mirror
 

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from ..errors import CheckpointNotWrittenError
-from ..runtime import is_first
+from ..hosts import is_first
 from ..utils.urls import Url
 from ..utils.users_code import warn
 from .directory import CheckpointDirectory

@@ -9,7 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..runtime import Compiled, Counts, cure_of
+from ..runtime import cure_of
+from ..utils.counters import Compiled, Counts
 from ..utils.text import rendered
 from . import messages as advice
 

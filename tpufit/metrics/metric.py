@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ArgumentError
 from ..losses import Output, aligned, described, output_name, part, spread, weight_of
-from ..runtime import Placement, facts, has_lowering, move
+from ..runtime import Placement, has_lowering, move
 from ..utils.kept import Kept
+from ..utils.python_state import facts
 from ..utils.text import dtype_name
 from .library import MetricArgument
 from .named import TABLE, MetricName

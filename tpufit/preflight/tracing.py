@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PreflightError, TpufitError
-from ..runtime import Recorded, Recorder, Strict, like_a_tpu, start
+from ..runtime import Recorded, Recorder, like_a_tpu, start
 from ..step import Engine, FitOptions, StepRunner, joined
+from ..utils.strict import Strict
 from ..utils.users_code import raising_line
 from .plan import FAULT, PLAN, TRACED, Batch, Pass, Plan
 from .scopes import Scopes

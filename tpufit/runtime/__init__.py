@@ -8,8 +8,6 @@
 | `devices` | find and start the cores |
 | `kinds` | the kind of core that a step is traced for |
 | `release` | what differs between torch_xla 2.8 and 2.9 |
-| `hosts` | the hosts of a pod: what they agree on |
-| `pulse` | their signs of life |
 | `placement` | the host, one core or a mesh, and how tensors lie over it |
 | `transfer` | host to device and back, where the waits are |
 | `in_flight` | how many steps may run ahead of the device |
@@ -26,16 +24,14 @@
 | `recompute` | blocks that are computed again in the backward pass |
 | `trace_watch` | sees what a traced step reads, draws and leaves to the host |
 | `recorder` | takes the place of a device that isn't there |
-| `python_state` | the numbers and flags that user code keeps between steps |
-| `counters` | compilations, waits, fallbacks and time |
+| `counters` | what torch_xla counts itself: compilations, fallbacks, tensors |
 | `faults` | errors of the runtime, in a sentence |
 | `profiler` | a profile of chosen steps, and names for what is traced |
-| `strict` | the policy of `fit(strict=True)` |
 | `ops` | operations that torch_xla lacks or does badly |
 """
 
 from .capture import capture_began, tracing
-from .counters import Compiled, Counts, add_seconds, count_capture, counts, live_tensors, metrics_report, timing
+from .counters import counts, live_tensors, metrics_report
 from .device_state import DeviceState
 from .devices import (
     Cores,
@@ -54,7 +50,6 @@ from .devices import (
 from .draws import Draws
 from .faults import Load, translate
 from .gathering import ungathered
-from .hosts import agree, at, broadcast, everyone, is_first, together, whereabouts
 from .in_flight import InFlight
 from .kinds import keeps_bfloat16
 from .lazy import launch
@@ -65,11 +60,9 @@ from .packing import Packing
 from .placement import HOST, Placement, Sharding
 from .profiler import scope, start_profile, stop_profile
 from .program import Program
-from .python_state import facts
 from .recompute import recomputing
 from .recorder import Recorded, Recorder, like_a_tpu
 from .release import words_of
 from .rows import fetch_rows, gather_rows, send_rows
-from .strict import LENIENT, Strict
 from .trace_watch import cure_of
 from .transfer import copies, copy_into, fetch, fetched, lie_over, move, swap_value, to_device, to_host

@@ -4,13 +4,13 @@ Nothing else of the package is used outside, and nothing outside names torch_xla
 `tests/test_backend.py` holds the package to it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from .counters import Counts
+from ..utils.counters import Counts
 from .devices import Cores, CoresArgument
 from .faults import Load
 from .placement import Placement, Sharding
@@ -33,11 +33,7 @@ class Backend(Protocol):
         DeviceState: The tensors that programs change, and their values meanwhile.
         Packing: The shapes in which cores keep the tensors of a DeviceState.
         InFlight: Lets steps run ahead of the device, but not too far.
-        Counts: A snapshot of the counters.
-        Compiled: One compilation.
         Load: The load of a step on the device, for errors.
-        Strict: The policy of `fit(strict=True)`.
-        LENIENT: The policy that lets everything pass.
     """
 
     Cores: Any
@@ -52,11 +48,7 @@ class Backend(Protocol):
     DeviceState: Any
     Packing: Any
     InFlight: Any
-    Counts: Any
-    Compiled: Any
     Load: Any
-    Strict: Any
-    LENIENT: Any
 
     # Cores
 
@@ -97,24 +89,6 @@ class Backend(Protocol):
 
     def process_count(self) -> int:
         """The number of hosts."""
-
-    def is_first(self) -> bool:
-        """True on the host that writes files."""
-
-    def agree(self, value: Any) -> Any:
-        """The largest value over all hosts."""
-
-    def broadcast(self, value: Any) -> Any:
-        """Process 0's value."""
-
-    def everyone(self, value: Any) -> list[Any]:
-        """The values of all hosts."""
-
-    def together(self) -> AbstractContextManager[None]:
-        """A context in which this host needs all others."""
-
-    def at(self, place: str) -> None:
-        """Note what this host is doing."""
 
     # Tensors
 
@@ -186,9 +160,6 @@ class Backend(Protocol):
     def runs_on_the_host(self, name: str) -> bool:
         """True if the device computes no form of an operation."""
 
-    def facts(self, objects: Mapping[str, Any], deep: bool = ...) -> dict[str, Any]:
-        """The values that the user's Python keeps."""
-
     def translate(self, error: BaseException, load: Load | None = ...) -> Exception | None:
         """The error of tpufit for one of the runtime."""
 
@@ -202,15 +173,6 @@ class Backend(Protocol):
 
     def metrics_report(self) -> str:
         """The runtime's own report."""
-
-    def count_capture(self, change: str) -> None:
-        """Count that a step has to be captured again."""
-
-    def add_seconds(self, phase: str, seconds: float, beside: bool = ...) -> None:
-        """Count time to a phase."""
-
-    def timing(self, phase: str, function: Any) -> Any:
-        """Wrap a function to count its time."""
 
     def cure_of(self, cause: str) -> str:
         """The cure for what keeps a step from being replayed."""

@@ -1,81 +1,16 @@
-"""Counters of the device and the host: graphs compiled and why, waits by reason, operations that fell back, and time.
-
-They are the process's: another model that trains meanwhile counts here too.
-"""
-
-from __future__ import annotations
+"""Counters of the device: what torch_xla counts itself, beside the process's own."""
 
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import perf_counter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-P = ParamSpec("P")
-T = TypeVar("T")
+from ..utils.counters import Counts, note_compiled, tally
 
 _LOOKS = ("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")  # torch_xla's counters
-ROLES = ("train", "eval", "predict", "init", "transfer", "metric")
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """One compilation.
-
-    Attributes:
-        role: Its purpose, one of `ROLES`.
-        cause: The reason for the graph, e.g. `"the first step"`; nothing where there is but one.
-        seconds: The time that it took.
-    """
-
-    role: str
-    cause: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Counts:
-    """A snapshot of the counters, since the process began or since an earlier snapshot.
-
-    Attributes:
-        graphs: Graphs compiled, by role: `"train"`, `"eval"`, `"predict"`, `"init"`, `"transfer"`, `"metric"`.
-        captures: Steps captured again, by the change that made it necessary, e.g. `"momentum in ..."`. New shapes
-            are not among them.
-        waits: Waits for the device, by reason, e.g. `"logs"` or `"outputs"`.
-        fallbacks: Operations that ran on the host for lack of a lowering, by name, e.g. `"aten::nonzero"`.
-        host_reads: Values that a step's own code read, as `.item()` does: each waits for the device.
-        compiled: The compilations, in their order.
-        lines: Lines of user code where a traced step has read a value, under `"read"`, or called an operation that
-            fell back, under its name: `("aten::nonzero", "train.py:12")`.
-        seconds: The host's time by phase, each without the others inside it: `"compile"`, `"trace"`, `"wait: logs"`
-            and the other waits, `"data"`; if somebody measures, `"steps"` and `"callbacks"`; and beside these, in the
-            prefetcher's thread, `"read"` and `"prepare"`.
-        executing: The time that torch_xla counts as execution, in seconds. Where the device works on its own it is
-            only the time to start it.
-    """
-
-    graphs: Counter[str] = field(default_factory=Counter)
-    captures: Counter[str] = field(default_factory=Counter)
-    waits: Counter[str] = field(default_factory=Counter)
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    host_reads: int = 0
-    compiled: list[Compiled] = field(default_factory=list)
-    lines: Counter[tuple[str, str]] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=dict)
-    executing: float = 0.0
-
-    def __sub__(self, earlier: Counts) -> Counts:
-        counters = ("graphs", "captures", "waits", "fallbacks", "host_reads", "lines", "executing")
-        since: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in counters}
-        seconds = {phase: t - earlier.seconds.get(phase, 0.0) for phase, t in self.seconds.items()}
-        return Counts(**since, compiled=self.compiled[len(earlier.compiled) :], seconds=seconds)
-
-
-_tally = Counts(seconds=defaultdict(float))  # of this process
-_inside = 0.0  # of the time that is being measured, the part that has been counted to another phase already
 
 
 def _xla_metrics() -> Any:
@@ -91,7 +26,7 @@ def counts() -> Counts:
     """The counters as they stand: take one before and one after, and subtract."""
     fallbacks, metrics = fallen(), _xla_metrics()
     return replace(
-        Counts(*map(copy, vars(_tally).values())),
+        tally(),
         host_reads=fallbacks.pop("aten::_local_scalar_dense", 0),
         fallbacks=fallbacks,
         executing=(metrics.metric_data("ExecuteTime") or (0, 0.0))[1] / 1e9 if metrics else 0.0,
@@ -125,7 +60,7 @@ def role(name: str, cause: str = "") -> Iterator[None]:
     """Count the graphs that are compiled inside to a role.
 
     Args:
-        name: One of `ROLES`.
+        name: One of `ROLES` of `utils/counters.py`.
         cause: The reason for the graphs.
     """
     before, began = _compiled(), perf_counter()
@@ -134,80 +69,7 @@ def role(name: str, cause: str = "") -> Iterator[None]:
     finally:
         new = _compiled() - before
         if new:
-            seconds = perf_counter() - began
-            _tally.graphs[name] += new
-            _tally.compiled.extend([Compiled(name, cause, seconds / new)] * new)
-            add_seconds("compile", seconds)
-
-
-@contextmanager
-def timed(phase: str) -> Iterator[None]:
-    """Count the time inside to a phase, without the time that is counted to another one in there."""
-    global _inside
-    began, outside, _inside = perf_counter(), _inside, 0.0
-    try:
-        yield
-    finally:
-        elapsed = perf_counter() - began
-        _tally.seconds[phase] += elapsed - _inside
-        _inside = outside + elapsed
-
-
-def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function to count its time to a phase, as `timed` does, in half a microsecond.
-
-    Args:
-        phase: The phase.
-        function: The function.
-    """
-
-    def timed_function(*args: P.args, **kwargs: P.kwargs) -> T:
-        global _inside
-        began, outside, _inside = perf_counter(), _inside, 0.0
-        try:
-            return function(*args, **kwargs)
-        finally:
-            elapsed = perf_counter() - began
-            _tally.seconds[phase] += elapsed - _inside
-            _inside = outside + elapsed
-
-    return timed_function
-
-
-def add_seconds(phase: str, seconds: float, beside: bool = False) -> None:
-    """Count time to a phase that was measured otherwise, inside of what is being measured.
-
-    Args:
-        phase: The phase.
-        seconds: The time.
-        beside: True if it passed in another thread, or has been counted otherwise already (default False).
-    """
-    global _inside
-    _tally.seconds[phase] += seconds
-    _inside += 0.0 if beside else seconds
-
-
-@contextmanager
-def waiting(reason: str) -> Iterator[None]:
-    """Count one wait for the device, which happens inside, and its time."""
-    _tally.waits[reason] += 1
-    with timed(f"wait: {reason}"):
-        yield
-
-
-def note_line(what: str, line: str) -> None:
-    """Note a line of user code in a traced step that reads a value or calls an operation that runs on the host.
-
-    Args:
-        what: `"read"`, or the operation's name.
-        line: The line, e.g. `train.py:12`.
-    """
-    _tally.lines[what, line] += 1
-
-
-def count_capture(change: str) -> None:
-    """Count that a step has to be captured again, because of a change."""
-    _tally.captures[change] += 1
+            note_compiled(name, cause, new, perf_counter() - began)
 
 
 def looked_at() -> tuple[int | None, ...]:

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from .. import hosts
 from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware, releases
 from ..utils.deferred import deferred
 from ..utils.users_code import users_line
-from . import hosts, release
+from . import release
 from .faults import translate_import, translate_start
 from .ops.lowerings import lower_missing
 
@@ -140,9 +141,19 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
         runtime.runtime.use_spmd()
     lower_missing()
     if processes > 1:
-        hosts.connect(runtime.runtime.process_index(), processes)
+        store = _store()
+        hosts.connect(runtime.runtime.process_index(), processes, store, store.host)
     _settled = Cores(count, index, platform, f"{asked_by} at {users_line()}", processes)
     return _settled
+
+
+def _store() -> Any:
+    """The store that all hosts share."""
+    import torch_xla.distributed.xla_backend  # noqa: F401 - makes xla:// known, which finds process 0
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("xla://")))
+    return store
 
 
 def process_index() -> int:

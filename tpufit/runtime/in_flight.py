@@ -5,7 +5,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from . import counters
+from ..utils.counters import waiting
 from .bindings import xla
 
 # The number of steps between two waits that tells how long one takes; fewer may be those that compile.
@@ -57,7 +57,7 @@ class InFlight:
         if len(self.started) < self._limit:
             return None
         half = self._limit // 2
-        with counters.waiting("throttle"):
+        with waiting("throttle"):
             reached: Tensor = xla()._xla_get_cpu_tensors([self.started[half - 1]])[0]
         del self.started[:half]
         now = perf_counter()
@@ -73,7 +73,7 @@ class InFlight:
     def finish(self) -> None:
         """Wait for all steps that may be under way."""
         if self.started:
-            with counters.waiting("throttle"):
+            with waiting("throttle"):
                 xla()._xla_get_cpu_tensors(self.started)
             self.started.clear()
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
 from .placement import Placement
@@ -40,7 +41,7 @@ def compute(tensors: Sequence[Tensor]) -> None:
 
 def wait(reason: str) -> None:
     """Wait until the device has done all that was started."""
-    with counters.waiting(reason):
+    with waiting(reason):
         xla()._xla_wait_device_ops([])
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
 from .devices import platform
@@ -65,7 +66,7 @@ class Packing:
         if self.placement.recorder is not None:
             empty = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in copies]
             return to_device(empty, self.placement)
-        with counters.waiting("packing"), counters.role("transfer"):
+        with waiting("packing"), counters.role("transfer"):
             xla()._xla_sync_multi(copies, devices=[], wait=True)
         return copies
 

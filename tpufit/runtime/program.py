@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ReplayError
+from ..utils.counters import count_capture, timed
+from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
-from . import counters
 from .audits import Audits
 from .capture import Body, Capture, Target, capturing, undoing
 from .device_state import DeviceState
@@ -30,7 +31,6 @@ from .lazy import drop, launch, noting_new, pending_elsewhere, wait
 from .lowering import lowering, variables
 from .placement import Placement
 from .release import checking_shapes
-from .strict import LENIENT, Strict
 from .trace_watch import Glance, Watch, cure_of
 
 # The number of traces in a row that may differ from the one before, until a step counts as one that can't be replayed.
@@ -176,7 +176,7 @@ class Program:
 
                 return body(inputs, seed)
         checking = nullcontext() if key in self.met else checking_shapes()
-        with pause(), counters.timed("trace"), lowering(self._matmul_precision), checking:
+        with pause(), timed("trace"), lowering(self._matmul_precision), checking:
             self._target.state.write_back()
             self.met.add(key)
             if self.traced_because:
@@ -204,7 +204,7 @@ class Program:
         if graph.escaped:  # what it leaves elsewhere must be computed
             graph.proven, self._doubtful[key] = False, self.audits.doubtful(key)
             return
-        with pause(), counters.timed("audit"), lowering(self._matmul_precision):
+        with pause(), timed("audit"), lowering(self._matmul_precision):
             self._hold()
             wait("audit")  # memory that is still to be can't be told apart
             began = perf_counter()  # from here on the device has nothing to do
@@ -273,7 +273,7 @@ class Program:
             sample: The Python of the one step.
             pause: See `__call__`.
         """
-        with pause(), counters.timed("audit"), lowering(self._matmul_precision):
+        with pause(), timed("audit"), lowering(self._matmul_precision):
             self._hold()
             wait("audit")
             with self._unrun(inputs, seeds, Glance()) as capture:
@@ -377,7 +377,7 @@ class Program:
         self._new.refuse(
             f"the {self._target.role} step needs another graph than the one that is replayed: {difference}"
         )
-        counters.count_capture(difference)
+        count_capture(difference)
         self.change = "" if not known and earlier.hash != later.hash else difference, doubtful
 
     def take_change(self) -> tuple[str, int] | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import BatchError, PlacementError
+from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
 from .placement import Placement, Sharding
@@ -86,7 +87,7 @@ def fetch_rows(nest: Any, mine: Sequence[int], reason: str) -> Any:
         reason: See `to_host`.
     """
     tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.device.type == "xla"]
-    with counters.waiting(reason), counters.role("transfer"):
+    with waiting(reason), counters.role("transfer"):
         xla()._xla_sync_multi(tensors, devices=[], wait=True, sync_xla_data=False)
         return tree_map(lambda leaf: _own(leaf, mine, reason) if isinstance(leaf, Tensor) else leaf, nest)
 

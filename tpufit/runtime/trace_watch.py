@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..utils.counters import note_line
 from ..utils.random import RNGState
+from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import calling_lines
 from . import counters
-from .strict import LENIENT, Strict
 
 _LOOKS = frozenset(
     getattr(Tensor, name)
@@ -156,7 +157,7 @@ class Watch(TorchFunctionMode):
 
     def _note_look(self) -> None:
         line = calling_lines()
-        counters.note_line("read", line)
+        note_line("read", line)
         self.where = self.where or line
         self._strict.refuse(
             f"{self._step} reads a value from the device at {line}, for which every step would wait. "
@@ -169,7 +170,7 @@ class Watch(TorchFunctionMode):
         for operation in operations:
             if operation not in (_READ, *self.fell):
                 line = self.fell[operation] = calling_lines()
-                counters.note_line(operation, line)
+                note_line(operation, line)
                 self._strict.refuse(
                     f"torch_xla has no {operation} for the device, which {self._step} calls at "
                     f"{line}: it would run on the host at every step. {cure_of(operation)}"

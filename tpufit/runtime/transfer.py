@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import PlacementError
+from ..hosts import agree
+from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
-from .hosts import agree
 from .placement import Placement, Sharding
 from .recorder import stand_in
 
@@ -102,7 +103,7 @@ def to_host(tensors: Sequence[Tensor], reason: str, together: bool = False) -> l
     remote = [i for i, t in enumerate(here) if t.device.type == "xla"]
     if not remote:
         return here
-    with counters.waiting(reason), counters.role("transfer"):
+    with waiting(reason), counters.role("transfer"):
         xla()._xla_sync_multi([here[i] for i in remote], devices=[], wait=True, sync_xla_data=False)
         specs = {i: xla()._get_xla_sharding_spec(here[i]) for i in remote}
         _check_computed([here[i] for i in remote if specs[i]])
@@ -154,7 +155,7 @@ def reach(tensor: Tensor, reason: str) -> None:
         tensor: A tensor on the device that has been computed or is under way.
         reason: See `to_host`.
     """
-    with counters.waiting(reason), counters.role("transfer"):
+    with waiting(reason), counters.role("transfer"):
         xla()._xla_sync_multi([tensor], devices=[], wait=True, sync_xla_data=False)
         spec = xla()._get_xla_sharding_spec(tensor)
         _check_computed([tensor] if spec else [])

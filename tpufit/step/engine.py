@@ -21,22 +21,21 @@ from ..errors import ArgumentError, StateLostError
 from ..losses import ClassWeight
 from ..runtime import (
     HOST,
-    LENIENT,
     Cores,
-    Counts,
     Load,
     Placement,
     Program,
     Recorder,
-    Strict,
     available,
     counts,
-    facts,
     metrics_report,
     set_matmul_precision,
     translate,
 )
+from ..utils.counters import Counts
+from ..utils.python_state import facts
 from ..utils.random import draw_seed, step_seed
+from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
 from .blocks import blocks
 from .config import UNCOMPILED, CompileConfig
@@ -325,7 +324,7 @@ class Engine:
 
         Args:
             role: The role of the step.
-            deep: See `runtime.facts`.
+            deep: See `python_state.facts`.
         """
         model = self.model
         kind = type(model)

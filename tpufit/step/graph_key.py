@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..optimizers import RATE_KEYS
-from ..runtime import LENIENT, Strict, count_capture
+from ..utils.counters import count_capture
+from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
 from .recompiles import ShapeWatch
 
@@ -32,7 +33,7 @@ class Guard:
         learning: `requires_grad` of each parameter.
         parameters: The `id` of each parameter.
         options: The optimizers' options, see `options`.
-        python: The numbers, strings and flags in the user's objects, see `runtime.facts`.
+        python: The numbers, strings and flags in the user's objects, see `python_state.facts`.
     """
 
     modes: tuple[bool, ...]

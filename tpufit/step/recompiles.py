@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..data.batches import fields, tensors_of
-from ..runtime import Strict
+from ..utils.strict import Strict
 from ..utils.users_code import warn
 
 # Full batches and a shorter last one, in a few buckets, are normal; more shapes are probably a mistake.

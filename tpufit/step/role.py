@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..metrics import PassMetrics, TrackedMetric
-from ..runtime import LENIENT, Program, Strict, own_kernels
+from ..runtime import Program, own_kernels
+from ..utils.strict import LENIENT, Strict
 from .batch import DeviceGroup
 from .config import CompileConfig
 from .graph_key import GraphKeys

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..data import Stream
 from ..errors import HostError, counted, few
-from ..runtime import Placement, broadcast, copy_into, everyone, process_count, to_host, versions
+from ..hosts import broadcast, everyone
+from ..runtime import Placement, copy_into, process_count, to_host, versions
 from ..step import Engine
 from ..utils.json_codec import is_plain
 from ..utils.users_code import warn

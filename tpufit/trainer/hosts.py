@@ -7,7 +7,8 @@ import torch
 
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointMissingError, HostError
-from ..runtime import Cores, CoresArgument, agree, at, broadcast, everyone, platform, settled, start
+from ..hosts import agree, at, broadcast, everyone
+from ..runtime import Cores, CoresArgument, platform, settled, start
 from ..step import DeviceGroup
 
 

@@ -10,7 +10,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from ..runtime import agree, process_count
+from ..hosts import agree
+from ..runtime import process_count
 
 _NOTES = {
     signal.SIGINT: b"\ninterrupted: finishing the step; once more leaves at once\n",

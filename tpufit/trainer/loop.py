@@ -37,7 +37,7 @@ from ..checkpoint import Checkpoint, CheckpointManager, Progress, progress_of
 from ..data import Stream
 from ..diagnostics import messages
 from ..diagnostics.report import Pass
-from ..runtime import everyone
+from ..hosts import everyone
 from ..step import Engine, StepRunner
 from ..utils.users_code import warn
 from .alike import same_random_numbers

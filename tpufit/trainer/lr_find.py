@@ -16,8 +16,9 @@ from ..data.batches import count_rows
 from ..data.prefetch import Prefetcher
 from ..diagnostics.plots import new_axes
 from ..errors import ArgumentError, require_whole
+from ..hosts import agree
 from ..optimizers import set_rate
-from ..runtime import agree, fetch
+from ..runtime import fetch
 from ..step import DeviceGroup, Engine, StepRunner
 from ..utils.users_code import warn
 

@@ -7,8 +7,9 @@ import torch
 
 from ..data.batches import as_tensors
 from ..data.parts import Share
+from ..hosts import together
 from ..losses import ClassWeight
-from ..runtime import HOST, Cores, CoresArgument, gather_rows, start, together
+from ..runtime import HOST, Cores, CoresArgument, gather_rows, start
 from ..step import Engine, StepRunner, modes_kept
 from . import alike
 from .hosts import in_step

@@ -24,8 +24,10 @@ from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..data.sampling import rows_of
 from ..data.workers import deaths_found_by_readers
 from ..diagnostics.report import Pass
-from ..runtime import add_seconds, agree, fetch, fetch_rows, gather_rows, process_count, timing, together
+from ..hosts import agree, together
+from ..runtime import fetch, fetch_rows, gather_rows, process_count
 from ..step import DeviceGroup, Engine, StepRunner, joined, modes_kept
+from ..utils.counters import add_seconds, timing
 from .alike import same_random_numbers
 from .hosts import in_step
 from .interruption import Interruption

@@ -26,7 +26,7 @@ What the process is, or how it ends:
 | --- | --- | --- | --- |
 | `runtime/devices.py` | `CPU_NUM_DEVICES` and the level of XLA's log, in the environment; no warnings by `logging` | virtual cores; XLA's notes at every compilation; torch_xla's while it is imported | for good, as XLA reads them when it likes; the end of the import |
 | `utils/hardware.py` | variables of the environment that a run of several processes has left, on Kaggle; `TPU_SKIP_MDS_QUERY`, without a TPU | a TPU would wait for processes that aren't there; libtpu would ask the cloud for minutes | for good: libtpu reads them when it is loaded |
-| `runtime/hosts.py` | `TPUFIT_HOST` in the environment; a handler for the exit | for workers that read a host's rows; to tell the other hosts | for good |
+| `hosts/group.py` | `TPUFIT_HOST` in the environment; a handler for the exit | for workers that read a host's rows; to tell the other hosts | for good |
 | `runtime/lowering.py` | the variable of the environment that torch_xla hashes | its hash of a graph leaves the precision out | the next graph that is lowered otherwise |
 | `runtime/recorder.py` | `PJRT_DEVICE` | operations are traced as for a TPU | the end of `like_a_tpu` |
 | `runtime/release.py` | torch_xla's handler for the exit is taken out | of 2.8, where no runtime has started: it would start one | for good |

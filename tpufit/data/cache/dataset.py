@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from ...errors import ArgumentError, CacheDamagedError, CacheError, CacheMismatchError, UnknownNameError, counted
-from ...runtime import is_first
+from ...hosts import is_first
 from ...utils.terminal import say
 from ...utils.urls import Mirror
 from .build import Workers, build, check_room, exclusive

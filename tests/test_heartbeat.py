@@ -6,7 +6,7 @@ import time
 
 from torch.distributed import HashStore
 
-from tpufit.runtime.pulse import Pulse
+from tpufit.hosts.heartbeat import Pulse
 
 
 def test_hosts_hear_of_each_other_and_of_no_stranger():

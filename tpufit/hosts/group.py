@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DeviceLostError, HostError, StateLostError
-from .pulse import Pulse, patience
+from .heartbeat import Pulse, patience
 
 # How much longer a host waits for another one that lives than for one that is silent: it may read slow data, or write a
 # large checkpoint.
@@ -35,6 +35,8 @@ class Group:
     Args:
         index: This host's number, from 0.
         count: The number of hosts.
+        store: A store that all hosts share, through which they find each other.
+        address: The name or address of process 0.
 
     Attributes:
         index: This host's number, from 0.
@@ -42,16 +44,13 @@ class Group:
         pulse: The signs of life.
     """
 
-    def __init__(self, index: int, count: int) -> None:
-        import torch_xla.distributed.xla_backend  # noqa: F401 - makes xla:// known, which finds process 0
-        from torch.distributed.rendezvous import rendezvous
-
-        self.index, self.count = index, count
-        store, _, _ = next(iter(rendezvous("xla://")))
+    def __init__(self, index: int, count: int, store: dist.Store, address: str) -> None:
+        self.index = index
+        self.count = count
         self._gloo: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("tpufit/gloo", store), index, count, timedelta(seconds=_PATIENCE * patience())
         )
-        self.pulse = Pulse(index, count, store, store.host)
+        self.pulse = Pulse(index, count, store, address)
         self._depth = 0
         atexit.register(self.pulse.leave, "has ended")
 
@@ -134,11 +133,11 @@ _group: Group | None = None
 _VARIABLE = "TPUFIT_HOST"
 
 
-def connect(index: int, count: int) -> None:
-    """Find the other hosts, once; this waits for all of them."""
+def connect(index: int, count: int, store: dist.Store, address: str) -> None:
+    """Meet the other hosts, once; this waits for all of them. See `Group`."""
     global _group
     os.environ[_VARIABLE] = f"{index}/{count}"
-    _group = Group(index, count)
+    _group = Group(index, count, store, address)
 
 
 def known() -> tuple[int, int] | None:
