@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tpufit
 from tpufit import runtime
+from tpufit.backend import HOST
 from tpufit.errors import ArgumentError
 from tpufit.losses import ClassWeight
-from tpufit.runtime import HOST
 
 on_cores = pytest.mark.cores(1, 8, timeout=300, quick=False)
 

@@ -7,9 +7,10 @@ from contextlib import nullcontext
 import fake_torch_xla
 import pytest
 
+from tpufit.backend import Cores
 from tpufit.diagnostics import messages as advice
 from tpufit.errors import ArgumentError, CoresError, StartError, VersionError
-from tpufit.runtime import Cores, Placement, devices
+from tpufit.runtime import devices, placement_on
 from tpufit.utils import releases
 
 
@@ -76,8 +77,8 @@ def test_a_cpu_has_as_many_cores_as_are_asked_for(monkeypatch, cores, virtual):
 @pytest.mark.parametrize("own", [[0, 1, 4, 5], [6, 2, 3, 7], range(8)])
 def test_the_places_of_a_hosts_devices_need_not_be_neighbours(monkeypatch, own):
     fake_torch_xla.install(monkeypatch, devices=8, own=own)
-    assert Placement(Cores(8, 0, "TPU", "a test")).local_shards == tuple(sorted(own))
-    assert Placement(Cores(1, 3, "TPU", "a test")).local_shards is None
+    assert placement_on(Cores(8, 0, "TPU", "a test")).local_shards == tuple(sorted(own))
+    assert placement_on(Cores(1, 3, "TPU", "a test")).local_shards is None
 
 
 def test_what_is_settled_stays(monkeypatch):

@@ -7,10 +7,10 @@ from torch import nn
 
 import tpufit
 from tpufit import metrics, runtime
+from tpufit.backend import HOST
 from tpufit.errors import ArgumentError, ReplayError, UnknownNameError
 from tpufit.metrics import LazyLogs, PassMetrics
 from tpufit.metrics.metric import Metric
-from tpufit.runtime import HOST
 
 
 def run(metric, batches):

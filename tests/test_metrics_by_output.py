@@ -12,10 +12,10 @@ from torchmetrics.functional import classification
 
 import tpufit
 from tpufit import metrics, runtime
+from tpufit.backend import HOST
 from tpufit.errors import ArgumentError, UnknownNameError
 from tpufit.metrics import PassMetrics
 from tpufit.metrics.weighted import RowMean
-from tpufit.runtime import HOST
 
 on_cores = pytest.mark.cores(1, 8, timeout=300)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpufit import runtime
-from tpufit.runtime import Placement, Sharding
+from tpufit.backend import HOST, Sharding
 from tpufit.runtime.ops.kernels import own_kernels
 
 NORMS = {
@@ -195,8 +195,8 @@ def one_step(name, rows, place, context):
 def test_a_step_as_native_on_the_host(cores, name, rows):
     from contextlib import nullcontext
 
-    place = Placement(runtime.start(cores, "test"))  # first: autograd looks once for the devices there are
-    expected = one_step(name, rows, runtime.HOST, nullcontext)
+    place = runtime.placement_on(runtime.start(cores, "test"))  # first: autograd looks once for the devices there are
+    expected = one_step(name, rows, HOST, nullcontext)
     result = one_step(name, rows, place, own_kernels)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
@@ -206,7 +206,7 @@ def test_a_step_as_native_on_the_host(cores, name, rows):
 @pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_as_native_but_for_the_format_of_batch_norm(cores, inputs, weights):
     """Batch and instance norm keep their input's, as CUDA's autocast has them."""
-    place = Placement(runtime.start(cores, "test"))
+    place = runtime.placement_on(runtime.start(cores, "test"))
     torch.manual_seed(0)
     x, w, b = torch.randn(13, 6, 4) * 3 + 2, torch.randn(6), torch.randn(6)
     parameters = [] if weights is None else [w.to(weights), b.to(weights)]
@@ -237,9 +237,9 @@ PROGRAM = """
 import contextlib, json, pathlib, re, sys, warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, {tests!r})
-from test_norms import NETS, Placement, one_step, runtime, own_kernels
+from test_norms import HOST, NETS, one_step, runtime, own_kernels
 
-place = Placement(runtime.start(8, "test"))
+place = runtime.placement_on(runtime.start(8, "test"))
 moves = {{}}
 for context in (own_kernels, contextlib.nullcontext):
     for name in NETS:

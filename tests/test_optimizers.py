@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tpufit import optimizers
+from tpufit.backend import HOST
 from tpufit.errors import ArgumentError, UnknownNameError
-from tpufit.runtime import HOST
 
 
 def net():

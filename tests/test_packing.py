@@ -9,14 +9,14 @@ from torch import nn
 
 import tpufit
 from tpufit import runtime
-from tpufit.runtime import packing
+from tpufit.runtime import placement
 
 pytestmark = pytest.mark.cores(1, 8)
 
 
 @pytest.fixture
 def packs(monkeypatch):
-    monkeypatch.setattr(packing, "PLATFORMS", {"TPU", "CPU"})
+    monkeypatch.setattr(placement, "PACKED_ON", {"TPU", "CPU"})
 
 
 def net():
@@ -49,7 +49,7 @@ def check_equal(one, other):
 @pytest.mark.parametrize("options", [{}, {"use_ema": True}, {"accumulate_steps": 2}, {"clip_norm": 1.0}], ids=str)
 def test_the_same_training(cores, monkeypatch, options):
     plain, losses = trained(cores, **options)
-    monkeypatch.setattr(packing, "PLATFORMS", {"TPU", "CPU"})
+    monkeypatch.setattr(placement, "PACKED_ON", {"TPU", "CPU"})
     packed, others = trained(cores, **options)
     assert others.keys() == losses.keys()
     for name, values in losses.items():
@@ -58,11 +58,11 @@ def test_the_same_training(cores, monkeypatch, options):
 
 
 def test_the_device_keeps_outputs_last_and_the_user_sees_them_first(cores, packs):
-    placement = runtime.Placement(runtime.start(cores, "a test"))
+    place = runtime.placement_on(runtime.start(cores, "a test"))
     shapes = (8, 3, 1, 1), (8, 6, 3, 2), (8, 3, 1), (9, 8, 3, 4, 5), (8, 3, 3, 3), (8, 1, 3, 3), (8, 3), (8,)
     host = [torch.randn(shape) for shape in shapes]
-    tensors = runtime.to_device(host, placement)
-    state = runtime.DeviceState(tensors, packing=runtime.Packing(placement))
+    tensors = runtime.to_device(host, place)
+    state = runtime.state_at(place, tensors)
     for _ in range(2):
         state.hold()
         assert [tuple(value.shape) for value in state.values] == [

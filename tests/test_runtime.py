@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tpufit import runtime
+from tpufit.backend import HOST, Sharding
 from tpufit.metrics import PassMetrics
-from tpufit.runtime import DeviceState, Placement, Program, Sharding
+from tpufit.runtime.in_flight import RunsAhead
 from tpufit.runtime.ops.kernels import own_kernels
 from tpufit.utils import counters as report
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.cores(1, 8, quick=True)
 
 @pytest.fixture
 def place(cores):
-    return Placement(runtime.start(cores, "test"))
+    return runtime.placement_on(runtime.start(cores, "test"))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, 16])
@@ -93,7 +94,7 @@ def test_moving_in_place_keeps_objects_and_what_they_carry(place):
     buffer = torch.zeros((), dtype=torch.int64)
     tensors = [parameter, frozen, buffer]
     view = parameter.detach()
-    for target in (place, runtime.HOST):
+    for target in (place, HOST):
         runtime.move(tensors, target)
         assert {t.device.type for t in tensors} == {"cpu" if target.on_host else "xla"}
         assert type(parameter) is torch.nn.Parameter and parameter.mark == "mine"
@@ -141,7 +142,7 @@ def test_what_is_on_the_device_stays_and_the_rest_joins_it_in_order(place):
     ],
 )
 def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):
-    flying, waited = runtime.InFlight(seconds=1e9, **limits), []
+    flying, waited = RunsAhead(seconds=1e9, **limits), []
     for step in range(1, steps[-1] + 1):
         (result,) = runtime.to_device([torch.tensor([float(step)])], place)
         reached, counts = _spent(lambda result=result: flying.add(result, nbytes))
@@ -153,7 +154,7 @@ def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):
 
 
 def test_roles_and_models_together_run_ahead_by_three_times_as_many_steps_as_one_may(place):
-    roles = [runtime.InFlight(seconds=1e9, most=10) for _ in range(6)]
+    roles = [RunsAhead(seconds=1e9, most=10) for _ in range(6)]
     most = 0
     for turn in range(12):
         for role in roles:
@@ -194,7 +195,7 @@ def _program(function, place, role="predict"):
         seed(0)
         return function(*inputs)
 
-    program = Program(placement=place, role=role, state=DeviceState([]), sums=PassMetrics([], place))
+    program = runtime.program_at(place, role, runtime.state_at(place, []), PassMetrics([], place))
     return partial(program, body=body)
 
 

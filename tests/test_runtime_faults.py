@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tpufit
+from tpufit.backend import Load
 from tpufit.errors import (
     CoresError,
     DeviceBusyError,
@@ -21,7 +22,7 @@ from tpufit.errors import (
     StartError,
     StateLostError,
 )
-from tpufit.runtime import Load, devices, translate
+from tpufit.runtime import devices, translate
 from tpufit.runtime.release import release
 from tpufit.utils import hardware, releases
 
@@ -272,8 +273,9 @@ def test_a_batch_may_hold_what_no_device_can(cores):
 
 @pytest.mark.cores(4, timeout=300)
 def test_a_mesh_that_does_not_fit(cores):
-    from tpufit.runtime import Cores, Placement, Sharding, start, to_device
+    from tpufit.backend import Cores, Sharding
+    from tpufit.runtime import placement_on, start, to_device
 
     start(cores, "a test")
     with pytest.raises(CoresError, match="not those that the runtime has now.*\n.*must match the global number"):
-        to_device([torch.ones(8, 2)], Placement(Cores(2, 0, "CPU", "a test")), Sharding.ROWS)
+        to_device([torch.ones(8, 2)], placement_on(Cores(2, 0, "CPU", "a test")), Sharding.ROWS)

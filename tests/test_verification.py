@@ -277,7 +277,7 @@ def test_a_tensor_that_stays_on_the_device_is_seen(cores, tmp_path, monkeypatch)
     here, kept, compiled = setting(cores, tmp_path), [], nets.compiled
 
     def leaking(task, net, **options):
-        place = tpufit.runtime.Placement(here.cores)
+        place = tpufit.runtime.placement_on(here.cores)
         kept.append(tpufit.runtime.to_device([torch.zeros(4)], place))
         return compiled(task, net, **options)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import optimizers
+from .backend import HOST, CoresArgument
 from .callbacks import Callback, History
 from .callbacks.base import TrainedModel
 from .callbacks.progbar_logger import resolve_verbose
@@ -40,7 +41,7 @@ from .hosts import is_first
 from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
 from .metrics import MetricsArgument, metrics_in
 from .optimizers import OptimizerArgument
-from .runtime import HOST, CoresArgument, copies, copy_into, fetch, platform, settled, start, tracing
+from .runtime import copies, copy_into, fetch, platform, settled, start, tracing
 from .step import (
     CompileConfig,
     CompileOption,

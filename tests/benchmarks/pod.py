@@ -24,11 +24,13 @@ import json, statistics, sys
 from time import perf_counter
 import torch
 import tpufit
-from tpufit.runtime import Placement, Sharding, agree, at, send_rows, settled, to_device
+from tpufit.backend import Sharding
+from tpufit.hosts import agree, at
+from tpufit.runtime import placement_on, send_rows, settled, to_device
 from tpufit.runtime.lazy import wait
 
 tpufit.init()
-placement = Placement(settled())
+placement = placement_on(settled())
 me, shards = tpufit.process_index(), placement.local_shards
 
 def median(call, times=300):

@@ -112,7 +112,7 @@ def a_cached_dataset():
 def batches_of_each_hosts_own():
     # Whole batches in the order of the cores: each host gives those of its own.
     model, cores = compiled(), tpufit.runtime.settled().count
-    shards = tpufit.runtime.Placement(tpufit.runtime.settled()).local_shards
+    shards = tpufit.runtime.placement_on(tpufit.runtime.settled()).local_shards
     batches = [(X[i : i + 2], Y[i : i + 2]) for i in range(0, 4 * cores, 2)]
     own = [batch for i, batch in enumerate(batches) if i % cores in shards]
     return result(model, model.fit(PerHost(own), epochs=2, verbose=0))
@@ -159,7 +159,7 @@ def single_batches():
 reads, whole, own = [], [], []
 tpufit.init()
 results = {function.__name__: function() for function in SCENARIOS}
-shards = tpufit.runtime.Placement(tpufit.runtime.settled()).local_shards
+shards = tpufit.runtime.placement_on(tpufit.runtime.settled()).local_shards
 torch.save(
     {"results": results, "reads": reads, "whole": whole, "own": own, "shards": shards},
     f"results{tpufit.process_index()}.pt",

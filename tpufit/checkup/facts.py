@@ -84,7 +84,7 @@ def gather(train: bool, timeout: float) -> Facts:
         timeout: The seconds that each training may take.
     """
     # Loading the runtime loads torch, which may be the fault here.
-    runtime = sys.modules.get("tpufit.runtime")
+    runtime, pod = sys.modules.get("tpufit.runtime"), sys.modules.get("tpufit.hosts")
     cores = runtime.settled() if runtime else None
     hosts = tuple(name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name)
     missing = tuple(name for name in hosts if not _leads_somewhere(name)) if len(hosts) > 1 else ()
@@ -101,7 +101,7 @@ def gather(train: bool, timeout: float) -> Facts:
             os.getpid(),
             str(cores or ""),
             cores is None and "torch_xla" in sys.modules,
-            Pod(hosts, missing, runtime.whereabouts() if runtime and cores else ""),
+            Pod(hosts, missing, pod.whereabouts() if pod and cores else ""),
         ),
         memory=hardware.memory(),
         cpus=hardware.cpus(),

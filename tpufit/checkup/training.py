@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..backend import Placement
 from ..model import Model
-from ..runtime import Placement, device_memory, platform, start, to_device, to_host
+from ..runtime import device_memory, placement_on, platform, start, to_device, to_host
 from .trial import ALL, Trial
 
 _VIRTUAL = 8
@@ -41,7 +42,7 @@ def train(cores: int) -> Trial:
     began = perf_counter()
     model.fit(x, y, _ROWS, epochs=_STEPS, verbose=0)
     step = (perf_counter() - began) / _STEPS
-    return Trial(cores, str(now), first, step, _bandwidth(Placement(now)), device_memory())
+    return Trial(cores, str(now), first, step, _bandwidth(placement_on(now)), device_memory())
 
 
 def _bandwidth(place: Placement) -> float:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backend import HOST, Placement
 from ..data import unpack
 from ..data.batches import host_array
 from ..errors import ArgumentError
-from ..runtime import HOST, Placement, to_device
+from ..runtime import to_device
 from .outputs import described
 from .weights import spread
 

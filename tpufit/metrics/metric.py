@@ -12,9 +12,10 @@ import torchmetrics
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..backend import Placement
 from ..errors import ArgumentError
 from ..losses import Output, aligned, described, output_name, part, spread, weight_of
-from ..runtime import Placement, has_lowering, move
+from ..runtime import has_lowering, move
 from ..utils.kept import Kept
 from ..utils.python_state import facts
 from ..utils.text import dtype_name

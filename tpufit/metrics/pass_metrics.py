@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..backend import Placement
 from ..errors import ArgumentError, DataError
-from ..runtime import Placement, to_device, to_host
+from ..runtime import to_device, to_host
 from .lazy_logs import LazyLogs
 from .sums import Key, SumTable
 from .tracked import TrackedMetric, one_by_one

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import Placement, to_device
+from ..backend import Placement
+from ..runtime import to_device
 
 # The owner of a sum, a mean's name or a metric's slot, and the sum's name.
 Key = tuple[str | int | None, str]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..runtime import Placement, to_device
+from ..backend import Placement
+from ..runtime import to_device
 from ..utils.replaced import replaced
 from .build import counts_on_device
 from .shared_counters import CountsTogether, Once

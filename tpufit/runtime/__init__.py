@@ -1,6 +1,6 @@
 """The device: everything that names torch_xla is in this package, so that another backend replaces it and nothing else.
 
-`backend.Backend` lists the names that the rest of tpufit uses.
+It fulfils the contract in `tpufit/backend/`: the classes there are what the rest of tpufit sees.
 
 | file | its idea |
 | --- | --- |
@@ -8,7 +8,8 @@
 | `devices` | find and start the cores |
 | `kinds` | the kind of core that a step is traced for |
 | `release` | what differs between torch_xla 2.8 and 2.9 |
-| `placement` | the host, one core or a mesh, and how tensors lie over it |
+| `placement` | one core or a mesh, and cores that aren't there |
+| `make` | the state and the programs of a placement |
 | `transfer` | host to device and back, where the waits are |
 | `in_flight` | how many steps may run ahead of the device |
 | `rows` | a host's own rows of a batch |
@@ -32,10 +33,7 @@
 
 from .capture import capture_began, tracing
 from .counters import counts, live_tensors, metrics_report
-from .device_state import DeviceState
 from .devices import (
-    Cores,
-    CoresArgument,
     available,
     device_memory,
     init,
@@ -47,19 +45,14 @@ from .devices import (
     start,
     versions,
 )
-from .draws import Draws
-from .faults import Load, translate
+from .faults import translate
 from .gathering import ungathered
-from .in_flight import InFlight
 from .kinds import keeps_bfloat16
-from .lazy import launch
 from .lowering import set_matmul_precision
-from .ops.kernels import own_kernels
+from .make import program_at, state_at
 from .ops.lowerings import has_lowering, runs_on_the_host
-from .packing import Packing
-from .placement import HOST, Placement, Sharding
+from .placement import placement_on
 from .profiler import scope, start_profile, stop_profile
-from .program import Program
 from .recompute import recomputing
 from .recorder import Recorded, Recorder, like_a_tpu
 from .release import words_of

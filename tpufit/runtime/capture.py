@@ -16,21 +16,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ..backend import Body, Sums
 from ..utils.compiling import compiling
-from . import counters
 from .bindings import xla
-from .device_state import DeviceState
+from .device_state import HeldState
 from .draws import Draws
 from .gathering import gathering
-from .graph import Graph, Sums, recognise, template_of
-from .lazy import by_memory, compute, drop, identity, launch, noting_new, pending, pending_elsewhere, same_memory
-from .placement import Placement
+from .graph import Graph, recognise, template_of
+from .lazy import by_memory, compute, drop, identity, noting_new, pending, pending_elsewhere, same_memory
+from .placement import CorePlacement
+from .recorder import Trace
 from .trace_watch import Glance, Watch
-from .transfer import starter, swap_value
-
-Body = Callable[[list[Tensor], Callable[[int], None]], Any]
-"""`body(inputs, seed)`: the Python of one step or several. `seed(i)` begins the random numbers of the i-th; on a device
-it is a `Draws`. The body changes the state's tensors in place, replaces the sums, and returns a nest of tensors."""
+from .transfer import swap_value
 
 
 class _Now:
@@ -81,17 +78,17 @@ class Target:
         inside: Gives the context in which the body is traced.
     """
 
-    placement: Placement
+    placement: CorePlacement
     role: str
-    state: DeviceState
+    state: HeldState
     sums: Sums
     donates: bool
     inside: Callable[[], AbstractContextManager[object]]
 
     @cached_property
-    def start(self) -> Callable[[Any, list[Tensor]], list[Tensor]] | None:
-        """The function that starts graphs, see `starter`: found once, as each replay asks for it."""
-        return starter(self.placement)
+    def start(self) -> Callable[[Any, list[Tensor]], list[Tensor]]:
+        """The function that starts graphs: found once, as each replay asks for it."""
+        return self.placement.starter
 
     def draws(self, seeds: list[int]) -> Draws:
         """Return the random numbers of a trace."""
@@ -134,7 +131,7 @@ class Target:
             because: The reason why it can't be replayed.
         """
         try:
-            launch(self.placement, self.role, f"it is traced anew on every call, because {because}")
+            self.placement.launch(self.role, f"it is traced anew on every call, because {because}")
         except BaseException:
             tensors = self.state.tensors
             # Before the pending work is dropped: afterwards lost tensors can't be told from others.
@@ -146,7 +143,7 @@ class Target:
 
 
 @contextmanager
-def undoing(state: DeviceState) -> Iterator[None]:
+def undoing(state: HeldState) -> Iterator[None]:
     """A context that takes a step back if it can't be traced, compiled or run: the state is what it was before.
 
     Args:
@@ -174,7 +171,7 @@ class Capture:
 
     Args:
         target: The device, state and sums.
-        stored: The state's values, see `DeviceState.begin_trace`.
+        stored: The state's values, see `HeldState.begin_trace`.
         inputs: Batches and rates.
         seeds: One for each step.
         watch: Sees what the body reads and draws.
@@ -329,14 +326,10 @@ class Capture:
             graph: The graph of this trace.
             cause: The reason why it is needed, for the report.
         """
-        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
-
-        role, recorder = self._target.role, self._target.placement.recorder
-        if recorder is not None:
-            recorder.keep(self._roots, self._values, graph, role, cause, self._target.state.axes)
-            return
-        with counters.role(role, cause), alias_with_buffer_donor_config():
-            xla()._xla_warm_up_cache(self._roots, [])
+        target = self._target
+        target.placement.compile(
+            Trace(graph, self._roots, self._values, target.state.axes, target.role, cause),
+        )
 
     def run(self, graph: Graph, first: bool) -> None:
         """Run a graph with the inputs of this trace.
@@ -348,8 +341,8 @@ class Capture:
         state = self._target.state
         taken = state.hold()
         self._taken = [taken[i] for i in graph.changed]
-        start = self._target.start
-        self._results = graph.run(state, self._target.sums, self._values, first and start is None, start)
+        target = self._target
+        self._results = graph.run(state, target.sums, self._values, target.start, first and target.placement.runs)
 
     def settle(self, graph: Graph) -> Any:
         """Give the traced tensors the values that `run` has computed, so that nothing of the trace stays pending.

@@ -1,4 +1,4 @@
-"""`DeviceState`: the tensors that training changes, and their values while graphs are replayed."""
+"""`HeldState`: the tensors that training changes, and their values while graphs are replayed."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backend import DeviceState, Placement, Sharding
 from ..errors import StateLostError
-from .lazy import graph_hash, handles, launch, pending, same_memory, wait
+from .lazy import graph_hash, handles, pending, same_memory, wait
 from .own_thread import for_this_thread
 from .packing import Packing, kept, shown
-from .placement import Placement, Sharding
 from .transfer import copy_into, swap_value, to_host
 
 
-class DeviceState:
+class HeldState(DeviceState):
     """The tensors that training changes: weights, buffers, and the optimizers' state.
 
     While graphs are replayed, a flat list here holds their values. The user's tensors are then empty, on the meta
@@ -27,10 +27,7 @@ class DeviceState:
         packing: Which of them the device keeps with their dimensions in another order (default: none).
 
     Attributes:
-        tensors: The user's own tensor objects.
-        shardings: The shardings of tensors, by their `id`; one that is missing is whole on every core.
         values: The values, while they are held here.
-        held: True while they are.
     """
 
     def __init__(
@@ -39,12 +36,10 @@ class DeviceState:
         shardings: Mapping[int, Sharding] | None = None,
         packing: Packing | None = None,
     ) -> None:
-        self.tensors = list(tensors)
-        self.shardings = dict(shardings or {})
+        super().__init__(tensors, shardings)
         self._packing = packing or Packing()
         self._packed: dict[int, tuple[Tensor, int]] = {}  # of the trace under way: the inputs, and what shows them
         self.values: list[Tensor] = []
-        self.held = False
         self._lost: list[int] = []
         self._under_way: tuple[list[int], bool, list[Any]] | None = None  # the graph being started, see `expect`
         self._empty: list[Tensor] = []
@@ -52,7 +47,6 @@ class DeviceState:
 
     @property
     def lost(self) -> list[int]:
-        """The indices of values that a step took with it when it failed on the device; usually none."""
         self.collect()
         return self._lost
 
@@ -62,7 +56,6 @@ class DeviceState:
         return [self.shardings.get(id(tensor), Sharding.WHOLE).axis for tensor in self.tensors]
 
     def pin(self, tensors: Iterable[Tensor], placement: Placement) -> None:
-        """Keep the sharding of tensors that the step being traced has changed, see `Placement.pin`."""
         packed = {id(self.tensors[i]) for i in self._packed}  # which `traced` pins as the device keeps them
         for tensor in tensors:
             if id(tensor) not in packed:
@@ -138,7 +131,7 @@ class DeviceState:
         roots = [self.tensors[i] for i in changed]
         for at, i in enumerate(changed):
             if i in self._packed:
-                roots[at] = self._packing.placement.pin(kept(roots[at]))
+                roots[at] = self._packing.pinned(kept(roots[at]))
         return changed, roots
 
     def end_trace(self) -> None:
@@ -163,20 +156,9 @@ class DeviceState:
         return [found.get(i, self.values[i]) for i in indices]
 
     def replace(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding]) -> None:
-        """Go on with other tensors, while nothing is held.
-
-        Args:
-            tensors: The tensors.
-            shardings: Their shardings, see `DeviceState`.
-        """
         self.tensors, self.shardings, self._empty = list(tensors), dict(shardings), []
 
     def write_back(self) -> None:
-        """Put the values back into the user's tensors. After an interrupt in here it may be called again.
-
-        Raises:
-            StateLostError: A step failed on the device after it had consumed them.
-        """
         if self.lost:
             cure = "Load the last good ones with load_weights; the optimizer then starts over"
             raise StateLostError(f"the weights on the device are lost: a step failed that had consumed them. {cure}")
@@ -202,7 +184,7 @@ class DeviceState:
         """
         begun = pending(self.tensors)
         if begun:
-            launch(placement, "transfer")
+            placement.launch("transfer")
         if begun or self._versions != [tensor._version for tensor in self.tensors]:
             wait("changed weights")  # a tensor that is still to be computed has no memory to compare
             self.part(placement)
@@ -250,7 +232,6 @@ class DeviceState:
         self._lost = indices
 
     def examine(self) -> None:
-        """Find out which values are lost after an error: no result of a failed step can be read. **This waits**."""
         tensors = self.values if self.held else self.tensors
         known = self.lost
         there = [i for i, tensor in enumerate(tensors) if tensor.device.type == "xla" and i not in known]
@@ -264,7 +245,6 @@ class DeviceState:
                     self._lost = [*self._lost, i]
 
     def revive(self) -> None:
-        """Let lost values count as there, because all of them are about to be replaced. Until then none may be read."""
         self.collect()
         self._lost = []
         self.write_back()

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from .. import hosts
+from ..backend.cores import Cores, CoresArgument
 from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware, releases
 from ..utils.deferred import deferred
@@ -23,39 +24,6 @@ from .faults import translate_import, translate_start
 from .ops.lowerings import lower_missing
 
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all, 1: warnings, 2: errors, 3: what ends the process
-
-CoresArgument = int | str | list[int] | None
-"""The values of `cores=`: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
-
-
-@dataclass(frozen=True)
-class Cores:
-    """The cores that this process computes on.
-
-    Attributes:
-        count: Their number, at least 1.
-        index: The core's number, from 0, if there is one; several are all that the host has.
-        platform: Their kind, e.g. `"CPU"` or `"TPU"`.
-        settled_by: The call that settled them, and its line, for messages.
-        hosts: The number of hosts that they belong to (default 1).
-    """
-
-    count: int
-    index: int
-    platform: str
-    settled_by: str
-    hosts: int = 1
-
-    @property
-    def spmd(self) -> bool:
-        """True if one program runs on several cores; one core is driven without SPMD."""
-        return self.count > 1
-
-    def __str__(self) -> str:
-        which = f" (number {self.index})" if self.index else ""
-        virtual = ", virtual" if self.platform == "CPU" and self.spmd else ""
-        on = f" on {self.hosts} hosts" if self.hosts > 1 else ""
-        return f"{self.count} core{'s' * self.spmd}{which}{on} (XLA:{self.platform}{virtual})"
 
 
 @dataclass(frozen=True)

@@ -1,44 +1,14 @@
 """Errors of torch_xla, XLA and libtpu, put into a sentence that names the cure."""
 
 import re
-from dataclasses import dataclass
 
 from .. import errors
+from ..backend.load import Load
 from ..errors import StartError, TpufitError, counted
 from ..utils import hardware, releases
 from ..utils.less_memory import measures, shortage
 from ..utils.text import bytes_of, size
 from .release import words_of
-
-
-@dataclass(frozen=True)
-class Load:
-    """The load of a step on the device. Sizes are in bytes on each core.
-
-    Attributes:
-        role: `"train"`, `"eval"` or `"predict"`.
-        rows: The number of its rows, over all cores.
-        cores: The number of cores that shared them.
-        weights: The size of parameters and buffers.
-        learns: The size of the parameters that get a gradient.
-        optimizer: The size of the optimizer's state, accumulated gradients and averages.
-        batch: The size of the batches.
-        precision: The `precision` of `compile`.
-        split: True if weights and optimizer state are split over the cores (default False).
-        remat: True if activations are computed again in the backward pass (default False).
-    """
-
-    role: str
-    rows: int
-    cores: int
-    weights: int
-    learns: int
-    optimizer: int
-    batch: int
-    precision: str
-    split: bool = False
-    remat: bool = False
-
 
 # The memory of a core, where an error doesn't name it: that of most TPUs.
 _ROOM = 1 << 34

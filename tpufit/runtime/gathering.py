@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..backend import Placement, Sharding
 from .lazy import behind_barrier
-from .placement import Placement, Sharding
 
 # Functions by name. Products, which autocast computes in its own format.
 _PRODUCTS = re.compile(

@@ -6,35 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from ..backend import Sums
 from .bindings import xla
-from .device_state import DeviceState, replaced
+from .device_state import HeldState, replaced
 from .draws import Place
 from .lazy import handles, pending
 from .transfer import reach
-
-
-class Sums(Protocol):
-    """Running sums. A step takes them in and gives new ones out; the old stay valid for whoever keeps them."""
-
-    tensors: list[Tensor]
-    """The sums as they stand."""
-
-    begun: list[Tensor]
-    """The sums that the step being traced began with, and those that it made itself."""
-
-    def begin(self) -> None:
-        """Begin a trace."""
-
-    def take_back(self) -> None:
-        """Take a trace back that isn't run."""
-
 
 _COMPUTED = object()  # in a template: a tensor that the graph computes
 
@@ -112,11 +96,11 @@ class Graph:
 
     def run(
         self,
-        state: DeviceState,
+        state: HeldState,
         sums: Sums,
         inputs: list[Tensor],
+        start: Callable[[Any, list[Tensor]], list[Tensor]],
         first: bool = False,
-        start: Callable[[Any, list[Tensor]], list[Tensor]] | None = None,
     ) -> list[Tensor]:
         """Start the graph, and put its results where they belong.
 
@@ -124,9 +108,9 @@ class Graph:
             state: Holds the state's values.
             sums: The running sums.
             inputs: Its inputs, in its order.
+            start: The function that starts a graph by its hash with its inputs, see `CorePlacement.starter`.
             first: True if it has never run. **This waits** then, where the state can still be restored: a step that
                 needs too much memory usually fails the first time.
-            start: The function that starts a graph by its hash with its inputs (default: the device's).
 
         Returns:
             The tensors that the body returned or left elsewhere.
@@ -134,7 +118,7 @@ class Graph:
         outputs = state.expect(self.changed, self.donates)
         # One call in C. No handler of a signal runs between the graph's start and the arrival of its outputs in the
         # list: an interrupt there would lose them after the state that they replace has been consumed.
-        outputs.extend(chain([None], map(start or xla()._run_cached_graph, [self.hash], [inputs])))
+        outputs.extend(chain([None], map(start, [self.hash], [inputs])))
         if first and outputs[1] and not (self.donates and self.changed):
             try:
                 reach(min(outputs[1], key=torch.numel), "capture")

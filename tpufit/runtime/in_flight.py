@@ -1,10 +1,11 @@
-"""`InFlight`: back-pressure. Steps run ahead of the device, which the host waits for now and then."""
+"""`RunsAhead`: the back-pressure of steps that run on the device, of all roles and models together."""
 
 from time import perf_counter
 from weakref import WeakSet
 
 from torch import Tensor
 
+from ..backend import InFlight
 from ..utils.counters import waiting
 from .bindings import xla
 
@@ -14,8 +15,8 @@ _LONG_RUN = 16
 _OF_ALL = 3
 
 
-class InFlight:
-    """Back-pressure: lets steps run ahead of the device, and waits for an older one when they are too many.
+class RunsAhead(InFlight):
+    """Lets steps run ahead of the device, and waits for an older one when they are too many.
 
     Many short steps may be under way, because a wait costs as much as the call of one. Of long steps only two may be,
     because a signal waits for all of them, and each keeps its batch in memory.
@@ -42,15 +43,7 @@ class InFlight:
         _all.add(self)
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
-        """Note a step that was just started. **This may wait** for a step as old as half the limit.
-
-        Args:
-            result: A small result of the step.
-            nbytes: The size of its batches.
-
-        Returns:
-            The result of the step that was waited for, on the host; None if none was.
-        """
+        """Note a step that was just started. **This may wait** for a step as old as half the limit."""
         self._make_room()
         self.started.append(result)
         self._new += 1
@@ -85,4 +78,11 @@ class InFlight:
                 one.finish()
 
 
-_all: WeakSet[InFlight] = WeakSet()
+_all: WeakSet[RunsAhead] = WeakSet()
+
+
+class NothingRuns(InFlight):
+    """Of cores that are absent."""
+
+    def add(self, result: Tensor, nbytes: int) -> Tensor | None:
+        return None

@@ -10,22 +10,7 @@ from torch import Tensor
 from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
-from .placement import Placement
 from .transfer import swap_value
-
-
-def launch(placement: Placement, role: str, cause: str = "") -> None:
-    """Start everything that is pending on the device, without waiting for it.
-
-    Args:
-        placement: The cores on which it is pending; on the host nothing ever is.
-        role: The role that a graph is counted under, if one must be compiled.
-        cause: The reason for that graph.
-    """
-    if placement.on_host:
-        return
-    with counters.role(role, cause):
-        xla()._xla_step_marker(placement.device_name, [], wait=False)
 
 
 def compute(tensors: Sequence[Tensor]) -> None:

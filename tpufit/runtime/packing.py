@@ -13,14 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..utils.counters import waiting
-from . import counters
-from .bindings import xla
-from .devices import platform
-from .placement import HOST, Placement
-from .transfer import to_device
-
-PLATFORMS = {"TPU"}
+from .placement import CorePlacement
 
 
 @dataclass(frozen=True)
@@ -28,47 +21,34 @@ class Packing:
     """The order in which a placement keeps the dimensions of tensors.
 
     Args:
-        placement: The cores.
-
-    Attributes:
-        placement: The cores.
-        active: True if they keep any tensor in another order.
+        placement: The cores (default: none, which keep tensors as they are).
     """
 
-    placement: Placement = HOST
-
-    @property
-    def active(self) -> bool:
-        placement = self.placement
-        return not placement.on_host and (placement.recorder is not None or platform() in PLATFORMS)
+    placement: CorePlacement | None = None
 
     def packs(self, tensors: Sequence[Tensor]) -> list[int]:
         """The indices of the tensors that are kept in another order: weights of convolutions, and what is like them.
 
         One of few inputs, as a first layer's or one of each channel alone, is kept as it is used.
         """
-        if not self.active:
+        if self.placement is None or not self.placement.packs:
             return []
         return [i for i, t in enumerate(tensors) if t.dim() > 2 and min(t.shape[:2]) > max(t.shape[2:])]
 
     def packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors to the order in which they are kept. **This waits**, see `_computed`."""
+        """Copy tensors to the order in which they are kept. **This waits**, see `CorePlacement.compute`."""
         return self._computed([kept(tensor) for tensor in tensors])
 
     def unpacked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy kept tensors to the order in which the user sees them. **This waits**, see `_computed`."""
+        """Copy kept tensors to the order in which the user sees them. **This waits**, see `CorePlacement.compute`."""
         return self._computed([shown(tensor) for tensor in tensors])
 
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """A kept tensor of the trace under way, whole on every core as a value of the state."""
+        return tensor if self.placement is None else self.placement.pin(tensor)
+
     def _computed(self, copies: list[Tensor]) -> list[Tensor]:
-        """Compute pending copies: only what is computed has memory that can be told apart."""
-        if not copies:
-            return []
-        if self.placement.recorder is not None:
-            empty = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in copies]
-            return to_device(empty, self.placement)
-        with waiting("packing"), counters.role("transfer"):
-            xla()._xla_sync_multi(copies, devices=[], wait=True)
-        return copies
+        return [] if self.placement is None or not copies else self.placement.compute(copies)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""`Placement`: the host, one core, or a mesh of cores, and `Sharding`: how a tensor lies over them.
+"""`CorePlacement`: one core or a mesh of them, and `AbsentCores`, in whose place a `Recorder` keeps the programs.
 
 Over a mesh a batch is split by its rows, and everything else is whole on every core. The rows need not be divisible by
 the cores: the partitioner pads and masks them itself, exactly.
@@ -6,96 +6,59 @@ the cores: the partitioner pads and masks them itself, exactly.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..backend import Cores, InFlight, Placement, Sharding
+from ..utils.counters import waiting
+from . import counters
 from .bindings import xla
-from .devices import Cores
+from .devices import platform
 from .faults import translate
-from .recorder import Recorder
+from .in_flight import NothingRuns, RunsAhead
+from .recorder import Recorder, Trace, stand_in
+
+PACKED_ON = {"TPU"}  # the kinds of cores that keep weights in another order, see `packing`
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """The layout of a tensor over the cores.
+class CorePlacement(Placement):
+    """One core, or all cores as one.
 
     Attributes:
-        axis: The dimension that is split over the cores; None (default): the tensor is whole on every core.
-        ROWS: The sharding of a batch, split by its first dimension.
-        WHOLE: The sharding of everything else.
-
-    Example:
-        >>> Sharding.ROWS
-        Sharding(axis=0)
+        cores: The cores of the process.
     """
 
-    axis: int | None = None
-    ROWS: ClassVar[Sharding]
-    WHOLE: ClassVar[Sharding]
-
-    def axes(self, ndim: int) -> tuple[str | None, ...]:
-        """The axis of the mesh for each of `ndim` dimensions. A tensor without dimensions is always whole."""
-        return tuple("data" if i == self.axis else None for i in range(ndim))
-
-
-Sharding.ROWS, Sharding.WHOLE = Sharding(0), Sharding()
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A place to compute at: the host (`cores` is None), one core, or all cores as one.
-
-    Attributes:
-        cores: The cores of the process, or None for plain PyTorch on the host.
-        recorder: Takes the cores' place if they are absent (default: they are there).
-    """
-
-    cores: Cores | None
-    recorder: Recorder | None = field(default=None, compare=False)
+    cores: Cores
     _specs: dict[tuple[int | None, int], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def on_host(self) -> bool:
-        """True for plain PyTorch, without the device runtime."""
-        return self.cores is None
-
-    @property
     def has_mesh(self) -> bool:
-        """True if one program runs on several cores."""
-        return self.cores is not None and self.cores.spmd
+        return self.cores.spmd
 
     @property
     def most_in_flight(self) -> int:
-        """The number of steps of one role that may be under way; of all together three times as many may.
-
-        XLA's CPU client lets 32 runs begin. It starts the parts of a further one as soon as their own core may, on the
-        threads that the parts of the first one need: with several virtual cores these then wait for each other for
-        good.
-        """
-        virtual = self.cores is not None and self.cores.spmd and self.cores.platform == "CPU"
-        return 8 if virtual else 256
+        # XLA's CPU client lets 32 runs begin. It starts the parts of a further one as soon as their own core may, on
+        # the threads that the parts of the first one need: with several virtual cores these then wait for each other
+        # for good.
+        return 8 if self.cores.spmd and self.cores.platform == "CPU" else 256
 
     @property
     def count(self) -> int:
-        """The number of cores that share a batch, at least 1."""
-        return 1 if self.cores is None else self.cores.count
+        return self.cores.count
 
     @property
     def hosts(self) -> int:
-        """The number of hosts that the cores belong to, at least 1."""
-        return 1 if self.cores is None else self.cores.hosts
+        return self.cores.hosts
 
     @cached_property
     def local_shards(self) -> tuple[int, ...] | None:
-        """The positions of this process's devices along the mesh: the parts of a batch that it has to send.
-
-        None without a mesh; with one process all of them. On a pod a host's devices need not be neighbours.
-        """
         if not self.has_mesh:
             return None
         own = set(xla()._xla_get_runtime_devices())
@@ -103,9 +66,6 @@ class Placement:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of every tensor here. With several cores it is one virtual device."""
-        if self.cores is None:
-            return torch.device("cpu")
         import torch_xla
 
         # The index must be passed even where it is 0: it also makes that core the default for seeds and syncs.
@@ -140,40 +100,128 @@ class Placement:
         return self._mesh.get_op_sharding(sharding.axes(ndim))
 
     def pin(self, tensor: Tensor, sharding: Sharding = Sharding.WHOLE) -> Tensor:
-        """Fix the sharding of a tensor in the graph being traced; else the partitioner may choose another.
-
-        Args:
-            tensor: A result of the step that is kept for the next one: a parameter, a sum.
-            sharding: Its sharding (default: whole on every core).
-
-        Returns:
-            The same tensor.
-        """
         # One that has a value lies over the cores as it was put there.
         if self.has_mesh and xla()._check_tensor_need_materialization([tensor])[0]:
             xla()._xla_mark_sharding(tensor, self.layout(sharding, tensor.dim()))
         return tensor
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """The same values, whole on every core, in the graph being traced.
-
-        Args:
-            tensor: Any tensor of a traced step, such as rows that are split over the cores.
-        """
-        return self.laid_out(tensor, Sharding.WHOLE)
-
     def laid_out(self, tensor: Tensor, sharding: Sharding) -> Tensor:
-        """The same values with a sharding of their own, in the graph being traced; `tensor` keeps its own.
-
-        Args:
-            tensor: Any tensor of a traced step.
-            sharding: How the result lies over the cores.
-        """
         if not self.has_mesh:
             return tensor
         result = tensor.clone()
         xla()._xla_annotate_custom_sharding(result, self.layout(sharding, tensor.dim()))
         return result
 
+    def in_flight(self) -> InFlight:
+        return RunsAhead(most=self.most_in_flight)
 
-HOST = Placement(None)
+    def launch(self, role: str, cause: str = "") -> None:
+        with counters.role(role, cause):
+            xla()._xla_step_marker(self.device_name, [], wait=False)
+
+    def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:
+        there = [t.is_xla for t in tensors]  # type: ignore[attr-defined]  # PyTorch's stubs don't know it
+        values = [
+            t if t.is_contiguous() and not t.requires_grad else t.detach().contiguous()
+            for t, passed in zip(tensors, there, strict=True)
+            if not passed
+        ]
+        specs = None
+        if self.has_mesh and values:
+            each = [sharding] * len(tensors) if isinstance(sharding, Sharding) else sharding
+            wanted = [one for one, passed in zip(each, there, strict=True) if not passed]
+            specs = [self.spec(one, t) for one, t in zip(wanted, values, strict=True)]
+        sent: list[Tensor] = xla()._xla_tensors_from_aten(values, [self.device_name] * len(values), specs)
+        if len(sent) == len(tensors):
+            return sent
+        rest = iter(sent)
+        return [t if passed else next(rest) for t, passed in zip(tensors, there, strict=True)]
+
+    # What programs ask
+
+    @property
+    def runs(self) -> bool:
+        """True if graphs run, and their results can be waited for."""
+        return True
+
+    @property
+    def gives_memory_freely(self) -> bool:
+        """True if it costs no time to let a graph write the new state over the old: XLA:CPU then waits for a step."""
+        return platform() != "CPU"
+
+    @property
+    def packs(self) -> bool:
+        """True if weights are kept in another order of dimensions, see `packing`."""
+        return platform() in PACKED_ON
+
+    @property
+    def starter(self) -> Callable[[Any, list[Tensor]], list[Tensor]]:
+        """The function that starts a graph by its hash with its inputs."""
+        start: Callable[[Any, list[Tensor]], list[Tensor]] = xla()._run_cached_graph
+        return start
+
+    def compile(self, trace: Trace) -> None:
+        """Compile the graph of a trace."""
+        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+        with counters.role(trace.role, trace.cause), alias_with_buffer_donor_config():
+            xla()._xla_warm_up_cache(trace.roots, [])
+
+    def compute(self, copies: list[Tensor]) -> list[Tensor]:
+        """Compute pending copies. **This waits**: only what is computed has memory that can be told apart."""
+        with waiting("packing"), counters.role("transfer"):
+            xla()._xla_sync_multi(copies, devices=[], wait=True)
+        return copies
+
+
+@dataclass(frozen=True)
+class AbsentCores(CorePlacement):
+    """Cores that aren't there: steps are traced for them, and a recorder keeps their programs.
+
+    Attributes:
+        recorder: The recorder.
+    """
+
+    recorder: Recorder = field(default_factory=Recorder, compare=False)
+
+    @property
+    def runs(self) -> bool:
+        return False
+
+    @property
+    def gives_memory_freely(self) -> bool:
+        return True
+
+    @property
+    def packs(self) -> bool:
+        return True
+
+    @property
+    def starter(self) -> Callable[[Any, list[Tensor]], list[Tensor]]:
+        return lambda name, inputs: self.send(self.recorder.outputs[name])
+
+    def in_flight(self) -> InFlight:
+        return NothingRuns()
+
+    def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:
+        sent = super().send([stand_in(t) if t.is_meta else t for t in tensors], sharding)
+        if sent:
+            each = [sharding] * len(sent) if isinstance(sharding, Sharding) else sharding
+            self.recorder.note(sent, [one.axis for one in each])
+        return sent
+
+    def compile(self, trace: Trace) -> None:
+        self.recorder.keep(trace)
+
+    def compute(self, copies: list[Tensor]) -> list[Tensor]:
+        return self.send([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in copies])
+
+
+def placement_on(cores: Cores, recorder: Recorder | None = None) -> Placement:
+    """Return the placement of steps on cores.
+
+    Args:
+        cores: The cores.
+        recorder: Takes their place if they are absent (default: they are there).
+    """
+    return CorePlacement(cores) if recorder is None else AbsentCores(cores, recorder=recorder)

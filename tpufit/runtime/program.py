@@ -1,4 +1,4 @@
-"""`Program`: runs a step as one XLA graph, traced once and then replayed.
+"""`CapturedProgram`: runs a step as one XLA graph, traced once and then replayed.
 
 torch_xla traces the Python of a step on every call, which for a real network takes longer than the step itself. Here a
 step's first run is traced, compiled, and started as a graph of known inputs and outputs. Its second run is traced once
@@ -14,22 +14,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..backend import Body, Program, Sums
+from ..backend.program import Pause
 from ..errors import ReplayError
 from ..utils.counters import count_capture, timed
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
 from .audits import Audits
-from .capture import Body, Capture, Target, capturing, undoing
-from .device_state import DeviceState
-from .devices import platform
+from .capture import Capture, Target, capturing, undoing
+from .device_state import HeldState
 from .draws import draw_seeds
-from .graph import Graph, Sums
-from .lazy import drop, launch, noting_new, pending_elsewhere, wait
+from .graph import Graph
+from .lazy import drop, noting_new, pending_elsewhere, wait
 from .lowering import lowering, variables
-from .placement import Placement
+from .placement import CorePlacement
 from .release import checking_shapes
 from .trace_watch import Glance, Watch, cure_of
 
@@ -44,7 +44,7 @@ _WORTH_GIVING = 1 << 24
 _ONCE = "it has only been traced once"
 
 
-class Program:
+class CapturedProgram(Program):
     """A step, and the graphs that its Python has been traced to.
 
     Args:
@@ -60,23 +60,17 @@ class Program:
         python_state: Gives the names and values that the body might change in Python, before and after a trace.
 
     Attributes:
-        jit_compile: The argument.
         audits: Decides which replays are audited.
         change: The change that the last audit has found, in words if it is known, and the number of steps that may have
             run without it; None if it has found none, or after `take_change`.
-        traced_because: The reason why the step is traced on every call; empty as long as it isn't.
-        products: The formats in which the last trace computed matrix products.
-        cause: The reason for the next graph, for the report.
-        met: The keys of all calls that have been traced.
-        donated: The size of the state that a replay writes over, in bytes.
     """
 
     def __init__(
         self,
         *,
-        placement: Placement,
+        placement: CorePlacement,
         role: str,
-        state: DeviceState,
+        state: HeldState,
         sums: Sums,
         jit_compile: str | bool = "auto",
         donate: bool = False,
@@ -84,62 +78,46 @@ class Program:
         matmul_precision: str = "default",
         python_state: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        on_cpu = platform() == "CPU" and placement.recorder is None
-        donates = donate and (not on_cpu or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
+        super().__init__(jit_compile)
+        free = placement.gives_memory_freely
+        donates = donate and (free or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
         self._target = Target(placement, role, state, sums, donates, inside)
-        self.jit_compile = jit_compile
         self._strict = self._new = LENIENT
         self.audits = Audits(in_step=placement.hosts > 1)
         self.change: tuple[str, int] | None = None
         self._matmul_precision = matmul_precision
         self._variables: tuple[str, ...] = ()
         self._python_state = python_state
-        self.products: set[torch.dtype] = set()
         self._graphs: dict[Hashable, Graph] = {}
         self._doubtful: dict[Hashable, int] = {}  # the doubtful steps of graphs that an audit has refuted
         self._varied = 0  # traces in a row, of whatever key, whose Python was another
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
         self._told: set[str] = set()  # the causes that were warned of
-        self.cause = ""
-        self.met: set[Any] = set()
-        self.donated = 0
 
     def replays(self, key: Hashable) -> bool:
-        """True if the next call with this key needs none of the body's Python: `replay` will do."""
         graph = self._graphs.get(key)
         return graph is not None and graph.proven
 
     def audit_due(self, key: Hashable, left: int | None) -> bool:
-        """True if a replay with this key should be audited first.
-
-        Args:
-            key: See `__call__`.
-            left: The number of groups of steps in the pass after this one, or None if nobody knows.
-        """
         return self.replays(key) and (self.audits.due(key, left) or self._graphs[key].superseded)
 
-    def knows(self, key: Hashable) -> bool:
-        """True if a call with this key makes no graph to keep."""
-        return self._target.placement.on_host or bool(self.traced_because)
+    @property
+    def captures(self) -> bool:
+        return not self.traced_because
+
+    def note_users_code(self, seldom: bool) -> None:
+        self.audits.note_users_code(seldom)
 
     def forget(self) -> None:
-        """Forget all graphs: the state has other tensors than they have."""
         self._graphs.clear()
         self._doubtful.clear()
         self._varied = 0
 
     def try_again(self) -> None:
-        """Try again to replay a step that was given up: another `fit` may have other data, or be strict."""
         if self.jit_compile is not False:
             self.traced_because = ""
 
     def begin_pass(self, strict: Strict, new: Strict) -> None:
-        """Begin a pass over data.
-
-        Args:
-            strict: The policy on whatever makes steps slow.
-            new: The policy on a new graph of a step that is replayed.
-        """
         self._strict = strict
         self._new = new
         self.audits.begin_pass()
@@ -153,28 +131,8 @@ class Program:
         inputs: list[Tensor],
         seeds: list[int],
         body: Body,
-        pause: Callable[[], AbstractContextManager[object]] = nullcontext,
+        pause: Pause = nullcontext,
     ) -> Any:
-        """Run the body's Python once: trace it, and run the graph that it gives. No step is waited for.
-
-        Args:
-            key: Everything that the graph depends on but the values of tensors: shapes, modes, options.
-            inputs: Batches and rates.
-            seeds: One for each step.
-            body: The Python of the steps.
-            pause: Gives a context in which nothing else sends anything to the device.
-
-        Returns:
-            The body's result. Its tensors have values as soon as the device has computed them.
-        """
-        if self._target.placement.on_host:
-            self._target.sums.begin()
-            with torch.random.fork_rng(devices=[]):
-
-                def seed(i: int) -> None:
-                    torch.manual_seed(seeds[i])
-
-                return body(inputs, seed)
         checking = nullcontext() if key in self.met else checking_shapes()
         with pause(), timed("trace"), lowering(self._matmul_precision), checking:
             self._target.state.write_back()
@@ -190,13 +148,9 @@ class Program:
         inputs: list[Tensor],
         seeds: list[int],
         body: Body,
-        pause: Callable[[], AbstractContextManager[object]] = nullcontext,
+        pause: Pause = nullcontext,
         sample: Body | None = None,
     ) -> None:
-        """Trace a step that is replayed, and compare the graph. If it is another one, `replays` is false from then on.
-
-        Nothing is run, and the state is left as it is. The arguments are those of `__call__` and `take_sample`.
-        """
         graph = self._graphs[key]
         reference = graph
         if sample is not None and graph.sample is not None:
@@ -253,7 +207,6 @@ class Program:
             target.sums.take_back()
 
     def lacks_sample(self, key: Hashable) -> bool:
-        """True if a step with this key has just been shown to be replayable, and has no sample for audits."""
         return self.replays(key) and self._graphs[key].sample is None
 
     def take_sample(
@@ -262,17 +215,8 @@ class Program:
         inputs: list[Tensor],
         seeds: list[int],
         sample: Body,
-        pause: Callable[[], AbstractContextManager[object]] = nullcontext,
+        pause: Pause = nullcontext,
     ) -> None:
-        """Trace one of several joined steps alone, for audits to compare: to trace all would take them as many times.
-
-        Args:
-            key: See `__call__`.
-            inputs: Batches and rates, of all steps.
-            seeds: One for each step.
-            sample: The Python of the one step.
-            pause: See `__call__`.
-        """
         with pause(), timed("audit"), lowering(self._matmul_precision):
             self._hold()
             wait("audit")
@@ -288,23 +232,13 @@ class Program:
             state.hold()
 
     def replay(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
-        """Run once without the body's Python, and without waiting for the device. `replays` must be true.
-
-        Args:
-            key: See `__call__`.
-            inputs: Batches and rates.
-            seeds: One for each step.
-
-        Returns:
-            What the body would return.
-        """
         graph, target = self._graphs[key], self._target
         self.audits.replayed(key, len(seeds))
         self._hold()
         state, sums = target.state, target.sums
         drawn = draw_seeds(target.placement.device_name, seeds, graph.places) if graph.places else []
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
-        outputs = graph.run(state, sums, list(graph.pick(pool)), start=target.start)
+        outputs = graph.run(state, sums, list(graph.pick(pool)), target.start)
         return graph.returned(outputs, inputs)
 
     def _trace(self, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
@@ -381,14 +315,13 @@ class Program:
         self.change = "" if not known and earlier.hash != later.hash else difference, doubtful
 
     def take_change(self) -> tuple[str, int] | None:
-        """Return `change`, once."""
         change, self.change = self.change, None
         return change
 
     def _finish(self) -> None:
         """Wait until all is computed: memory that is still to be can't be told apart, nor gone back to."""
         target = self._target
-        launch(target.placement, "transfer")  # work that the user has left pending is none of the step's
+        target.placement.launch("transfer")  # work that the user has left pending is none of the step's
         wait("capture")
         target.state.part(target.placement)
 

@@ -22,6 +22,27 @@ _SMALL = 4096  # bytes
 
 
 @dataclass(frozen=True)
+class Trace:
+    """A trace whose graph is to be compiled.
+
+    Attributes:
+        graph: The graph.
+        roots: Its outputs.
+        values: Its inputs.
+        axes: The dimension of each tensor of the state that is split over the cores, or None.
+        role: The role that it is counted under.
+        cause: The reason why it is needed, for the report.
+    """
+
+    graph: Any
+    roots: list[Tensor]
+    values: list[Tensor]
+    axes: Sequence[int | None]
+    role: str
+    cause: str
+
+
+@dataclass(frozen=True)
 class Argument:
     """An input of a program.
 
@@ -83,30 +104,14 @@ class Recorder:
         """
         self._axes |= zip(xla()._get_tensors_handle(list(tensors)), axes, strict=True)
 
-    def keep(
-        self,
-        roots: Sequence[Tensor],
-        values: Sequence[Tensor],
-        graph: Any,
-        role: str,
-        cause: str,
-        axes_of_state: Sequence[int | None],
-    ) -> None:
-        """Keep the program of a trace, unless it is known: a device would have it compiled already.
-
-        Args:
-            roots: The outputs of its graph.
-            values: The inputs of its graph.
-            graph: The graph.
-            role: See `Recorded`.
-            cause: See `Recorded`.
-            axes_of_state: The dimension of each tensor of the state that is split, or None.
-        """
+    def keep(self, trace: Trace) -> None:
+        """Keep the program of a trace, unless it is known: a device would have it compiled already."""
+        graph = trace.graph
         if graph.hash in self.outputs:
             return
         changed = set(graph.changed) if graph.donates else set()
         # Sums are whole, as are seeds and constants, which may have the freed memory of a batch.
-        axes = [self._axes.get(handle) for handle in xla()._get_tensors_handle(list(values))]
+        axes = [self._axes.get(handle) for handle in xla()._get_tensors_handle(trace.values)]
         arguments = [
             Argument(
                 name,
@@ -114,13 +119,14 @@ class Recorder:
                 tuple(value.shape),
                 value.dtype,
                 donated=name == "state" and i in changed,
-                axis=axis if name == "input" else axes_of_state[i] if name == "state" else None,
+                axis=axis if name == "input" else trace.axes[i] if name == "state" else None,
                 nbytes=value.nbytes,
             )
-            for value, (name, i), axis in zip(values, graph.sources, axes, strict=True)
+            for value, (name, i), axis in zip(trace.values, graph.sources, axes, strict=True)
         ]
-        self.outputs[graph.hash] = [torch.empty(root.shape, dtype=root.dtype, device="meta") for root in roots]
-        self.programs.append(Recorded(role, cause, xla()._get_xla_tensors_hlo_proto(list(roots)), arguments))
+        self.outputs[graph.hash] = [torch.empty(root.shape, dtype=root.dtype, device="meta") for root in trace.roots]
+        hlo = xla()._get_xla_tensors_hlo_proto(trace.roots)
+        self.programs.append(Recorded(trace.role, trace.cause, hlo, arguments))
 
 
 @contextmanager

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..backend import Placement, Sharding
 from ..errors import BatchError, PlacementError
 from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
-from .placement import Placement, Sharding
+from .placement import CorePlacement
 from .transfer import to_device, to_host
 
 
@@ -45,6 +46,7 @@ def send_rows(tensors: Sequence[Tensor], rows: int, placement: Placement) -> lis
                 f"each tensor of a batch must have one row for each of this host's {sum(sizes)} samples, got shape "
                 f"{tuple(tensor.shape)}. Make other tensors in the module"
             )
+        assert isinstance(placement, CorePlacement)  # the host has no parts
         layout = placement.layout(Sharding.ROWS, tensor.dim())
         shards = [_filled_up(part, block) for part in tensor.detach().split(sizes)]
         sent.append(xla()._global_tensor_from_cpu_shards(shards, layout, [rows, *tensor.shape[1:]]))

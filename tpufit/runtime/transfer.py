@@ -7,26 +7,20 @@ as a constant, frozen at its first value, where a transferred one is an input of
 import copyreg
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..backend import Placement, Sharding, Shardings
+from ..backend.placement import Names
 from ..errors import PlacementError
 from ..hosts import agree
 from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
-from .placement import Placement, Sharding
-from .recorder import stand_in
-
-Shardings = Mapping[int, Sharding]
-"""The shardings of tensors, by their `id`. One that is missing is whole on every core."""
-
-Names = Mapping[int, str]
-"""The names of tensors, by their `id`."""
 
 # The bytes of a large state that are on the host at once, on their way from the device or to it. No tensor is parted.
 AT_ONCE = 1 << 28
@@ -50,41 +44,7 @@ def to_device(
     Returns:
         The device tensors, in the same order.
     """
-    if placement.on_host:
-        return list(tensors)
-    moved = list(tensors)
-    if placement.recorder is not None:
-        moved = [stand_in(t) if t.is_meta else t for t in moved]
-    there = [t.is_xla for t in moved]  # type: ignore[attr-defined]  # PyTorch's stubs don't know it
-    values = [
-        t if t.is_contiguous() and not t.requires_grad else t.detach().contiguous()
-        for t, passed in zip(moved, there, strict=True)
-        if not passed
-    ]
-    each = [sharding] * len(moved) if isinstance(sharding, Sharding) else sharding
-    specs = None
-    if placement.has_mesh and values:
-        wanted = [one for one, passed in zip(each, there, strict=True) if not passed]
-        specs = [placement.spec(one, t) for one, t in zip(wanted, values, strict=True)]
-    sent: list[Tensor] = xla()._xla_tensors_from_aten(values, [placement.device_name] * len(values), specs)
-    if placement.recorder is None and len(sent) == len(moved):
-        return sent
-    rest = iter(sent)
-    moved = [t if passed else next(rest) for t, passed in zip(moved, there, strict=True)]
-    if placement.recorder is not None and moved:
-        placement.recorder.note(moved, [one.axis for one in each])
-    return moved
-
-
-def starter(placement: Placement) -> Callable[[Any, list[Tensor]], list[Tensor]] | None:
-    """The function that starts a graph by its hash with its inputs, if the cores are absent: it sends outputs of the
-    right shapes. None where the device does so.
-
-    Args:
-        placement: The cores.
-    """
-    recorder = placement.recorder
-    return None if recorder is None else lambda name, inputs: to_device(recorder.outputs[name], placement)
+    return placement.send(tensors, sharding)
 
 
 def to_host(tensors: Sequence[Tensor], reason: str, together: bool = False) -> list[Tensor]:
@@ -218,7 +178,7 @@ def move(
         PlacementError: A tensor can't be exchanged, because something else holds on to its memory; or two parameters
             share memory without being one tensor, which would part ways on the device.
     """
-    here = "cpu" if placement.on_host else "xla"
+    here = placement.device.type
     moving = [t for t in tensors if t.device.type != here]
     if not moving:
         return
@@ -228,10 +188,8 @@ def move(
 
 
 def _move(tensors: Sequence[Tensor], placement: Placement, names: Names, shardings: Shardings) -> None:
-    if placement.on_host:
-        values = to_host(tensors, "state", together=True)
-    else:
-        values = to_device(tensors, placement, [shardings.get(id(t), Sharding.WHOLE) for t in tensors])
+    host = to_host(tensors, "state", together=True)
+    values = placement.send(host, [shardings.get(id(t), Sharding.WHOLE) for t in tensors])
     for tensor, value in zip(tensors, values, strict=True):
         tensor.grad = None  # of the other device; a step computes its own
         try:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..backend import Placement, Sharding
 from ..data.batches import count_rows, fields, is_plain, is_row_of_parts, listed, unpack
 from ..data.parts import Part
 from ..errors import BatchError
 from ..losses import targets_of
-from ..runtime import Placement, Sharding, send_rows, to_device
+from ..runtime import send_rows, to_device
 from .graph_key import GraphKeys
 
 # Batches of so few bytes go to the device as one: each tensor that is sent costs as much as to copy such a one.

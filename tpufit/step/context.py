@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..backend import HOST
 from ..metrics import PassMetrics
 from ..optimizers import UpdatePlan
-from ..runtime import HOST
 
 
 @dataclass(frozen=True)

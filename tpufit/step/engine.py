@@ -16,22 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import optimizers
+from ..backend import HOST, Cores, Load, Placement, Program
 from ..diagnostics.report import Pass, Report
 from ..errors import ArgumentError, StateLostError
 from ..losses import ClassWeight
-from ..runtime import (
-    HOST,
-    Cores,
-    Load,
-    Placement,
-    Program,
-    Recorder,
-    available,
-    counts,
-    metrics_report,
-    set_matmul_precision,
-    translate,
-)
+from ..runtime import Recorder, available, counts, metrics_report, placement_on, set_matmul_precision, translate
 from ..utils.counters import Counts
 from ..utils.python_state import facts
 from ..utils.random import draw_seed, step_seed
@@ -195,7 +184,7 @@ class Engine:
                 raise ArgumentError("run_eagerly=True runs on one host's processor, and this is one of several hosts")
             return HOST
         set_matmul_precision(self.config.matmul_precision)
-        return Placement(cores, recorder)
+        return placement_on(cores, recorder)
 
     def move_to(self, placement: Placement) -> None:
         """Move the module, the loss and the optimizers' state, each tensor in place."""
@@ -259,7 +248,7 @@ class Engine:
             seldom: True if it runs less often than at each batch.
         """
         for program in self.programs:
-            program.audits.note_users_code(seldom)
+            program.note_users_code(seldom)
 
     def expose(self) -> None:
         """Write the weights back before user code reads them; after a device fault there are none."""

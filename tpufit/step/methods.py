@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import losses
+from ..backend import Sharding
 from ..data import unpack
 from ..data.batches import as_tensors
 from ..errors import ArgumentError, DataError, NotCompiledError
 from ..optimizers import drop_gradients, parameters
-from ..runtime import Sharding, fetch, to_device, tracing
+from ..runtime import fetch, to_device, tracing
 from ..utils.users_code import warn
 from . import precision
 from .arguments import call

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..backend import Program
 from ..metrics import PassMetrics, TrackedMetric
-from ..runtime import Program, own_kernels
+from ..runtime import program_at
 from ..utils.strict import LENIENT, Strict
 from .batch import DeviceGroup
 from .config import CompileConfig
@@ -94,14 +95,13 @@ class Role:
             own = config.metrics if self.logs else []
             users = [TrackedMetric(*pair) for pair in tracked.items()]
             sums = self.sums = PassMetrics([*own, *users], state.placement, watches=self.learns)
-            program = self.program = Program(
-                placement=state.placement,
-                role=self.name,
-                state=state.device,
-                sums=sums,
+            program = self.program = program_at(
+                state.placement,
+                self.name,
+                state.device,
+                sums,
                 jit_compile=config.jit_compile,
                 donate=self.learns,
-                inside=own_kernels,  # on one core too: there native batch norm in eval mode has no backward pass
                 matmul_precision=config.matmul_precision,
                 python_state=partial(self._python_state, self, True),
             )

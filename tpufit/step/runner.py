@@ -23,7 +23,7 @@ from .. import optimizers
 from ..diagnostics.summary import noting_outputs
 from ..metrics import LazyLogs, first_bad, metrics_in
 from ..optimizers import UpdatePlan
-from ..runtime import Draws, InFlight, recomputing, to_host
+from ..runtime import recomputing, to_host
 from ..utils.random import step_seed
 from ..utils.users_code import warn
 from .batch import BatchSender, DeviceGroup
@@ -87,9 +87,7 @@ class StepRunner:
         self.inside = False
         self.before_step: Callable[[int], None] | None = None
         state, loss = engine.state, engine.config.loss
-        self._in_flight: InFlight | None = None  # if cores are absent nothing runs
-        if state.placement.recorder is None:
-            self._in_flight = InFlight(most=state.placement.most_in_flight)
+        self._in_flight = state.placement.in_flight()
         label_range = loss.label_range if loss is not None and self._role.logs else None
         self._sender = BatchSender(state.placement, self._role.keys, label_range)
         # Before the program is built: optimizer state is an input of the first step's graph.
@@ -142,7 +140,7 @@ class StepRunner:
         steps, rows = len(group.forms), group.rows
         updates = state.next_updates(steps, last) if self._role.learns else []
         inputs, seeds = self._inputs(group, updates), self._seeds(steps)
-        if not program.traced_because and not state.placement.on_host:
+        if program.captures:
             used = [optimizer for optimizer, _ in state.attached]
             role.keys.refresh(engine.model.module, used, state.device.held, program.met)
         # From here on an error may leave the step half done, and nothing is saved: even `count_updates` already counts.
@@ -158,7 +156,7 @@ class StepRunner:
         if program.replays(key):
             outputs = program.replay(key, inputs, seeds)
             state.counters.replayed((self._role.name, key))
-        elif program.knows(key):
+        elif not program.captures:
             outputs = program(key, inputs, seeds, body, pause)
         else:
             program.cause = self._role.keys.cause(key, steps, program.met)
@@ -223,8 +221,8 @@ class StepRunner:
         if engine.state.placement.hosts > 1:  # each has a pace of its own, and all need the same graphs
             return 1
         chosen = engine.state.numbers.chosen_steps
-        pace = None if self._in_flight is None else self._in_flight.pace
-        if pace is not None and not self._program.traced_because:
+        pace = self._in_flight.pace
+        if pace is not None and self._program.captures:
             chosen.setdefault(self._role.name, steps_worth_joining(pace))
         return chosen.get(self._role.name, 1)
 
@@ -350,7 +348,7 @@ class StepRunner:
             attached = [rates for _, rates in engine.state.attached]
             for rates in attached:
                 stack.enter_context(rates.in_step())
-            if engine.blocks and isinstance(seed, Draws) and self._role.learns:  # not on the host
+            if engine.blocks and self._role.learns:
                 stack.enter_context(recomputing(engine.blocks, seed))
             for i, (batch, form, labels) in enumerate(group.unpack(inputs[:sent])):
                 if only not in (None, i):
@@ -389,15 +387,11 @@ class StepRunner:
     def _hold_back(self, group: DeviceGroup) -> None:
         """Limit the steps under way, and note if the logs were finite up to the step that was waited for."""
         metrics = self._metrics
-        if self._in_flight is None:
-            return
         finite = metrics.finite
-        if metrics.tensors and not self._engine.state.placement.on_host:
-            small = metrics.tensors[0] if finite is None else finite
-            reached = self._in_flight.add(small, group.nbytes)
-            finite = None if finite is None else reached
-        if finite is not None:
-            metrics.on_finite(finite)
+        if metrics.tensors:
+            reached = self._in_flight.add(metrics.tensors[0] if finite is None else finite, group.nbytes)
+            if finite is not None and reached is not None:
+                metrics.on_finite(reached)
 
 
 def steps_worth_joining(seconds: float) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..backend import Placement, Sharding
 from ..errors import ArgumentError, few
-from ..runtime import Placement, Sharding
 
 ShardArgument = str | Mapping[str, int | None] | None
 

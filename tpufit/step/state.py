@@ -16,22 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..backend import HOST, DeviceState, Placement, Sharding
+from ..backend.eager import HostState
 from ..errors import CheckpointMismatchError, StateLostError, few
 from ..optimizers import DeviceRates, HostCounters, UpdatePlan, clear_state, device_state
-from ..runtime import (
-    HOST,
-    DeviceState,
-    Packing,
-    Placement,
-    Sharding,
-    copies,
-    copy_into,
-    launch,
-    lie_over,
-    move,
-    swap_value,
-    to_host,
-)
+from ..runtime import copies, copy_into, lie_over, move, state_at, swap_value, to_host
 from ..utils.random import RNGState
 from ..utils.replaced import replaced
 from .config import CompileConfig
@@ -99,7 +88,7 @@ class TrainState:
     def __init__(self, owner: Any, config: CompileConfig, before: TrainState | None = None) -> None:
         self._owner, self._config = owner, config
         self.placement: Placement = HOST if before is None else before.placement
-        self.device: DeviceState = DeviceState([]) if before is None else before.device
+        self.device: DeviceState = HostState([]) if before is None else before.device
         self.optimizers: dict[Optimizer, OptimizerState] = {}
         self.counters = HostCounters()
         self.numbers = TrainNumbers()
@@ -232,7 +221,7 @@ class TrainState:
         for tensor in tensors.values():
             if id(tensor) in shardings and tensor.device.type != "cpu":
                 placement.pin(tensor, shardings[id(tensor)])
-        launch(placement, "init")
+        placement.launch("init")
         lie_over(tensors.values(), placement, shardings)
         move(tensors.values(), placement, names, shardings)
         if not moved and self.device.shardings == shardings and [id(t) for t in self.device.tensors] == list(tensors):
@@ -240,7 +229,7 @@ class TrainState:
         if moved:
             self._forget_rates()
         self.placement = placement
-        self.device = DeviceState(tensors.values(), shardings, Packing(placement))
+        self.device = state_at(placement, tensors.values(), shardings)
         return True
 
     def write_back(self) -> None:
@@ -295,11 +284,11 @@ class TrainState:
             clear_state(optimizer)
         self.optimizers.clear()
         self.counters, self.numbers.batches_waiting = HostCounters(), 0
-        self.placement, self.device = HOST, DeviceState([])
+        self.placement, self.device = HOST, HostState([])
 
     def renew(self) -> None:
         """Forget the held tensors: `compile` has replaced their values, e.g. by another dtype."""
-        self.device = DeviceState([])
+        self.device = HostState([])
 
     def _forget_rates(self) -> None:
         for own in self.optimizers.values():
@@ -364,7 +353,7 @@ class TrainState:
             self.write_back()
             for ema in averages:
                 ema.overwrite()
-            launch(self.placement, "ema")
+            self.placement.launch("ema")
 
     # To disk and back
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backend import Placement
 from ..data import Stream
 from ..errors import HostError, counted, few
 from ..hosts import broadcast, everyone
-from ..runtime import Placement, copy_into, process_count, to_host, versions
+from ..runtime import copy_into, process_count, to_host, versions
 from ..step import Engine
 from ..utils.json_codec import is_plain
 from ..utils.users_code import warn

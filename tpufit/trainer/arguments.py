@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from .. import losses
+from ..backend import Cores, Placement
 from ..callbacks import Callback, CallbackList
 from ..data import Stream, stream, train_validation_split
 from ..data.stream import brings_batches
 from ..errors import ArgumentError, NotCompiledError, counted, require_whole
 from ..losses import ClassWeight, LossByOutput
-from ..runtime import Cores, Placement
 from ..step import Engine, StepMethods
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import users_line

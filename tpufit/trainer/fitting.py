@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from .. import optimizers
+from ..backend import Cores, CoresArgument
 from ..callbacks import CallbackList, History
 from ..callbacks.progbar_logger import resolve_verbose
 from ..checkpoint import find_checkpoint, saved_state
 from ..errors import counted
 from ..hosts import is_first
-from ..runtime import Cores, CoresArgument
 from ..step import Engine, FitOptions
 from ..utils.text import size
 from . import alike, loop

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..backend import Cores, CoresArgument
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointMissingError, HostError
 from ..hosts import agree, at, broadcast, everyone
-from ..runtime import Cores, CoresArgument, platform, settled, start
+from ..runtime import platform, settled, start
 from ..step import DeviceGroup
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
+from ..backend import HOST, Cores, CoresArgument
 from ..data.batches import as_tensors
 from ..data.parts import Share
 from ..hosts import together
 from ..losses import ClassWeight
-from ..runtime import HOST, Cores, CoresArgument, gather_rows, start
+from ..runtime import gather_rows, start
 from ..step import Engine, StepRunner, modes_kept
 from . import alike
 from .hosts import in_step

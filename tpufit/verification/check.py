@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ..runtime import Cores
+from ..backend import Cores
 
 NONE, ONE, ALL = -1, 1, 0  # cores: no device at all; one core; every core of a TPU, and of a CPU 8 virtual ones
 

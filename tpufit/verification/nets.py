@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backend import Cores
 from ..model import Model
-from ..runtime import Cores
 
 ROWS = 64  # of a batch on all cores
 STEPS = 20

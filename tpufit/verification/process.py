@@ -9,8 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from time import monotonic
 
+from ..backend import Cores
 from ..errors import TpufitError
-from ..runtime import Cores, platform, process_index, start
+from ..runtime import platform, process_index, start
 from .check import ALL, NONE, Setting
 
 FIGURES, FAULT, STARTED = "figures.jsonl", "fault.json", "started.json"

@@ -16,7 +16,7 @@ from ..callbacks import Diagnostics, TensorBoard
 from ..errors import PreflightError
 from ..model import Model
 from ..preflight.slices import SLICES
-from ..runtime import Placement, memory_used, to_device, to_host
+from ..runtime import memory_used, placement_on, to_device, to_host
 from ..utils.hardware import chips
 from . import nets
 from .check import Figure, Setting
@@ -143,7 +143,7 @@ def _measured(name: str, setting: Setting, before: dict[str, float] | None) -> I
 def sending(setting: Setting) -> Iterator[Figure]:
     """The rate to the device and back."""
     assert setting.cores is not None
-    place, tensor = Placement(setting.cores), torch.arange(_SENT // 4, dtype=torch.float32)
+    place, tensor = placement_on(setting.cores), torch.arange(_SENT // 4, dtype=torch.float32)
     to_host(to_device([tensor], place), "bandwidth")
     began = perf_counter()
     (back,) = to_host(to_device([tensor + 1], place), "bandwidth")

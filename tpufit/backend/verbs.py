@@ -1,54 +1,32 @@
-"""`Backend`: all that the rest of tpufit asks of this package. Another device needs a package with these names.
+"""`Backend`: the functions that the rest of tpufit asks of a device, beside the methods of the classes in this package.
 
-Nothing else of the package is used outside, and nothing outside names torch_xla, its devices or its dispatch keys.
-`tests/test_backend.py` holds the package to it.
+A module fulfils it: `runtime/conforms.py` lets mypy compare. Each function's own docstring there has its arguments.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..utils.counters import Counts
-from .devices import Cores, CoresArgument
-from .faults import Load
-from .placement import Placement, Sharding
-from .transfer import Names, Shardings
+from .cores import Cores, CoresArgument
+from .load import Load
+from .placement import Names, Placement, Sharding, Shardings
+from .program import Program, Sums
+from .state import DeviceState
 
 
 class Backend(Protocol):
-    """A device and its runtime. Each verb's own docstring has its arguments.
+    """A device and its runtime.
 
     Attributes:
-        Cores: The cores that the process computes on.
-        CoresArgument: The type of `cores=`.
-        Placement: A place to compute at: cores, or the host. It makes, pins and gathers the shardings of tensors.
-        Sharding: How a tensor lies over the cores.
-        HOST: The placement of plain PyTorch.
-        Program: A step, which is traced and compiled, and then replayed.
-        Recorder: Takes the place of a device that isn't there, and keeps the programs of steps.
+        Recorder: Takes the place of a device that isn't there, and keeps the programs of steps, for a preflight.
         Recorded: A program that it keeps.
-        Draws: The random numbers of a trace.
-        DeviceState: The tensors that programs change, and their values meanwhile.
-        Packing: The shapes in which cores keep the tensors of a DeviceState.
-        InFlight: Lets steps run ahead of the device, but not too far.
-        Load: The load of a step on the device, for errors.
     """
 
-    Cores: Any
-    CoresArgument: Any
-    Placement: Any
-    Sharding: Any
-    HOST: Any
-    Program: Any
     Recorder: Any
     Recorded: Any
-    Draws: Any
-    DeviceState: Any
-    Packing: Any
-    InFlight: Any
-    Load: Any
 
     # Cores
 
@@ -139,8 +117,27 @@ class Backend(Protocol):
 
     # Steps
 
-    def launch(self, placement: Placement, role: str, cause: str = ...) -> None:
-        """Start everything that is pending."""
+    def placement_on(self, cores: Cores, recorder: Any = ...) -> Placement:
+        """The placement of steps on cores, or on absent ones."""
+
+    def state_at(
+        self, placement: Placement, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding] | None = ...
+    ) -> DeviceState:
+        """The state of tensors that are at a placement."""
+
+    def program_at(
+        self,
+        placement: Placement,
+        role: str,
+        state: DeviceState,
+        sums: Sums,
+        *,
+        jit_compile: str | bool = ...,
+        donate: bool = ...,
+        matmul_precision: str = ...,
+        python_state: Callable[[], dict[str, Any]] = ...,
+    ) -> Program:
+        """A step at a placement."""
 
     def tracing(self) -> bool:
         """True while a step is being traced."""
@@ -148,10 +145,7 @@ class Backend(Protocol):
     def capture_began(self) -> float | None:
         """The time when the capture under way began."""
 
-    def own_kernels(self, backend: str = ...) -> Any:
-        """A context in which norms are computed where their rows are."""
-
-    def recomputing(self, blocks: Iterable[Any], draws: Any) -> AbstractContextManager[None]:
+    def recomputing(self, blocks: Iterable[Any], draws: object) -> AbstractContextManager[None]:
         """A context in which blocks are computed again in the backward pass."""
 
     def has_lowering(self, operation: str) -> bool:

@@ -1,0 +1,36 @@
+"""`Cores`: the cores that a process computes on."""
+
+from dataclasses import dataclass
+
+CoresArgument = int | str | list[int] | None
+"""The values of `cores=`: `"auto"` or `None`, a count such as `8` or `"8"`, or `[i]` for one particular core."""
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The cores that this process computes on.
+
+    Attributes:
+        count: Their number, at least 1.
+        index: The core's number, from 0, if there is one; several are all that the host has.
+        platform: Their kind, e.g. `"CPU"` or `"TPU"`.
+        settled_by: The call that settled them, and its line, for messages.
+        hosts: The number of hosts that they belong to (default 1).
+    """
+
+    count: int
+    index: int
+    platform: str
+    settled_by: str
+    hosts: int = 1
+
+    @property
+    def spmd(self) -> bool:
+        """True if one program runs on several cores; one core is driven without SPMD."""
+        return self.count > 1
+
+    def __str__(self) -> str:
+        which = f" (number {self.index})" if self.index else ""
+        virtual = ", virtual" if self.platform == "CPU" and self.spmd else ""
+        on = f" on {self.hosts} hosts" if self.hosts > 1 else ""
+        return f"{self.count} core{'s' * self.spmd}{which}{on} (XLA:{self.platform}{virtual})"

@@ -1,0 +1,67 @@
+"""The states and programs of a placement: of its cores, or of the host."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..backend import DeviceState, Placement, Program, Sharding, Sums
+from ..backend.eager import EagerProgram, HostState
+from .device_state import HeldState
+from .ops.kernels import own_kernels
+from .packing import Packing
+from .placement import CorePlacement
+from .program import CapturedProgram
+
+
+def state_at(
+    placement: Placement, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding] | None = None
+) -> DeviceState:
+    """Return the state of tensors that are at a placement.
+
+    Args:
+        placement: The placement.
+        tensors: The tensors.
+        shardings: How they lie over the cores, by their `id` (default: each is whole on every core).
+    """
+    if isinstance(placement, CorePlacement):
+        return HeldState(tensors, shardings, Packing(placement))
+    return HostState(tensors, shardings)
+
+
+def program_at(
+    placement: Placement,
+    role: str,
+    state: DeviceState,
+    sums: Sums,
+    *,
+    jit_compile: str | bool = "auto",
+    donate: bool = False,
+    matmul_precision: str = "default",
+    python_state: Callable[[], dict[str, Any]] = dict,
+) -> Program:
+    """Return a step at a placement.
+
+    Args:
+        placement: The placement.
+        role: The role that its graphs are counted under: `"train"`, `"eval"` or `"predict"`.
+        state: The tensors that it reads and changes, made by `state_at`.
+        sums: The running sums.
+        jit_compile: See `Program`.
+        donate: True to write the new state over the old where that costs no time.
+        matmul_precision: The precision of float32 matrix products.
+        python_state: Gives the names and values that the step might change in Python, before and after a trace.
+    """
+    if isinstance(placement, CorePlacement) and isinstance(state, HeldState):
+        return CapturedProgram(
+            placement=placement,
+            role=role,
+            state=state,
+            sums=sums,
+            jit_compile=jit_compile,
+            donate=donate,
+            inside=own_kernels,  # on one core too: there native batch norm in eval mode has no backward pass
+            matmul_precision=matmul_precision,
+            python_state=python_state,
+        )
+    return EagerProgram(sums, jit_compile)
