@@ -81,7 +81,7 @@ class History(Callback):
         """The logs of the epochs so far, as lists."""
         return {
             "epoch": list(self.epoch),
-            "history": {name: _plain(values) for name, values in self.history.items()},
+            "history": {name: _as_numbers(values) for name, values in self.history.items()},
             "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
         }
 
@@ -100,6 +100,6 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
 
 
-def _plain(values: list[Any]) -> list[Any]:
+def _as_numbers(values: list[Any]) -> list[Any]:
     """Values with lists for arrays, for JSON."""
     return [value.tolist() if hasattr(value, "tolist") else value for value in values]

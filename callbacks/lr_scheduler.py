@@ -102,7 +102,11 @@ class LRScheduler(RateCallback):
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state, as far as it is numbers and texts; the rest comes with another scheduler."""
         assert self.scheduler is not None
-        return {"scheduler": _plain(self.scheduler.state_dict()), "iterations": self._iterations, "epoch": self._epoch}
+        return {
+            "scheduler": _as_json(self.scheduler.state_dict()),
+            "iterations": self._iterations,
+            "epoch": self._epoch,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -149,14 +153,14 @@ def _given(scheduler: lr_scheduler.LRScheduler, optimizer: Optimizer) -> lr_sche
     return scheduler
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """A state without the parts that JSON can't hold, such as a table by step: the arguments give these again."""
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             return _DROPPED
-        return {name: plain for name, part in value.items() if (plain := _plain(part)) is not _DROPPED}
+        return {name: plain for name, part in value.items() if (plain := _as_json(part)) is not _DROPPED}
     if isinstance(value, (list, tuple)):
-        parts = [_plain(part) for part in value]
+        parts = [_as_json(part) for part in value]
         return _DROPPED if any(part is _DROPPED for part in parts) else parts
     return value if value is None or isinstance(value, (bool, int, float, str)) else _DROPPED
 

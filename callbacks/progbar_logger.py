@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import ArgumentError
-from ..runtime import capture_began
+from ..runtime import tracing_since
 from ..utils.terminal import can_draw, standard_output
 from ._support.canvas import Canvas, canvas_of, print_line
 from ._support.clock import Clock
@@ -197,7 +197,7 @@ class ProgbarLogger(Callback):
 
     def _draw_clock(self) -> None:
         """In a thread: nothing but a compilation takes so long that the time must be seen to go on."""
-        since = capture_began()
+        since = tracing_since()
         if since is not None and self._canvas is not None:
             self._canvas.draw(self._bar(time.perf_counter(), ended=False, compiling_since=since))
 

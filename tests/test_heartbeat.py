@@ -6,17 +6,17 @@ import time
 
 from torch.distributed import HashStore
 
-from tpufit.hosts.heartbeat import Pulse
+from tpufit.hosts.heartbeat import Heartbeat
 
 
 def test_hosts_hear_of_each_other_and_of_no_stranger():
     store, hosts = HashStore(), {}
-    first = threading.Thread(target=lambda: hosts.update({0: Pulse(0, 2, store, "localhost")}))
+    first = threading.Thread(target=lambda: hosts.update({0: Heartbeat(0, 2, store, "localhost")}))
     first.start()
-    port = int(store.get("tpufit/pulse").decode().split()[0])
+    port = int(store.get("tpufit/heartbeat").decode().split()[0])
     with socket.create_connection(("localhost", port)) as stranger:
         stranger.sendall(b"a scanner of ports that knows no word")
-    hosts[1] = Pulse(1, 2, store, "localhost")
+    hosts[1] = Heartbeat(1, 2, store, "localhost")
     first.join()
     hosts[1].place = "train of epoch 1"
     deadline = time.monotonic() + 20

@@ -23,11 +23,11 @@ import tpufit
 from tpufit.__main__ import main
 from tpufit.errors import ArgumentError, LabelError, NotCompiledError, PreflightError, UnknownNameError
 from tpufit.preflight import Comparison, PreflightReport
-from tpufit.preflight.analysis import Collective, Cost, Memory, Program, analyse
+from tpufit.preflight.analysis import Collective, CompiledProgram, Cost, Memory, analyse
 from tpufit.preflight.hlo import arguments_of, arrays_of, operations
+from tpufit.preflight.pickling import pickled
 from tpufit.preflight.plan import plan_of
 from tpufit.preflight.slices import slice_of
-from tpufit.preflight.twin import pickled
 from tpufit.trainer.arguments import TrainingData, ValidationData
 
 X = np.random.default_rng(0).normal(size=(261, 6)).astype("float32")
@@ -441,10 +441,10 @@ def report(tpu="v5e-8", fits=True, **memory):
     layers = {("forward", "0"): 100_000, ("backward", "0"): 200_000, ("optimizer", ""): 50_000}
     sizes = Memory(**{"weights": 1 << 20, "batch": 1 << 21, "temporaries": 1 << 22} | memory)
     cost, warnings = (Cost(4e9, 1e8, 350_000), {}) if fits else (Cost(), {"memory": "it needs 24 GiB"})
-    step = Program(
+    step = CompiledProgram(
         "train", "it is the first step", 512, 1, 2.0, fits, sizes, cost, layers, collectives, warnings, "HLO"
     )
-    last = Program("train", "x had another shape", 5, 1, 1.0, True, Memory(weights=7))
+    last = CompiledProgram("train", "x had another shape", 5, 1, 1.0, True, Memory(weights=7))
     return PreflightReport(slice_of(tpu), [step, last], 64, "bf16")
 
 

@@ -13,11 +13,11 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import tpufit
 from tpufit.preflight.children import run
-from tpufit.preflight.flight import Flight
 from tpufit.preflight.hlo import operations, products_of
+from tpufit.preflight.pickling import pickled
 from tpufit.preflight.plan import ENVIRON, PLAN, TRACED
+from tpufit.preflight.runs import PreflightRun
 from tpufit.preflight.slices import slice_of
-from tpufit.preflight.twin import pickled
 from tpufit.trainer.arguments import TrainingData, ValidationData
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ def programs(tmp_path_factory):
         model = tpufit.Model(net)
         model.compile(torch.optim.AdamW(net.parameters()), loss, metrics=[metric], precision=precision)
         data, held = TrainingData(x=x, y=y, batch_size=16), ValidationData(data=(x, y))
-        flight = Flight(model._engine, data, held, limit=None, timeout=600, verbose=False)
+        flight = PreflightRun(model._engine, data, held, limit=None, timeout=600, verbose=False)
         state, _ = model._engine.state.tensors()
         (folder / place).mkdir()
         (folder / place / PLAN).write_bytes(pickled(flight.plan(slice_of(on)), model, state.keys()))

@@ -163,7 +163,7 @@ def test_what_is_not_finite_is_not_saved(cores, tmp_path):
         model.save_weights(tmp_path / "weights.safetensors", finite_only=True)
     run = tpufit.checkpoint.CheckpointDirectory(tmp_path / "run")
     writer = AsyncCheckpointWriter(run)
-    checkpoint = tpufit.checkpoint.take(model._engine, {})
+    checkpoint = tpufit.checkpoint.take_checkpoint(model._engine, {})
     assert not checkpoint.is_here
     writer.submit(checkpoint)
     with pytest.raises(CheckpointNotWrittenError, match=r"net\.0\.weight holds NaN"):

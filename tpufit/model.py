@@ -24,7 +24,7 @@ from .checkpoint import (
     read_weights,
     restore,
     save_weights,
-    take,
+    take_checkpoint,
 )
 from .checkpoint import save as save_checkpoint
 from .data import stream
@@ -50,13 +50,13 @@ from .step import (
     ShardArgument,
     StepMethods,
     check_weights,
-    instead,
     match_weights,
     named_tensors,
+    suggestion_for,
     usable,
 )
 from .step.precision import to_bfloat16
-from .trainer import alike, on_batch, passes
+from .trainer import consistency, on_batch, passes
 from .trainer.arguments import (
     Schedule,
     TrainingData,
@@ -144,7 +144,7 @@ class Model(StepMethods):
     if not TYPE_CHECKING:  # else it would pass any name
 
         def __getattr__(self, name: str) -> Any:
-            sentence = None if hasattr(type(self), name) else instead(name)
+            sentence = None if hasattr(type(self), name) else suggestion_for(name)
             if sentence is None:
                 return object.__getattribute__(self, name)  # raises Python's own error, or that of a user's property
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {sentence}")
@@ -403,9 +403,9 @@ class Model(StepMethods):
 
         Source: MaxText's `train_compile.py`, which does this for JAX.
         """
-        from .preflight import fly  # here, because few who import tpufit will
+        from .preflight import run_preflight  # here, because few who import tpufit will
 
-        return fly(self._engine, tpu, {"x": x, "y": y, "batch_size": batch_size} | others)
+        return run_preflight(self._engine, tpu, {"x": x, "y": y, "batch_size": batch_size} | others)
 
     @torch.inference_mode(False)
     def evaluate(
@@ -450,8 +450,8 @@ class Model(StepMethods):
         placement = engine.place_on(now)
         data = x if y is None and sample_weight is None else (x, y, sample_weight)[: 2 if sample_weight is None else 3]
         held_out = evaluation_stream(data, batch_size, placement, now, steps, name="x")
-        alike.compare(engine, evaluate=None if held_out.per_host else (held_out.steps, held_out.sizes()))
-        alike.move(engine, placement)
+        consistency.check(engine, evaluate=None if held_out.per_host else (held_out.steps, held_out.sizes()))
+        consistency.move(engine, placement)
         params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
         logs = passes.evaluate(engine, held_out, callback_list(engine, callbacks, params))
         return _returned(logs, self.metrics_names, return_dict)
@@ -519,12 +519,12 @@ class Model(StepMethods):
         data = stream(x, batch_size=batch_size, cores=count, steps=steps, restart=True, local_shards=shards)
         wanted = local or is_first()
         predictions = Predictions(data.steps, out if wanted else None)
-        alike.compare(engine, predict=None if data.per_host else (data.steps, data.sizes()))
-        alike.move(engine, placement)
+        consistency.check(engine, predict=None if data.per_host else (data.steps, data.sizes()))
+        consistency.move(engine, placement)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
         with predictions.committed():
-            everyone = callback_list(engine, callbacks, params)
-            passes.predict(engine, data, everyone, predictions.add if wanted else lambda outputs: None, local)
+            all_callbacks = callback_list(engine, callbacks, params)
+            passes.predict(engine, data, all_callbacks, predictions.add if wanted else lambda outputs: None, local)
         return predictions.result()
 
     def lr_find(
@@ -589,7 +589,7 @@ class Model(StepMethods):
         now = start(cores, f"lr_find(cores={cores!r})")
         placement = engine.place_on(now)
         data = TrainingData(x, y, sample_weight, batch_size).stream(placement, now, seed)
-        alike.move(engine, placement)
+        consistency.move(engine, placement)
         return find(engine, data, sweep, seed)
 
     def train_on_batch(
@@ -933,7 +933,7 @@ class Model(StepMethods):
 
         Source: `keras.Model.save`.
         """
-        save_checkpoint(filepath, take(self._engine, outside_of_fit(self._engine)))
+        save_checkpoint(filepath, take_checkpoint(self._engine, outside_of_fit(self._engine)))
         self._engine.log.last_saved = os.fspath(filepath)
 
     def save_checkpoint(self, writer: AsyncCheckpointWriter, metric: Score | None = None) -> None:

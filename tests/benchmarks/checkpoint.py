@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import tpufit
 from tpufit.callbacks import Callback, ModelCheckpoint
-from tpufit.checkpoint import Checkpoint, CheckpointDirectory, outside_of_fit, read, take
+from tpufit.checkpoint import Checkpoint, CheckpointDirectory, outside_of_fit, read, take_checkpoint
 from tpufit.checkpoint import manager as saver
 from tpufit.utils.files import flush
 
@@ -112,7 +112,7 @@ class Measure(Callback):
         self.model.save_checkpoint(self.writer)
 
     def _measure_files(self) -> None:
-        checkpoint = take(self.model._engine, outside_of_fit(self.model._engine))
+        checkpoint = take_checkpoint(self.model._engine, outside_of_fit(self.model._engine))
         ours, theirs = self.folder / "ours", self.folder / "theirs.pt"
         shutil.rmtree(ours, ignore_errors=True)
         theirs.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from time import perf_counter
 import torch
 import tpufit
 from tpufit.backend import Sharding
-from tpufit.hosts import agree, at
+from tpufit.hosts import all_reduce_max, note_place
 from tpufit.runtime import placement_on, send_rows, settled, to_device
 from tpufit.runtime.lazy import wait
 
@@ -41,7 +41,7 @@ def median(call, times=300):
         took.append(perf_counter() - began)
     return 1e3 * statistics.median(took)
 
-found = {"agree": median(lambda: agree([1, -1, 32, -32]))}
+found = {"agree": median(lambda: all_reduce_max([1, -1, 32, -32]))}
 for rows, width in ((128, 784), (256, 3 * 224 * 224)):
     whole = torch.randn(rows, width)
     if placement.hosts == 1:
@@ -55,13 +55,13 @@ for rows, width in ((128, 784), (256, 3 * 224 * 224)):
 from torch import nn
 from tpufit.hosts import group as hosts
 
-count, agree_of = [0], hosts.Group.agree
+count, agree_of = [0], hosts.Group.all_reduce_max
 
 def counted(*arguments):
     count[0] += 1
     return agree_of(*arguments)
 
-hosts.Group.agree = counted
+hosts.Group.all_reduce_max = counted
 torch.manual_seed(0)
 x, y = torch.randn(4096, 1, 28, 28), torch.randint(0, 10, (4096,))
 convs = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)

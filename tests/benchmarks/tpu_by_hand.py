@@ -15,7 +15,7 @@ from networks import TRAININGS, Training
 from torch.nn import functional as F
 
 from tpufit.preflight.plan import TRACED
-from tpufit.runtime import like_a_tpu
+from tpufit.runtime import tracing_for
 
 
 def traced(training: Training) -> tuple[bytes, dict[str, Any]]:
@@ -38,7 +38,7 @@ def traced(training: Training) -> tuple[bytes, dict[str, Any]]:
     held, sent = (set(xla._get_tensors_handle(tensors)) for tensors in (state, batch))
     loss_of = F.cross_entropy if training.loss == "cross_entropy" else training.loss
 
-    with like_a_tpu("TPU"):
+    with tracing_for("TPU"):
         optimizer.zero_grad()
         with torch.autocast("xla", torch.bfloat16, enabled=training.precision == "bf16"):
             predicted = net(x)

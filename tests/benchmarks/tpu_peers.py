@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tpufit.preflight.analysis import Program, analyse
+from tpufit.preflight.analysis import CompiledProgram, analyse
 from tpufit.preflight.children import run
 from tpufit.preflight.compiling import NO_HOST, as_text
-from tpufit.preflight.flight import Flight
 from tpufit.preflight.hlo import arguments_of
 from tpufit.preflight.plan import ENVIRON, TRACED, Plan
+from tpufit.preflight.runs import PreflightRun
 from tpufit.preflight.slices import Slice
 
 HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
-class Peer(Flight):
+class Peer(PreflightRun):
     """The same training, by other means.
 
     Attributes:
@@ -48,7 +48,7 @@ class Keras(Peer):
         traced: dict[str, Any] = json.loads((folder / TRACED).read_text())
         return traced
 
-    def compile(self, traced: Mapping[str, Any], folder: Path, on: Slice) -> list[Program]:
+    def compile(self, traced: Mapping[str, Any], folder: Path, on: Slice) -> list[CompiledProgram]:
         self._run(folder, on.name, "compile")
         compiled = json.loads((folder / f"0.{on.name}.json").read_text())
         (folder / "0.before.txt").write_text(as_text((folder / "0.hlo").read_bytes()))

@@ -33,9 +33,9 @@ from transformers_networks import PAIRS
 
 import tpufit
 from tpufit.errors import TpufitError
-from tpufit.preflight.analysis import Program
-from tpufit.preflight.flight import Flight, flight_of
+from tpufit.preflight.analysis import CompiledProgram
 from tpufit.preflight.hlo import operations
+from tpufit.preflight.runs import PreflightRun, preflight_run_of
 from tpufit.preflight.script import run_script
 from tpufit.preflight.slices import Slice, slice_of
 from tpufit.runtime import keeps_bfloat16
@@ -143,7 +143,7 @@ def compiled(
 def _compiled_alike(
     network: str,
     name: str,
-    flight: Flight,
+    flight: PreflightRun,
     slices: list[Slice],
     kept: Mapping[tuple[str, str], dict[str, Any]],
     texts: Path | None,
@@ -179,7 +179,7 @@ def _compiled_alike(
     return found
 
 
-def flights(network: str, contender: str) -> list[tuple[str, Flight]]:
+def flights(network: str, contender: str) -> list[tuple[str, PreflightRun]]:
     """Each `fit` of a network, by a name."""
     sys.path.append(str(ROOT / "tests"))
     from architectures import ARCHITECTURES, BATCH
@@ -191,7 +191,7 @@ def flights(network: str, contender: str) -> list[tuple[str, Flight]]:
         model = one.model(net)
         model.compile(one.optimizer(net), one.loss, metrics=one.metrics)
         arguments = dict(zip(("x", "y"), one.data, strict=False)) | {"batch_size": BATCH // CORES}
-        return [(network, flight_of(model._engine, arguments | quiet))]
+        return [(network, preflight_run_of(model._engine, arguments | quiet))]
     if network in TRAININGS:
         training = TRAININGS[network]
         with torch.device("meta"):  # no program depends on the weights
@@ -202,16 +202,16 @@ def flights(network: str, contender: str) -> list[tuple[str, Flight]]:
             optimizer, training.loss, metrics=list(training.metrics), precision=training.precision, remat=training.remat
         )
         x, y = training.batch(CORES)
-        flight = flight_of(model._engine, {"x": x, "y": y, "batch_size": training.rows} | quiet)
+        flight = preflight_run_of(model._engine, {"x": x, "y": y, "batch_size": training.rows} | quiet)
         return [(network, PEERS[contender](**vars(flight), name=network) if contender in PEERS else flight)]
     script = ROOT / network
-    found: list[Flight] = []
+    found: list[PreflightRun] = []
 
     class Kept(Exception):  # noqa: N818 - nothing is wrong
         """Ends a script, whose fit is known."""
 
     def keep(self: tpufit.Model, **arguments: Any) -> None:
-        found.append(flight_of(self._engine, arguments | quiet))
+        found.append(preflight_run_of(self._engine, arguments | quiet))
         raise Kept
 
     tpufit.Model.preflight = keep  # type: ignore[method-assign]
@@ -239,7 +239,7 @@ def traced_flops(program: Path) -> float:
     return float(xla_client._xla.hlo_module_cost_analysis(xla_client.make_cpu_client(), module)["flops"])
 
 
-def figures(program: Program, before: str) -> dict[str, Any]:
+def figures(program: CompiledProgram, before: str) -> dict[str, Any]:
     """What is kept of a program."""
     between: dict[str, Counter[str]] = {}
     for one in program.collectives:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import tpufit
 from tpufit.errors import PreflightError
+from tpufit.preflight.pickling import pickled
 from tpufit.preflight.plan import plan_of
-from tpufit.preflight.twin import pickled
 from tpufit.trainer.arguments import TrainingData, ValidationData
 
 X, Y = torch.randn(64, 6), torch.arange(64) % 3

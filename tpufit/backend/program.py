@@ -48,7 +48,7 @@ class Program(ABC):
         traced_because: The reason why the step is traced on every call; empty as long as it isn't.
         products: The formats in which the last trace computed matrix products.
         cause: The reason for the next graph, for the report.
-        met: The keys of all calls that have been traced.
+        traced_keys: The keys of all calls that have been traced.
         donated: The size of the state that a replay writes over, in bytes.
     """
 
@@ -57,7 +57,7 @@ class Program(ABC):
         self.traced_because = ""
         self.products: set[torch.dtype] = set()
         self.cause = ""
-        self.met: set[Any] = set()
+        self.traced_keys: set[Any] = set()
         self.donated = 0
 
     @abstractmethod

@@ -57,7 +57,7 @@ class Backend(Protocol):
     def versions(self) -> dict[str, str]:
         """The versions that the last digits of a training depend on."""
 
-    def words_of(self, error: BaseException) -> str:
+    def message_of(self, error: BaseException) -> str:
         """The text of an error of the runtime, for users."""
 
     # Hosts
@@ -84,13 +84,13 @@ class Backend(Protocol):
     ) -> list[Tensor]:
         """Copy host tensors to the device, without waiting."""
 
-    def to_host(self, tensors: Sequence[Tensor], reason: str, together: bool = ...) -> list[Tensor]:
+    def to_host(self, tensors: Sequence[Tensor], reason: str, collective: bool = ...) -> list[Tensor]:
         """Copy tensors to the host, which waits."""
 
     def fetch(self, nest: Any, reason: str) -> Any:
         """Copy the tensors of a nest to the host, which waits once."""
 
-    def fetched(self, tensors: Iterable[Tensor], reason: str) -> Iterator[Tensor]:
+    def fetch_each(self, tensors: Iterable[Tensor], reason: str) -> Iterator[Tensor]:
         """Copy tensors to the host one after the other, which waits."""
 
     def copies(self, tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
@@ -104,10 +104,10 @@ class Backend(Protocol):
     def swap_value(self, tensor: Tensor, value: Tensor, requires_grad: bool | None = ...) -> Tensor:
         """Give a tensor object another value."""
 
-    def lie_over(self, tensors: Iterable[Tensor], placement: Placement, shardings: Shardings) -> None:
+    def reshard(self, tensors: Iterable[Tensor], placement: Placement, shardings: Shardings) -> None:
         """Let tensors lie over the cores as they should from now on, which may wait."""
 
-    def ungathered(self) -> AbstractContextManager[None]:
+    def without_unsharding(self) -> AbstractContextManager[None]:
         """A context in which split weights are computed with as they are."""
 
     def copy_into(
@@ -142,16 +142,16 @@ class Backend(Protocol):
     def tracing(self) -> bool:
         """True while a step is being traced."""
 
-    def capture_began(self) -> float | None:
+    def tracing_since(self) -> float | None:
         """The time when the capture under way began."""
 
-    def recomputing(self, blocks: Iterable[Any], draws: object) -> AbstractContextManager[None]:
+    def recomputing(self, blocks: Iterable[Any], seeds: object) -> AbstractContextManager[None]:
         """A context in which blocks are computed again in the backward pass."""
 
-    def has_lowering(self, operation: str) -> bool:
+    def has_kernel(self, operation: str) -> bool:
         """True if the device computes an operation itself."""
 
-    def runs_on_the_host(self, name: str) -> bool:
+    def falls_back(self, name: str) -> bool:
         """True if the device computes no form of an operation."""
 
     def translate(self, error: BaseException, load: Load | None = ...) -> Exception | None:
@@ -168,7 +168,7 @@ class Backend(Protocol):
     def metrics_report(self) -> str:
         """The runtime's own report."""
 
-    def cure_of(self, cause: str) -> str:
+    def cure_for(self, cause: str) -> str:
         """The cure for what keeps a step from being replayed."""
 
     def start_profile(self, folder: Any) -> None:
@@ -180,7 +180,7 @@ class Backend(Protocol):
     def keeps_bfloat16(self, kind: str) -> bool:
         """True if steps for a kind of device keep the weights of attention in bfloat16."""
 
-    def like_a_tpu(self, kind: str) -> Any:
+    def tracing_for(self, kind: str) -> Any:
         """A context in which operations are traced as for a TPU."""
 
     def scope(self, name: str) -> Any:

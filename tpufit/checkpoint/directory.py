@@ -15,7 +15,7 @@ from ..utils.urls import Url
 from ..utils.users_code import warn
 from .format import Checkpoint, Score, read, read_manifest, write
 from .store import name_of, step_of, store_at
-from .weights import NotFiniteError
+from .weight_files import NotFiniteError
 
 
 class CheckpointDirectory:

@@ -36,8 +36,8 @@ from ..utils.text import dtype_name
 from ..utils.urls import Mirror, Url, is_url
 from ..utils.users_code import warn
 from .store import MANIFEST, Store, is_step, moved_aside, store_at
-from .weights import NO_PICKLES, NotFiniteError, are_here, arriving, read_weights, untied, widest_first
-from .weights import write as write_file
+from .weight_files import NO_PICKLES, NotFiniteError, are_here, arriving, read_weights, untied, widest_first
+from .weight_files import write as write_file
 
 FORMAT = 1
 _STATE = "state.json"

@@ -20,7 +20,7 @@ from .format import Checkpoint, Score
 from .objects import UsersObjects
 from .resume import keepers
 from .store import step_of
-from .weights import NotFiniteError, write_weights
+from .weight_files import NotFiniteError, write_weights
 from .writer import AsyncCheckpointWriter
 
 
@@ -57,7 +57,7 @@ class Progress:
 _FIELDS = [field.name for field in fields(Progress)]
 
 
-def take(
+def take_checkpoint(
     engine: Engine, state: Mapping[str, Any], extra: Mapping[str, Tensor] | None = None, score: Score | None = None
 ) -> Checkpoint:
     """Copy all that training changes to the host. **This waits** for the device, once.
@@ -214,7 +214,7 @@ class CheckpointManager:
             streams = [self._train] if self._held_out is None else [self._train, self._held_out]
             self._objects = UsersObjects(self._engine, self._callbacks, streams)
 
-    def at(self, progress: Progress, run: StepRunner | None = None) -> None:
+    def note(self, progress: Progress, run: StepRunner | None = None) -> None:
         """Note the point that training has reached, between two steps, and take the requested checkpoints.
 
         Args:
@@ -326,7 +326,7 @@ class CheckpointManager:
         if run is not None:
             state["metrics"], sums = run.sums()
             extra |= {f"metric/{name}": tensor for name, tensor in sums.items()}
-        return take(self._engine, state, extra, score)
+        return take_checkpoint(self._engine, state, extra, score)
 
     def _callback_states(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
         states = []

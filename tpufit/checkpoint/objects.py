@@ -13,7 +13,7 @@ from ..data import Stream
 from ..errors import few
 from ..metrics import is_collection, is_metric
 from ..step import Engine, UserModel, named_tensors
-from ..utils.json_codec import is_plain
+from ..utils.json_codec import is_json
 from ..utils.kept import Kept, Some
 from ..utils.users_code import is_users_module, warn
 
@@ -51,7 +51,7 @@ class UsersObjects:
         }
         for name, optimizer in optimizers.items():
             for i, group in enumerate(optimizer.param_groups):  # the others are saved with the optimizer
-                plain = [key for key, value in group.items() if key == "params" or is_plain(value)]
+                plain = [key for key, value in group.items() if key == "params" or is_json(value)]
                 roots[f"{name}.param_groups[{i}]"] = Some(group, plain)
         self._engine = engine
         self._warned = set[str]()
@@ -99,7 +99,7 @@ def _lost_of(optimizers: Mapping[str, Optimizer]) -> list[str]:
         f"{name}.state[...][{key!r}]"
         for name, optimizer in optimizers.items()
         for key in dict.fromkeys(key for own in optimizer.state.values() for key in own)
-        if not all(isinstance(own.get(key), Tensor) or is_plain(own.get(key)) for own in optimizer.state.values())
+        if not all(isinstance(own.get(key), Tensor) or is_json(own.get(key)) for own in optimizer.state.values())
     ]
 
 

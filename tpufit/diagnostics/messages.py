@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from ..errors import counted
-from ..runtime import cure_of
+from ..runtime import cure_for
 from ..utils.hardware import cpus
 
 # The share of the time, and the seconds, from which on a thing is worth a sentence.
@@ -25,10 +25,10 @@ def traced(role: str, cause: str) -> str:
         the train step is traced anew on every call, because its Python draws random numbers at net.py:8. Draw on the \
 device (torch.rand(..., device=x.device)) or in the data set
     """
-    return f"the {role} step is traced anew on every call, because {cause}. {cure_of(cause)}"
+    return f"the {role} step is traced anew on every call, because {cause}. {cure_for(cause)}"
 
 
-def fallen(operation: str, times: int, line: str, cure: str) -> str:
+def fell_back(operation: str, times: int, line: str, cure: str) -> str:
     """A sentence about an operation in a step that runs on the host.
 
     Args:

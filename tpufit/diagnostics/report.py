@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..runtime import cure_of
+from ..runtime import cure_for
 from ..utils.counters import Compiled, Counts
 from ..utils.text import rendered
 from . import messages as advice
@@ -103,7 +103,7 @@ hundredth batch, or in on_epoch_end']
         compiled = {role: [one.cause for one in counts.compiled if one.role == role] for role in roles}
         found = [
             *(advice.traced(role, cause) for role, cause in traced.items()),
-            *(advice.fallen(what, counts.fallbacks[what], line, cure_of(what)) for what, line in fallen),
+            *(advice.fell_back(what, counts.fallbacks[what], line, cure_for(what)) for what, line in fallen),
             advice.read(reads, counts.host_reads) if reads else None,
             None if counts.lines or traced else advice.read_elsewhere(counts.host_reads, self.steps),
             *(advice.compiled(role, causes) for role, causes in compiled.items()),

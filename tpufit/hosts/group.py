@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DeviceLostError, HostError, StateLostError
-from .heartbeat import Pulse, patience
+from .heartbeat import Heartbeat, patience
 
 # How much longer a host waits for another one that lives than for one that is silent: it may read slow data, or write a
 # large checkpoint.
@@ -41,7 +41,7 @@ class Group:
     Attributes:
         index: This host's number, from 0.
         count: The number of hosts.
-        pulse: The signs of life.
+        heartbeat: The signs of life.
     """
 
     def __init__(self, index: int, count: int, store: dist.Store, address: str) -> None:
@@ -50,21 +50,21 @@ class Group:
         self._gloo: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("tpufit/gloo", store), index, count, timedelta(seconds=_PATIENCE * patience())
         )
-        self.pulse = Pulse(index, count, store, address)
+        self.heartbeat = Heartbeat(index, count, store, address)
         self._depth = 0
-        atexit.register(self.pulse.leave, "has ended")
+        atexit.register(self.heartbeat.leave, "has ended")
 
-    def agree(self, values: Sequence[float]) -> list[float]:
+    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over all hosts, which must all be at the same place."""
         # The place as a number and its negative: their largest are no longer opposite if two hosts differ.
-        here = float(zlib.crc32(self.pulse.place.encode()))
+        here = float(zlib.crc32(self.heartbeat.place.encode()))
         both = torch.tensor([here, -here, *values], dtype=torch.float64)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         self._wait(lambda: self._gloo.allreduce([both], options))
         largest, smallest, *agreed = both.tolist()
         if largest != -smallest:
-            places = self.everyone(self.pulse.place)
+            places = self.all_gather(self.heartbeat.place)
             where = ", ".join(f"process {index}: {place}" for index, place in enumerate(places))
             raise HostError(
                 f"the hosts must do the same, but they are at different places: {where}. Give each the same script, "
@@ -76,36 +76,36 @@ class Group:
         """Return process 0's value on all hosts."""
         return pickle.loads(self._send(pickle.dumps(value) if self.index == 0 else b"", 0))
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all hosts, in their order."""
         own = pickle.dumps(value)
         return [pickle.loads(self._send(own if self.index == root else b"", root)) for root in range(self.count)]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """A context in which this host needs all others. An error that leaves it ends them too."""
         self._depth += 1
-        self.pulse.busy = True
+        self.heartbeat.busy = True
         try:
             self._check()
             yield
             if self._depth == 1:  # none leaves before all are done, process 0 with writing
-                self.pulse.place = "the end"
-                self.agree([])
+                self.heartbeat.place = "the end"
+                self.all_reduce_max([])
         except Exception as error:
             if self._depth == 1:
-                if isinstance(error, _FIRST_SIGNS) and self.pulse.notices(_NOTICED):
-                    raise HostError(_GONE.format(self.pulse.describe())) from error
-                if not self.pulse.gone:
-                    self.pulse.leave(f"has ended with {type(error).__name__}: {error}")
+                if isinstance(error, _FIRST_SIGNS) and self.heartbeat.notices(_NOTICED):
+                    raise HostError(_GONE.format(self.heartbeat.describe())) from error
+                if not self.heartbeat.gone:
+                    self.heartbeat.leave(f"has ended with {type(error).__name__}: {error}")
             raise
         finally:
             self._depth -= 1
-            self.pulse.busy = self._depth > 0
+            self.heartbeat.busy = self._depth > 0
 
     def _check(self) -> None:
-        if self.pulse.gone:
-            raise HostError(f"{self.pulse.describe()}: start all hosts again")
+        if self.heartbeat.gone:
+            raise HostError(f"{self.heartbeat.describe()}: start all hosts again")
 
     def _send(self, data: bytes, root: int) -> bytes:
         size = torch.tensor([len(data)])
@@ -119,13 +119,13 @@ class Group:
         return sent.numpy().tobytes()
 
     def _wait(self, start: Any) -> None:
-        self.pulse.waits = True
+        self.heartbeat.waits = True
         try:
             start().wait()
         except RuntimeError as error:
-            raise HostError(_GONE.format(self.pulse.describe())) from error
+            raise HostError(_GONE.format(self.heartbeat.describe())) from error
         finally:
-            self.pulse.waits = False
+            self.heartbeat.waits = False
 
 
 _group: Group | None = None
@@ -155,7 +155,7 @@ def is_first() -> bool:
     return _group is None or _group.index == 0
 
 
-def agree(value: Any) -> Any:
+def all_reduce_max(value: Any) -> Any:
     """The largest value over all hosts, where a value decides which program runs next; with one host it is its own.
 
     Args:
@@ -163,7 +163,7 @@ def agree(value: Any) -> Any:
     """
     if _group is None:
         return value
-    agreed = _group.agree(value if isinstance(value, list) else [value])
+    agreed = _group.all_reduce_max(value if isinstance(value, list) else [value])
     return agreed if isinstance(value, list) else type(value)(agreed[0])
 
 
@@ -172,22 +172,27 @@ def broadcast(value: Any) -> Any:
     return value if _group is None else _group.broadcast(value)
 
 
-def everyone(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     """The values of all hosts, in their order."""
-    return [value] if _group is None else _group.everyone(value)
+    return [value] if _group is None else _group.all_gather(value)
 
 
-def together() -> AbstractContextManager[None]:
+def barrier() -> None:
+    """Wait until all hosts are here."""
+    all_gather(None)
+
+
+def collective() -> AbstractContextManager[None]:
     """A context in which this host needs all others; one that leaves it by an error ends them too."""
-    return nullcontext() if _group is None else _group.together()
+    return nullcontext() if _group is None else _group.collective()
 
 
 def whereabouts() -> str:
     """What each host is doing, or which are gone; nothing without a pod."""
-    return "" if _group is None else _group.pulse.describe()
+    return "" if _group is None else _group.heartbeat.describe()
 
 
-def at(place: str) -> None:
+def note_place(place: str) -> None:
     """Note what this host is doing, to compare it with the others, and for their sentences."""
     if _group is not None:
-        _group.pulse.place = place
+        _group.heartbeat.place = place

@@ -1,8 +1,8 @@
-"""`Pulse`: a sign of life of each host, so that one that died or hangs ends the others too, and none waits for ever.
+"""`Heartbeat`: a sign of life of each host: one that died or hangs ends the others too, and none waits for ever.
 
 Process 0 keeps a socket to each of the others. Every second each says what it is doing, and process 0 passes on who is
 gone. A host whose main thread can't come back by itself, because it waits for a program that the lost host will never
-run, is ended by its own pulse, with a sentence.
+run, is ended by its own heartbeat, with a sentence.
 """
 
 import json
@@ -27,7 +27,7 @@ def patience() -> float:
     return float(os.environ.get("TPUFIT_HOST_TIMEOUT", _SILENCE))
 
 
-class Pulse:
+class Heartbeat:
     """Tells the other hosts that this one lives, and notices those that don't.
 
     Args:
@@ -54,19 +54,19 @@ class Pulse:
         if index == 0:
             listener = socket.create_server(("", 0), backlog=count)
             word = secrets.token_hex(16)
-            store.set("tpufit/pulse", f"{listener.getsockname()[1]} {word}")
+            store.set("tpufit/heartbeat", f"{listener.getsockname()[1]} {word}")
             while len(self._lines) < count - 1:
                 line, _ = listener.accept()
                 if _says(line, word):
                     self._add(line)
             listener.close()
         else:
-            port, word = store.get("tpufit/pulse").decode().split()
+            port, word = store.get("tpufit/heartbeat").decode().split()
             line = socket.create_connection((address, int(port)))
             line.sendall(word.encode())
             self._add(line)
         # A daemon: it ends with the process, whatever the main thread does.
-        threading.Thread(target=self._beat, name="tpufit-pulse", daemon=True).start()
+        threading.Thread(target=self._beat, name="tpufit-heartbeat", daemon=True).start()
 
     def leave(self, why: str) -> None:
         """Tell the others that this host takes no further part.

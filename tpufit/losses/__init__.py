@@ -6,4 +6,4 @@ from .class_weight import ClassWeight
 from .loss import NAMES, Loss
 from .module_loss import ModuleLoss
 from .outputs import Output, aligned, check_form, described, logits_of, output_name, part, targets_of
-from .weights import spread, weight_of
+from .sample_weights import spread, weight_of

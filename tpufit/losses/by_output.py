@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import ArgumentError, DataError
 from .loss import LabelRange, Loss, OneLoss
 from .outputs import Output, check_form, is_nest, output_name, outputs_of, part
-from .weights import weight_of
+from .sample_weights import weight_of
 
 LossByOutputArgument = Mapping[str, Any] | Sequence[Any]  # of losses, None, or further nests
 LossWeightsArgument = Mapping[str, Any] | Sequence[Any] | None

@@ -13,7 +13,7 @@ from ..data.batches import host_array
 from ..errors import ArgumentError
 from ..runtime import to_device
 from .outputs import described
-from .weights import spread
+from .sample_weights import spread
 
 
 class ClassWeight:

@@ -15,7 +15,7 @@ from ..data.batches import listed
 from ..errors import ArgumentError, BatchError, LabelError, UnknownNameError
 from ..utils.text import dtype_name
 from .outputs import Output, aligned, described
-from .weights import spread
+from .sample_weights import spread
 
 OneLoss = str | nn.Module | Callable[[Any, Any], Tensor]
 

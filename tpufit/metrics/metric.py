@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..backend import Placement
 from ..errors import ArgumentError
 from ..losses import Output, aligned, described, output_name, part, spread, weight_of
-from ..runtime import has_lowering, move
+from ..runtime import has_kernel, move
 from ..utils.kept import Kept
 from ..utils.python_state import facts
 from ..utils.text import dtype_name
@@ -286,7 +286,7 @@ class _OnlyLowered(TorchDispatchMode):
     """Refuses operations that the device would hand back to the host, with a wait in each step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not has_lowering(func.name()):
+        if not has_kernel(func.name()):
             raise NotImplementedError(f"{func.name()} has no lowering")
         return func(*args, **(kwargs or {}))
 

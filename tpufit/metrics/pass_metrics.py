@@ -200,7 +200,7 @@ class PassMetrics(SumTable):
         snapshot = self._snapshot()
         return LazyLogs(self.names, lambda: snapshot("batch logs"))
 
-    def take(self) -> tuple[dict[str, Tensor], int]:
+    def take_sums(self) -> tuple[dict[str, Tensor], int]:
         """Take the sums behind the means, by name and on the device, and the number of rows; a new pass begins."""
         means = [name for name in self._returned if name not in self._slots]
         taken = {name: self.tensors[self._index[name, "total"]] for name in means}, self.rows

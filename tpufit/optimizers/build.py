@@ -100,13 +100,13 @@ def create_state(optimizer: Optimizer) -> None:
     lists = len(inspect.signature(initialize).parameters) - 1
     for group in optimizer.param_groups:
         waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
-        everyone, group["params"] = group["params"], waiting
+        all_parameters, group["params"] = group["params"], waiting
         for p in waiting:
             p.grad = torch.zeros_like(p)
         try:
             initialize(group, *([] for _ in range(lists)))
         finally:
-            group["params"] = everyone
+            group["params"] = all_parameters
             for p in waiting:
                 p.grad = None
         # SGD makes its buffer from the first gradient g. A zero buffer gives the same, 0 * momentum + g, unless g is

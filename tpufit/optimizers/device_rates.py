@@ -16,7 +16,7 @@ from ..backend import Placement
 from ..runtime import to_device
 from ..utils.replaced import replaced
 from .build import counts_on_device
-from .shared_counters import CountsTogether, Once
+from .shared_counters import CountsTogether, SharedCounterMode
 
 
 class DeviceRates:
@@ -86,7 +86,7 @@ class DeviceRates:
 _IN_PLACE = {f"{name}_": getattr(torch, name) for name in ("add", "addcdiv", "addcmul", "lerp", "mul")}
 
 
-class _OnDevice(Once):
+class _OnDevice(SharedCounterMode):
     """Runs what PyTorch's optimizers compute with a tensor for a rate, and without checks that can't fail.
 
     They pass the rate as a scalar in places, for which PyTorch would read its value.

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 _OF_NUMBERS = {"add", "sub", "mul", "div", "neg", "pow", "sqrt", "gt", "__rsub__", "__rdiv__", "__rpow__"}
 
 
-class Once(TorchFunctionMode):
+class SharedCounterMode(TorchFunctionMode):
     """Moves a counter on once, and computes what follows from it once, in the one step of an optimizer.
 
     Args:
@@ -66,7 +66,7 @@ class CountsTogether(Optimizer):
         mode: The mode in which it steps.
     """
 
-    mode: type[Once] = Once
+    mode: type[SharedCounterMode] = SharedCounterMode
     _spare: Tensor | None = None  # a second counter with the value of the first, until the first step
     _stepped = False
 

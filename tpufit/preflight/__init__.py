@@ -2,9 +2,9 @@
 
 | file | its idea |
 | --- | --- |
-| `flight` | from a compiled model and its data to a report |
+| `runs` | from a compiled model and its data to a report |
 | `plan` | the steps that `fit` would run, without values |
-| `twin` | a training on its way to another process, without the values of its weights |
+| `pickling` | a training on its way to another process, without the values of its weights |
 | `tracing` | the process that traces the steps on virtual cores |
 | `scopes` | names operations by the user's layer and line |
 | `compiling` | the process that compiles programs by libtpu; it imports nothing of tpufit |
@@ -16,5 +16,5 @@
 | `script` | a user's script, each `fit` of which is compiled instead of run |
 """
 
-from .flight import fly
 from .report import Comparison, PreflightReport
+from .runs import run_preflight

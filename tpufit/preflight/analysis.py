@@ -112,7 +112,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """A program that a `fit` needs, as a TPU's compiler sees it.
 
     Attributes:
@@ -145,7 +145,9 @@ class Program:
     text: str = field(default="", repr=False)
 
 
-def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str, after: str, on: Slice) -> Program:
+def analyse(
+    traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str, after: str, on: Slice
+) -> CompiledProgram:
     """Analyse a program.
 
     Args:
@@ -169,7 +171,7 @@ def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str,
         temporaries = bytes_of(temporary[1]) if temporary else 0
         memory = Memory(**held, temporaries=temporaries, needed=used[0])
         said = too_large(words, on, held["weights"] + held["optimizer"], traced)
-        return Program(**plain, fits=False, memory=memory, warnings={"memory": said}, text=words)
+        return CompiledProgram(**plain, fits=False, memory=memory, warnings={"memory": said}, text=words)
     own = list(operations(after))
     layouts = arguments_of(after)
     stats = compiled["memory"]
@@ -184,7 +186,7 @@ def analyse(traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str,
         if operation.cycles:
             layers[operation.phase, operation.layer] += operation.cycles
     collectives = _collectives([operation for operation, _ in own], traced["lines"], _split_shapes(traced, on.devices))
-    return Program(
+    return CompiledProgram(
         **plain,
         fits=True,
         memory=memory,

@@ -44,7 +44,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PlannedPass:
     """The steps of a role that differ in their programs.
 
     Attributes:
@@ -59,7 +59,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreflightPlan:
     """The steps that a `fit` would run.
 
     Attributes:
@@ -74,14 +74,14 @@ class Plan:
     model: Any
     config: CompileConfig
     class_weight: ClassWeight | None
-    passes: list[Pass]
+    passes: list[PlannedPass]
     cores: int
     kind: str = "TPU"
 
 
 def plan_of(
     engine: Engine, train: TrainingData, validation: ValidationData, cores: int, limit: int | float | None = None
-) -> Plan:
+) -> PreflightPlan:
     """Plan the steps of a `fit`. Of the data only one core's first batch is read.
 
     Args:
@@ -109,7 +109,7 @@ def plan_of(
         how = {"batch_size": validation.rows_per_core(train.batch_size), "steps": validation.steps, "restart": True}
         held_out = _Data(parts_of(validation.data), "validation_data", how, cores, limit)
         passes.append(_pass(engine, "eval", held_out, joined))
-    return Plan(engine.model, engine.config, weigher, passes, cores)
+    return PreflightPlan(engine.model, engine.config, weigher, passes, cores)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Data:
         return batch
 
 
-def _pass(engine: Engine, role: str, given: _Data, joined: int) -> Pass:
+def _pass(engine: Engine, role: str, given: _Data, joined: int) -> PlannedPass:
     first = given.first()
     data = given.stream(given.cores)
     if given.limit is not None:
@@ -165,7 +165,7 @@ def _pass(engine: Engine, role: str, given: _Data, joined: int) -> Pass:
         groups.append([batch])
     if last:
         groups.append([_of_size(first, labels, last)])
-    return Pass(role, data.device_transform, groups)
+    return PlannedPass(role, data.device_transform, groups)
 
 
 def _of_size(first: Any, labels: Any, rows: int) -> Batch:

@@ -17,7 +17,7 @@ from rich.text import Text
 from ..diagnostics.plots import new_axes
 from ..errors import counted
 from ..utils.text import rendered, size
-from .analysis import Program
+from .analysis import CompiledProgram
 from .slices import Slice
 
 _WIDTH = 120  # columns
@@ -58,21 +58,21 @@ class PreflightReport:
         >>> from tpufit.preflight.analysis import Cost, Memory
         >>> from tpufit.preflight.slices import slice_of
         >>> cost = Cost(flops=4e9, nbytes=1e8, cycles=3_000_000)
-        >>> step = Program("train", "it is the first step", 512, 1, 2.0, True, Memory(weights=1 << 30), cost)
+        >>> step = CompiledProgram("train", "it is the first step", 512, 1, 2.0, True, Memory(weights=1 << 30), cost)
         >>> report = PreflightReport(slice_of("v5e-8"), [step], 64, "bf16")
         >>> report.fits, report.status, f"{1000 * report.seconds:.2f} ms a step"
         (True, 0, '2.00 ms a step')
     """
 
     tpu: Slice
-    programs: Sequence[Program]
+    programs: Sequence[CompiledProgram]
     batch_size: int
     precision: str
     steps_per_execution: int | str = 1
     compiler: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def step(self) -> Program:
+    def step(self) -> CompiledProgram:
         """The program of a whole training step, which takes most of the time.
 
         Of several for the same batches it is the last: the first may only make the optimizer's state, or accumulate.

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PreflightError
-from ..runtime import cure_of, runs_on_the_host, scope
+from ..runtime import cure_for, falls_back, scope
 from ..utils.users_code import NOBODYS, calling_lines
 
 FORWARD = "forward"
@@ -64,9 +64,9 @@ class Scopes(TorchFunctionMode):
         if name.startswith("__get"):  # an attribute, such as a shape
             return func(*args, **(kwargs or {}))
         line = calling_lines().removesuffix(NOBODYS)
-        if runs_on_the_host(name) and any(leaf.device.type != "cpu" for leaf in _tensors((args, kwargs))):
+        if falls_back(name) and any(leaf.device.type != "cpu" for leaf in _tensors((args, kwargs))):
             raise PreflightError(
-                f"the step calls {name}, which the host would run, at {line}. {cure_of(f'aten::{name}')}"
+                f"the step calls {name}, which the host would run, at {line}. {cure_for(f'aten::{name}')}"
             )
         with scope(self._name(FORWARD, line)):
             result = func(*args, **(kwargs or {}))

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PreflightError, TpufitError
-from ..runtime import Recorded, Recorder, like_a_tpu, start
+from ..runtime import Recorded, Recorder, start, tracing_for
 from ..step import Engine, FitOptions, StepRunner, joined
 from ..utils.strict import Strict
 from ..utils.users_code import raising_line
-from .plan import FAULT, PLAN, TRACED, Batch, Pass, Plan
+from .plan import FAULT, PLAN, TRACED, Batch, PlannedPass, PreflightPlan
 from .scopes import Scopes
 
 _ATTEMPTS = 4
@@ -40,7 +40,7 @@ class Tracer:
         recorder: The programs so far.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PreflightPlan) -> None:
         self._plan = plan
         model = plan.model
         self.recorder = Recorder()
@@ -61,12 +61,12 @@ class Tracer:
                 self._plan.model.module.train(one.role == "train")
                 for group in one.groups:
                     (batches,) = joined(run.send([batch.nest for batch in group], group[0].labels), len(group))
-                    with like_a_tpu(self._plan.kind):
+                    with tracing_for(self._plan.kind):
                         for last in self._until_known(one, group):
                             run(batches, last=last)
                     self._groups += [group] * (len(self.recorder.programs) - len(self._groups))
 
-    def _until_known(self, one: Pass, group: list[Batch]) -> Iterator[bool]:
+    def _until_known(self, one: PlannedPass, group: list[Batch]) -> Iterator[bool]:
         """Call a step until all its programs are known; True for a call that ends its pass, which may need another."""
         config = self._engine.config
         overwrites = config.ema.overwrite_frequency if config.ema is not None else None
@@ -79,7 +79,7 @@ class Tracer:
                 before = len(self.recorder.programs)
                 yield last
                 program = self._engine.roles[one.role].program
-                proven = program is not None and all(map(program.replays, program.met))
+                proven = program is not None and all(map(program.replays, program.traced_keys))
                 quiet = quiet + 1 if proven and len(self.recorder.programs) == before else 0
                 if quiet == period:
                     break

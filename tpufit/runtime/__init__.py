@@ -16,12 +16,12 @@ It fulfils the contract in `tpufit/backend/`: the classes there are what the res
 | `lazy` | tensors that wait to be computed, and their memory |
 | `lowering` | what is read only while a graph is lowered, and its part in the graph's identity |
 | `device_state` | the tensors that training changes |
-| `gathering` | whole weights where a step computes with split ones |
+| `unsharding` | whole weights where a step computes with split ones |
 | `packing` | the shapes in which a TPU keeps weights |
 | `graph` | a compiled step: its inputs and outputs |
 | `capture` | one trace of a step, its proof, and its undoing |
 | `program` | trace a step once, then replay its graph |
-| `draws` | the random numbers of a trace |
+| `trace_seeds` | the random numbers of a trace |
 | `recompute` | blocks that are computed again in the backward pass |
 | `trace_watch` | sees what a traced step reads, draws and leaves to the host |
 | `recorder` | takes the place of a device that isn't there |
@@ -31,7 +31,7 @@ It fulfils the contract in `tpufit/backend/`: the classes there are what the res
 | `ops` | operations that torch_xla lacks or does badly |
 """
 
-from .capture import capture_began, tracing
+from .capture import tracing, tracing_since
 from .counters import counts, live_tensors, metrics_report
 from .devices import (
     available,
@@ -46,16 +46,16 @@ from .devices import (
     versions,
 )
 from .faults import translate
-from .gathering import ungathered
 from .kinds import keeps_bfloat16
 from .lowering import set_matmul_precision
 from .make import program_at, state_at
-from .ops.lowerings import has_lowering, runs_on_the_host
+from .ops.lowerings import falls_back, has_kernel
 from .placement import placement_on
 from .profiler import scope, start_profile, stop_profile
 from .recompute import recomputing
-from .recorder import Recorded, Recorder, like_a_tpu
-from .release import words_of
+from .recorder import Recorded, Recorder, tracing_for
+from .release import message_of
 from .rows import fetch_rows, gather_rows, send_rows
-from .trace_watch import cure_of
-from .transfer import copies, copy_into, fetch, fetched, lie_over, move, swap_value, to_device, to_host
+from .trace_watch import cure_for
+from .transfer import copies, copy_into, fetch, fetch_each, move, reshard, swap_value, to_device, to_host
+from .unsharding import without_unsharding

@@ -20,14 +20,14 @@ from ..backend import Body, Sums
 from ..utils.compiling import compiling
 from .bindings import xla
 from .device_state import HeldState
-from .draws import Draws
-from .gathering import gathering
 from .graph import Graph, recognise, template_of
 from .lazy import by_memory, compute, drop, identity, noting_new, pending, pending_elsewhere, same_memory
 from .placement import CorePlacement
 from .recorder import Trace
+from .trace_seeds import TraceSeeds
 from .trace_watch import Glance, Watch
 from .transfer import swap_value
+from .unsharding import unsharding
 
 
 class _Now:
@@ -50,14 +50,14 @@ def tracing() -> bool:
     return _now.tracing
 
 
-def capture_began() -> float | None:
+def tracing_since() -> float | None:
     """The time, by `time.perf_counter`, when the capture under way began; None if there is none."""
     return _now.began
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """A context in which `capture_began` tells the time of its beginning."""
+    """A context in which `tracing_since` tells the time of its beginning."""
     _now.began = perf_counter()
     try:
         yield
@@ -90,33 +90,33 @@ class Target:
         """The function that starts graphs: found once, as each replay asks for it."""
         return self.placement.starter
 
-    def draws(self, seeds: list[int]) -> Draws:
+    def trace_seeds(self, seeds: list[int]) -> TraceSeeds:
         """Return the random numbers of a trace."""
-        return Draws(self.placement.device_name, seeds)
+        return TraceSeeds(self.placement.device_name, seeds)
 
-    def trace(self, body: Body, inputs: list[Tensor], draws: Draws, watch: AbstractContextManager[object]) -> Any:
+    def trace(self, body: Body, inputs: list[Tensor], seeds: TraceSeeds, watch: AbstractContextManager[object]) -> Any:
         """Run the body over lazy tensors. The sums must have begun.
 
         Args:
             body: The Python of the steps.
             inputs: Batches and rates.
-            draws: The random numbers of the steps.
+            seeds: The random numbers of the steps.
             watch: Sees what the body does.
         """
         _now.tracing = True
         try:
             # In this thread: if a backward pass ran on the CPU before torch_xla was imported, autograd has no thread
             # for its device, and ends in an internal error.
-            whole = gathering(self.state.shardings, self.placement)
+            whole = unsharding(self.state.shardings, self.placement)
             with (
                 self.inside(),
                 whole,
                 watch,
                 compiling(True),
-                draws.seeded_by_torch(),
+                seeds.seeded_by_torch(),
                 torch.autograd.set_multithreading_enabled(False),
             ):
-                result = body(inputs, draws)
+                result = body(inputs, seeds)
                 if self.state.shardings:
                     self.state.pin(self.state.tensors, self.placement)
                 return result
@@ -190,7 +190,7 @@ class Capture:
         watch: Watch | Glance,
         python_state: Callable[[], dict[str, Any]],
     ) -> None:
-        self._target, self._inputs, self._draws = target, inputs, target.draws(seeds)
+        self._target, self._inputs, self._seeds = target, inputs, target.trace_seeds(seeds)
         self._watch, self._python_state = watch, python_state
         # Before the trace, which replaces the sums and gives the state's tensors other memory.
         lists = {"state": stored, "sum": target.sums.tensors, "input": inputs}
@@ -212,7 +212,7 @@ class Capture:
         """
         self._target.sums.begin()
         with noting_new() as self._new:
-            self.outputs = self._target.trace(body, self._inputs, self._draws, self._watch)
+            self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch)
         obstacle = self._watch.reads() or self._leftover()
         if obstacle:
             self._target.state.end_trace()
@@ -290,7 +290,7 @@ class Capture:
             state.end_trace()
             return None
         _, self._values = xla()._get_tensors_xla_device_data_node(roots)
-        sources, constants, places = recognise(self._values, memory, self._draws.places)
+        sources, constants, places = recognise(self._values, memory, self._seeds.places)
         with alias_with_buffer_donor_config():
             # Before the hash, of which donation is a part. Only memory that is replaced: a donated tensor is gone.
             for value, (name, i) in zip(self._values, sources, strict=True) if target.donates else ():

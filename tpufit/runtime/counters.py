@@ -24,7 +24,7 @@ def _xla_metrics() -> Any:
 
 def counts() -> Counts:
     """The counters as they stand: take one before and one after, and subtract."""
-    fallbacks, metrics = fallen(), _xla_metrics()
+    fallbacks, metrics = fallback_counts(), _xla_metrics()
     return replace(
         tally(),
         host_reads=fallbacks.pop("aten::_local_scalar_dense", 0),
@@ -33,7 +33,7 @@ def counts() -> Counts:
     )
 
 
-def fallen() -> Counter[str]:
+def fallback_counts() -> Counter[str]:
     """The number of times that each operation has run on the host, reads of a value among them."""
     metrics = _xla_metrics()
     names = [name for name in metrics.counter_names() if name.startswith("aten::")] if metrics else []

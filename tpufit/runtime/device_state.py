@@ -187,9 +187,9 @@ class HeldState(DeviceState):
             placement.launch("transfer")
         if begun or self._versions != [tensor._version for tensor in self.tensors]:
             wait("changed weights")  # a tensor that is still to be computed has no memory to compare
-            self.part(placement)
+            self.unalias(placement)
 
-    def part(self, placement: Placement) -> None:
+    def unalias(self, placement: Placement) -> None:
         """Give memory of their own to tensors that share some, as a copy on the device does with its original.
 
         A graph can write over memory once only. All tensors must have been computed.

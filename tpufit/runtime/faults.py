@@ -8,7 +8,7 @@ from ..errors import StartError, TpufitError, counted
 from ..utils import hardware, releases
 from ..utils.less_memory import measures, shortage
 from ..utils.text import bytes_of, size
-from .release import words_of
+from .release import message_of
 
 # The memory of a core, where an error doesn't name it: that of most TPUs.
 _ROOM = 1 << 34
@@ -60,7 +60,7 @@ def translate(error: BaseException, load: Load | None = None) -> TpufitError | N
     """  # noqa: E501
     if isinstance(error, TpufitError) or not isinstance(error, (RuntimeError, AssertionError)):
         return None
-    text = words_of(error)
+    text = message_of(error)
     if _SCRATCH.search(text):  # before `_FULL`, whose words are in it too
         sentence = (
             "an operation needs more of a core's scratch memory than there is, a fault of the compiler, not of the "
@@ -92,7 +92,7 @@ def translate_import(error: BaseException) -> StartError:
         "torch_xla can't be imported, as it can't learn what kind of TPU this is. Before Python starts set "
         "TPU_SKIP_MDS_QUERY=1 and TPU_ACCELERATOR_TYPE to the TPU's own type, such as v5litepod-8, and TPU_WORKER_ID=0"
     )
-    return StartError(_with(sentence, f"{type(error).__name__}: {words_of(error)}"))
+    return StartError(_with(sentence, f"{type(error).__name__}: {message_of(error)}"))
 
 
 def translate_start(error: BaseException, platform: str | None, wish: str | None) -> StartError:
@@ -108,7 +108,7 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
         PJRT_DEVICE='TPU' asks for a TPU, but libtpu, its driver, is not installed. On a TPU run: pip install libtpu==...; without one unset PJRT_DEVICE
         torch_xla says: libtpu not found
     """  # noqa: E501
-    text = words_of(error)
+    text = message_of(error)
     held = hardware.holders()
     asks = f"PJRT_DEVICE={wish!r} asks for a {platform}, but"
     if ("libtpu" in text and ("not found" in text or "cannot open" in text)) or "Failed to open" in text:

@@ -16,8 +16,8 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from ..backend import Sums
 from .bindings import xla
 from .device_state import HeldState, replaced
-from .draws import Place
 from .lazy import handles, pending
+from .trace_seeds import Place
 from .transfer import reach
 
 _COMPUTED = object()  # in a template: a tensor that the graph computes
@@ -38,7 +38,7 @@ class Graph:
         hash: Its name in torch_xla's cache.
         sources: The list that each input is in, `"state"`, `"sum"`, `"input"`, `"seed"` or `"constant"`, and its index.
         constants: The inputs that are the same at every call.
-        places: The places of the seeds that are inputs, see `Draws`.
+        places: The places of the seeds that are inputs, see `TraceSeeds`.
         changed: The state tensors that its first outputs replace.
         summed: The sums that its next outputs replace.
         result: The leaves of the body's result, a mark for a computed tensor or an input, or else the value itself;

@@ -25,13 +25,13 @@ from ..utils.users_code import warn
 from .audits import Audits
 from .capture import Capture, Target, capturing, undoing
 from .device_state import HeldState
-from .draws import draw_seeds
 from .graph import Graph
 from .lazy import drop, noting_new, pending_elsewhere, wait
 from .lowering import lowering, variables
 from .placement import CorePlacement
 from .release import checking_shapes
-from .trace_watch import Glance, Watch, cure_of
+from .trace_seeds import seed_tensors
+from .trace_watch import Glance, Watch, cure_for
 
 # The number of traces in a row that may differ from the one before, until a step counts as one that can't be replayed.
 # One differs without fault where a module builds a cache in its first forward pass.
@@ -133,10 +133,10 @@ class CapturedProgram(Program):
         body: Body,
         pause: Pause = nullcontext,
     ) -> Any:
-        checking = nullcontext() if key in self.met else checking_shapes()
+        checking = nullcontext() if key in self.traced_keys else checking_shapes()
         with pause(), timed("trace"), lowering(self._matmul_precision), checking:
             self._target.state.write_back()
-            self.met.add(key)
+            self.traced_keys.add(key)
             if self.traced_because:
                 return self._trace(inputs, seeds, body)
             with capturing():
@@ -236,7 +236,7 @@ class CapturedProgram(Program):
         self.audits.replayed(key, len(seeds))
         self._hold()
         state, sums = target.state, target.sums
-        drawn = draw_seeds(target.placement.device_name, seeds, graph.places) if graph.places else []
+        drawn = seed_tensors(target.placement.device_name, seeds, graph.places) if graph.places else []
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
         outputs = graph.run(state, sums, list(graph.pick(pool)), target.start)
         return graph.returned(outputs, inputs)
@@ -248,10 +248,10 @@ class CapturedProgram(Program):
         if self._strict:
             self._finish()
             with undoing(target.state):
-                outputs = target.trace(body, inputs, target.draws(seeds), self._watch())
+                outputs = target.trace(body, inputs, target.trace_seeds(seeds), self._watch())
         else:
             # To watch takes time, and nobody wants to know.
-            outputs = target.trace(body, inputs, target.draws(seeds), nullcontext())
+            outputs = target.trace(body, inputs, target.trace_seeds(seeds), nullcontext())
         return target.launch(outputs, self.traced_because)
 
     def _capture(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
@@ -323,7 +323,7 @@ class CapturedProgram(Program):
         target = self._target
         target.placement.launch("transfer")  # work that the user has left pending is none of the step's
         wait("capture")
-        target.state.part(target.placement)
+        target.state.unalias(target.placement)
 
     def _watch(self) -> Watch:
         # A random number in the first traces is no fault: a layer may begin with one.
@@ -332,7 +332,7 @@ class CapturedProgram(Program):
 
     def _give_up(self, cause: str) -> None:
         role = self._target.role
-        self._strict.refuse(f"the {role} step can't be replayed: {cause}. {cure_of(cause)}")
+        self._strict.refuse(f"the {role} step can't be replayed: {cause}. {cure_for(cause)}")
         if self.jit_compile is True:
             raise ReplayError(f"jit_compile=True, but the {role} step can't be replayed: {cause}")
         self.traced_because = cause
@@ -340,4 +340,4 @@ class CapturedProgram(Program):
         if cause not in self._told:
             self._told.add(cause)
             slow = f"the {role} step is traced anew on every call, which is slow, because {cause}"
-            warn(f"{slow}. {cure_of(cause)}", again=True)  # of another model too
+            warn(f"{slow}. {cure_for(cause)}", again=True)  # of another model too

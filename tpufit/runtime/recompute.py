@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..utils.replaced import replaced
-from . import gathering
-from .draws import Draws
+from . import unsharding
 from .lazy import behind_barrier
+from .trace_seeds import TraceSeeds
 
 
 @contextmanager
-def recomputing(blocks: Iterable[nn.Module], draws: object) -> Iterator[None]:
+def recomputing(blocks: Iterable[nn.Module], seeds: object) -> Iterator[None]:
     """A context of a trace in which each call of a block is computed again when its gradients are needed.
 
     Results and gradients are those of the block as it is: the second time it draws the same random numbers, sees its
@@ -26,11 +26,11 @@ def recomputing(blocks: Iterable[nn.Module], draws: object) -> Iterator[None]:
 
     Args:
         blocks: Modules, none of them inside of another.
-        draws: The random numbers of the trace, `seed` of its body; on the host there is none, and nothing to do.
+        seeds: The random numbers of the trace, `seed` of its body; on the host it is a function: nothing to do.
 
     Source: `torch.utils.checkpoint`.
     """
-    if not isinstance(draws, Draws):
+    if not isinstance(seeds, TraceSeeds):
         yield
         return
     import torch_xla
@@ -38,11 +38,11 @@ def recomputing(blocks: Iterable[nn.Module], draws: object) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(torch, xla=torch_xla))  # `checkpoint` looks for a module by the device's name
         for block in blocks:
-            stack.enter_context(replaced(block, forward=_in_regions(block, draws)))
+            stack.enter_context(replaced(block, forward=_in_regions(block, seeds)))
         yield
 
 
-def _in_regions(block: nn.Module, draws: Draws) -> Callable[..., Any]:
+def _in_regions(block: nn.Module, seeds: TraceSeeds) -> Callable[..., Any]:
     """Return another `forward` for a block, each call of which is a region."""
     itself = _AsItIs(block)
 
@@ -50,7 +50,7 @@ def _in_regions(block: nn.Module, draws: Draws) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return itself(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        region = _Region(itself, spec, draws)
+        region = _Region(itself, spec, seeds)
         # The random numbers are the region's own matter: PyTorch knows no generator of this device.
         outputs = checkpoint(region, *leaves, use_reentrant=False, preserve_rng_state=False)
         return tree_map_only(Tensor, region.leave, outputs)
@@ -75,20 +75,20 @@ class _Region:
     Args:
         block: The block.
         spec: The nest of its arguments.
-        draws: The random numbers of the trace.
+        seeds: The random numbers of the trace.
 
     Attributes:
         gradients: Those of its outputs, once the backward pass has come to them.
     """
 
-    def __init__(self, block: nn.Module, spec: Any, draws: Draws) -> None:
-        self._block, self._spec, self._draws = block, spec, draws
+    def __init__(self, block: nn.Module, spec: Any, seeds: TraceSeeds) -> None:
+        self._block, self._spec, self._seeds = block, spec, seeds
         self._weights: dict[str, Tensor] = dict(block.named_parameters())
         # Copies: what the call writes into a buffer isn't what its repetition begins with.
         self._weights |= {name: buffer.clone() for name, buffer in block.named_buffers()}
-        self._begun = self._ended = draws.position()
+        self._begun = self._ended = seeds.position()
         self._called = False
-        self._gathering = gathering.current()
+        self._unsharding = unsharding.current()
         self.gradients: list[Tensor] = []
 
     def __call__(self, *leaves: Any) -> Any:
@@ -96,9 +96,9 @@ class _Region:
             return self._again(leaves)
         self._called = True
         args, kwargs = tree_unflatten(leaves, self._spec)
-        with nullcontext() if self._gathering is None else self._gathering.in_block():
+        with nullcontext() if self._unsharding is None else self._unsharding.in_block():
             outputs = self._block(*args, **kwargs)
-        self._ended = self._draws.position()
+        self._ended = self._seeds.position()
         return outputs
 
     def leave(self, output: Tensor) -> Tensor:
@@ -118,16 +118,16 @@ class _Region:
         leaves = tuple(next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         weights = {name: next(inputs) for name in names}
         args, kwargs = tree_unflatten(leaves, self._spec)
-        whole = self._gathering
+        whole = self._unsharding
         with nullcontext() if whole is None else whole.computing_again(self._weights, weights):
             if self._ended == self._begun:
                 return torch.func.functional_call(self._block, weights, args, kwargs)
-            now = self._draws.position()
-            self._draws.return_to(self._begun)
+            now = self._seeds.position()
+            self._seeds.return_to(self._begun)
             try:
                 return torch.func.functional_call(self._block, weights, args, kwargs)
             finally:
-                self._draws.return_to(now)
+                self._seeds.return_to(now)
 
 
 class _Leave(torch.autograd.Function):

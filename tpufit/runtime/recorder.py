@@ -130,7 +130,7 @@ class Recorder:
 
 
 @contextmanager
-def like_a_tpu(kind: str) -> Iterator[None]:
+def tracing_for(kind: str) -> Iterator[None]:
     """A context in which operations are traced as for a TPU: torch_xla lowers a few otherwise than for a CPU.
 
     In SPMD mode, which the environment may ask for on one core too, it asks the environment for the kind of device at

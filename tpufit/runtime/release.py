@@ -66,14 +66,14 @@ def survive(runtime: Any) -> None:
         atexit.unregister(runtime._prepare_to_exit)
 
 
-def words_of(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The text of an error without the C++ stack in it.
 
     Args:
         error: An error of torch_xla's.
 
     Example:
-        >>> words_of(RuntimeError("No client. *** Begin stack trace *** main() *** End stack trace *** Unknown device"))
+        >>> message_of(RuntimeError("No client. *** Begin stack trace *** f() *** End stack trace *** Unknown device"))
         'No client. Unknown device'
     """
     return _STACK.sub(" ", str(error)).strip()

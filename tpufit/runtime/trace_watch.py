@@ -91,14 +91,14 @@ class Watch(TorchFunctionMode):
         self.fell: dict[str, str] = {}
         self.products: set[torch.dtype] = set()
         self._begun: tuple[Counter[str], tuple[int | None, ...]] = Counter(), ()
-        self._fallen: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
         self._thread = get_ident()
         self._profiles = False
 
     def __enter__(self) -> Watch:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._begun = counters.fallen(), counters.looked_at()
-        self._fallen = self._begun[0]
+        self._begun = counters.fallback_counts(), counters.looked_at()
+        self._fallbacks = self._begun[0]
         self._profiles = sys.getprofile() is None  # else somebody measures
         if self._profiles:
             sys.setprofile(self._profile)
@@ -125,10 +125,10 @@ class Watch(TorchFunctionMode):
 
     def reads(self) -> str:
         """Say that the code has read a value, and where; nothing if it hasn't."""
-        fallen, looked = self._begun
+        fallbacks, looked = self._begun
         if not self.where and counters.looked_at() == looked:
             return ""
-        operations = sorted(counters.fallen() - fallen)
+        operations = sorted(counters.fallback_counts() - fallbacks)
         if operations and not self.where:
             lines = " and ".join(sorted(set(self.fell.values())))
             called = f", called at {lines}" if lines else ""
@@ -161,19 +161,19 @@ class Watch(TorchFunctionMode):
         self.where = self.where or line
         self._strict.refuse(
             f"{self._step} reads a value from the device at {line}, for which every step would wait. "
-            + cure_of(f"it reads a value at {line}")
+            + cure_for(f"it reads a value at {line}")
         )
 
-    def _note_falls(self, before: Counter[str]) -> None:
+    def _note_fallbacks(self, before: Counter[str]) -> None:
         """Note the operations that have run on the host since."""
-        operations = sorted(counters.fallen() - before)
+        operations = sorted(counters.fallback_counts() - before)
         for operation in operations:
             if operation not in (_READ, *self.fell):
                 line = self.fell[operation] = calling_lines()
                 note_line(operation, line)
                 self._strict.refuse(
                     f"torch_xla has no {operation} for the device, which {self._step} calls at "
-                    f"{line}: it would run on the host at every step. {cure_of(operation)}"
+                    f"{line}: it would run on the host at every step. {cure_for(operation)}"
                 )
         if operations in ([], [_READ]):  # alone it is a read, as for printing
             self._note_look()
@@ -187,12 +187,12 @@ class Watch(TorchFunctionMode):
         if looks:
             self._looked = True
             self._note_look()
-        fallen, looked = self._fallen, counters.looked_at()
+        fallbacks, looked = self._fallbacks, counters.looked_at()
         result = func(*args, **(kwargs or {}))
         if counters.looked_at() != looked:
-            self._fallen = counters.fallen()
+            self._fallbacks = counters.fallback_counts()
             if not looks:
-                self._note_falls(fallen)
+                self._note_fallbacks(fallbacks)
         if func in _PRODUCTS:
             self.products.add(result.dtype)
         if func in _TORCH_DRAWS and result.device.type == "cpu":
@@ -226,14 +226,14 @@ class Glance:
         return "it reads a value from the device" if counters.looked_at() != self._looked else ""
 
 
-def cure_of(cause: str) -> str:
+def cure_for(cause: str) -> str:
     """The cure for what keeps a step from being replayed, in a sentence.
 
     Args:
         cause: The cause in words, or the name of an operation that runs on the host, e.g. `"aten::nonzero"`.
 
     Example:
-        >>> cure_of("aten::nonzero")
+        >>> cure_for("aten::nonzero")
         'Instead of picking rows (x[mask], nonzero), keep all and weigh them: torch.where(mask, x, 0)'
     """
     return next(cure for words, cure in _CURES.items() if words in cause)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..backend import Placement, Sharding, Shardings
 from ..backend.placement import Names
 from ..errors import PlacementError
-from ..hosts import agree
+from ..hosts import all_reduce_max
 from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
@@ -47,13 +47,13 @@ def to_device(
     return placement.send(tensors, sharding)
 
 
-def to_host(tensors: Sequence[Tensor], reason: str, together: bool = False) -> list[Tensor]:
+def to_host(tensors: Sequence[Tensor], reason: str, collective: bool = False) -> list[Tensor]:
     """Copy tensors to the host. **This waits** until the device has computed them.
 
     Args:
         tensors: Device tensors; a host tensor is returned as it is, and if all are, nothing is waited for.
         reason: The reason that the wait is counted under, e.g. `"logs"`.
-        together: True if all hosts of a pod call this for the same tensors, as parts of a split one may be on others
+        collective: True if all hosts of a pod call this for the same tensors, as parts of a split one may be on others
             (default False).
 
     Returns:
@@ -74,11 +74,11 @@ def to_host(tensors: Sequence[Tensor], reason: str, together: bool = False) -> l
         for i, value in zip(whole, xla()._xla_get_cpu_tensors([here[i] for i in whole]), strict=True):
             here[i] = value
         for i in sorted(split):
-            here[i] = _gathered(here[i]) if together and not _is_here(here[i]) else _join_shards(here[i])
+            here[i] = _gathered(here[i]) if collective and not _is_here(here[i]) else _join_shards(here[i])
     return here
 
 
-def fetched(tensors: Iterable[Tensor], reason: str) -> Iterator[Tensor]:
+def fetch_each(tensors: Iterable[Tensor], reason: str) -> Iterator[Tensor]:
     """Copy tensors to the host one after the other. **This waits** for the device. At most `AT_ONCE` bytes, or one
     tensor, are on the host at once, if nobody keeps them.
 
@@ -89,7 +89,7 @@ def fetched(tensors: Iterable[Tensor], reason: str) -> Iterator[Tensor]:
         reason: See `to_host`.
     """
     for group in _in_groups(tensors):
-        values = to_host(group, reason, together=True)[::-1]
+        values = to_host(group, reason, collective=True)[::-1]
         while values:
             yield values.pop()
 
@@ -146,7 +146,7 @@ def copies(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
     # `to_host` returns a host tensor as it is: the very memory that training goes on to change.
     return [
         value.clone() if tensor.device.type == "cpu" else value
-        for tensor, value in zip(tensors, to_host(tensors, reason, together=True), strict=True)
+        for tensor, value in zip(tensors, to_host(tensors, reason, collective=True), strict=True)
     ]
 
 
@@ -188,7 +188,7 @@ def move(
 
 
 def _move(tensors: Sequence[Tensor], placement: Placement, names: Names, shardings: Shardings) -> None:
-    host = to_host(tensors, "state", together=True)
+    host = to_host(tensors, "state", collective=True)
     values = placement.send(host, [shardings.get(id(t), Sharding.WHOLE) for t in tensors])
     for tensor, value in zip(tensors, values, strict=True):
         tensor.grad = None  # of the other device; a step computes its own
@@ -199,7 +199,7 @@ def _move(tensors: Sequence[Tensor], placement: Placement, names: Names, shardin
             raise PlacementError(f"{name} can't be moved to {placement.device}. PyTorch says: {error}") from error
 
 
-def lie_over(tensors: Iterable[Tensor], placement: Placement, shardings: Shardings) -> None:
+def reshard(tensors: Iterable[Tensor], placement: Placement, shardings: Shardings) -> None:
     """Let tensors lie over the cores as they should from now on. **This waits** for each that lies otherwise.
 
     Args:
@@ -211,7 +211,7 @@ def lie_over(tensors: Iterable[Tensor], placement: Placement, shardings: Shardin
         return
     for tensor in tensors:
         if tensor.device.type == "xla" and _axis_of(tensor) != shardings.get(id(tensor), Sharding.WHOLE).axis:
-            copy_into([tensor], to_host([tensor], "state", together=True), placement, shardings)
+            copy_into([tensor], to_host([tensor], "state", collective=True), placement, shardings)
 
 
 def swap_value(tensor: Tensor, value: Tensor, requires_grad: bool | None = None) -> Tensor:
@@ -226,14 +226,14 @@ def swap_value(tensor: Tensor, value: Tensor, requires_grad: bool | None = None)
         A tensor with the old value.
     """
     learns = tensor.requires_grad if requires_grad is None else requires_grad
-    twin = torch.Tensor._make_subclass(type(tensor), value, learns)
+    other = torch.Tensor._make_subclass(type(tensor), value, learns)
     # torch.utils.swap_tensors would refuse a tensor that an output still refers to, and in a notebook every cell's
     # result does. That old graph simply keeps the old value.
-    torch._C._swap_tensor_impl(tensor, twin)
+    torch._C._swap_tensor_impl(tensor, other)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, hooks) is not None:
             setattr(tensor, hooks, getattr(tensor, hooks))  # setting installs them on the new value
-    return twin
+    return other
 
 
 def copy_into(
@@ -310,7 +310,7 @@ def _gathered(tensor: Tensor) -> Tensor:
     """A tensor that lies on the cores of several hosts, put together on each: the same program for each of a shape."""
     from torch_xla.distributed.spmd import ShardingType
 
-    agree([])  # that all hosts are here
+    all_reduce_max([])  # that all hosts are here
     whole = tensor.clone()
     everywhere = xla().OpSharding([], [], [], int(ShardingType.REPLICATED))
     xla()._xla_annotate_custom_sharding(whole, everywhere)

@@ -15,11 +15,11 @@ from .batch import DeviceGroup, joined
 from .blocks import RematArgument
 from .config import CompileConfig
 from .engine import Engine, FitOptions, UserModel
-from .habits import instead
 from .methods import CompileOption, StepMethods
 from .modules import modes_kept, usable
+from .named_tensors import check_weights, match_weights, named_tensors
 from .runner import StepRunner
 from .sharding import ShardArgument
 from .state import SavedState
+from .suggestions import suggestion_for
 from .trial import fault_of
-from .weights import check_weights, match_weights, named_tensors

@@ -14,7 +14,7 @@ from ..errors import ArgumentError, require_whole
 from ..losses import AnyLoss, LossByOutput
 from ..metrics import build as build_metrics
 from ..optimizers import NAMES, EMAConfig, GradientConfig
-from ..utils.json_codec import is_plain
+from ..utils.json_codec import is_json
 from . import precision as precisions
 from .blocks import blocks
 from .sharding import ShardConfig
@@ -125,7 +125,7 @@ class CompileConfig:
 
     def as_plain(self, optimizer: Optimizer | None) -> dict[str, Any] | None:
         """Return the arguments as a checkpoint keeps them for `tpufit.load`; None if one of them is an object."""
-        rebuilt = type(optimizer).__name__.lower() in NAMES and is_plain(self.arguments)
+        rebuilt = type(optimizer).__name__.lower() in NAMES and is_json(self.arguments)
         return self.arguments if rebuilt else None
 
 

@@ -341,7 +341,11 @@ class Engine:
         return Report(
             passes=tuple(self.log.passes),
             counts=counts() - self.log.since,
-            traced={role.name: own.traced_because for role in self.roles.values() if (own := role.program) and own.met},
+            traced={
+                role.name: own.traced_because
+                for role in self.roles.values()
+                if (own := role.program) and own.traced_keys
+            },
             donated=train.donated if train else 0,
             cores=cores,
             available=available(cores),

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..data.batches import listed
 from ..losses import described
-from ..runtime import words_of
+from ..runtime import message_of
 
 
 def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any], error: TypeError) -> str:
@@ -58,7 +58,7 @@ def layer_failure(module: nn.Module, x: Any, error: RuntimeError) -> str:
     which = f"the module's layer {names[id(layer)]!r}, {kind}," if layer is not module else f"the module, {kind},"
     return (
         f"{which} fails on a batch of {listed({'x': x})}. Compare the shapes of the rows with those that it was made "
-        f"for. PyTorch says: {words_of(error)}"
+        f"for. PyTorch says: {message_of(error)}"
     )
 
 
@@ -74,7 +74,7 @@ def weights_lost(step: int, saved: str | None, error: Exception) -> str:
     return (
         f"step {step} failed on the device, or one shortly before it, and the weights are lost with it; {where}. Load "
         "them with load_weights (the optimizer then starts without state), and try a smaller batch. The device "
-        f"says: {words_of(error)}"
+        f"says: {message_of(error)}"
     )
 
 

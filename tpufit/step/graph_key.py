@@ -190,7 +190,9 @@ class GraphKeys:
         """Note that callbacks have run, which may have changed the optimizer's options."""
         self._hooked = True
 
-    def refresh(self, module: nn.Module, optimizers: Iterable[Optimizer], held: bool, met: Iterable[Any]) -> None:
+    def refresh(
+        self, module: nn.Module, optimizers: Iterable[Optimizer], held: bool, known_keys: Iterable[Any]
+    ) -> None:
         """Renew the snapshot, unless nothing can have changed since the last one.
 
         Args:
@@ -198,7 +200,7 @@ class GraphKeys:
             optimizers: The optimizers that the steps use.
             held: True if the weights were held since the last step: no user code has seen them. A callback that reads
                 weights makes this False, and may have done anything; any other may only have changed the optimizer.
-            met: The keys of the graphs captured so far.
+            known_keys: The keys of the graphs captured so far.
 
         Raises:
             StrictError: The snapshot is new, and the pass is strict.
@@ -209,7 +211,7 @@ class GraphKeys:
             return
         self._guard = Guard.of(module, used, self._python())
         self._number = self._number_guard(self._guard, module)
-        if self._strict and self._number not in {key[0] for key in met}:
+        if self._strict and self._number not in {key[0] for key in known_keys}:
             self._strict.refuse(
                 f"after its first pass over the data the {self._role} step needs another graph, because "
                 f"{self._change()}. Only the learning rate is an input of a graph: change the rest before fit, or "
@@ -227,26 +229,26 @@ class GraphKeys:
         """
         return (self._number, self._transform, signature, steps, stacked, *updates)
 
-    def cause(self, key: tuple[Any, ...], steps: int, met: set[Any]) -> str:
+    def cause(self, key: tuple[Any, ...], steps: int, known_keys: set[Any]) -> str:
         """Explain why a call needs a graph of its own, for the report.
 
         Args:
             key: The key of the graph.
             steps: The number of steps in the graph.
-            met: The keys of the graphs captured so far.
+            known_keys: The keys of the graphs captured so far.
         """
-        if not met:
+        if not known_keys:
             return "it is the first step"
-        if key in met:
+        if key in known_keys:
             return "the step before it made new state"
         guard, transform, signature = key[:3]
-        if guard not in {other[0] for other in met}:
+        if guard not in {other[0] for other in known_keys}:
             return self._change()
-        if transform not in {other[1] for other in met}:
+        if transform not in {other[1] for other in known_keys}:
             return "the data have another device_transform"
-        if signature not in {other[2] for other in met}:
+        if signature not in {other[2] for other in known_keys}:
             return self._shapes.changes[signature]
-        if steps not in {other[3] for other in met}:
+        if steps not in {other[3] for other in known_keys}:
             return f"{steps} step{'s run' if steps > 1 else ' runs'} as one graph"
         return "it does something else with its gradients"
 

@@ -21,9 +21,9 @@ from ..optimizers import (
     parameters,
     share_counters,
 )
-from ..runtime import ungathered
+from ..runtime import without_unsharding
 from ..utils.compiling import compiling
-from ..utils.json_codec import is_plain
+from ..utils.json_codec import is_json
 from ..utils.replaced import replaced
 from .config import CompileConfig
 from .context import StepContext
@@ -143,7 +143,7 @@ class OptimizerState:
         Raises:
             ArgumentError: There is a closure, and `accumulate_steps` is above 1.
         """
-        with ungathered():
+        with without_unsharding():
             return self._step(context, closure)
 
     def _step(self, context: StepContext, closure: Callable[[], Any] | None) -> Any:
@@ -203,11 +203,11 @@ class OptimizerState:
             "class": type(self.optimizer).__name__,
             "groups": [
                 {"params": [names[id(p)] for p in group["params"]]}
-                | {key: plain for key, value in group.items() if key != "params" and is_plain(plain := _plain(value))}
+                | {key: plain for key, value in group.items() if key != "params" and is_json(plain := _listed(value))}
                 for group in self.optimizer.param_groups
             ],
             "numbers": {
-                names[id(parameter)]: {key: value for key, value in state.items() if is_plain(value)}
+                names[id(parameter)]: {key: value for key, value in state.items() if is_json(value)}
                 for parameter, state in self.optimizer.state.items()
             },
         }
@@ -272,7 +272,7 @@ class OptimizerState:
             self.optimizer.separate(lambda p: float(counts[id(p)]) if id(p) in counts else None)
 
 
-def _plain(value: Any) -> Any:
+def _listed(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [_listed(item) for item in value]
     return value.item() if isinstance(value, Tensor) and not value.dim() else value

@@ -142,7 +142,7 @@ class StepRunner:
         inputs, seeds = self._inputs(group, updates), self._seeds(steps)
         if program.captures:
             used = [optimizer for optimizer, _ in state.attached]
-            role.keys.refresh(engine.model.module, used, state.device.held, program.met)
+            role.keys.refresh(engine.model.module, used, state.device.held, program.traced_keys)
         # From here on an error may leave the step half done, and nothing is saved: even `count_updates` already counts.
         self.inside = True
         role.group = group
@@ -159,7 +159,7 @@ class StepRunner:
         elif not program.captures:
             outputs = program(key, inputs, seeds, body, pause)
         else:
-            program.cause = self._role.keys.cause(key, steps, program.met)
+            program.cause = self._role.keys.cause(key, steps, program.traced_keys)
             with state.counters.traced((self._role.name, key), state.named_optimizers().values()):
                 outputs = program(key, inputs, seeds, body, pause)
             engine.take_in_new_state()  # here only: a replayed step runs no Python that could create state
@@ -266,7 +266,7 @@ class StepRunner:
 
     def take_sums(self) -> tuple[dict[str, Tensor], int]:
         """Return the sums of the logs since the last call, on the device, and their rows; then begin new sums."""
-        return self._metrics.take()
+        return self._metrics.take_sums()
 
     def _note_finite(self, before: int, finite: Tensor) -> None:
         """Note the first step of this pass whose logs were not finite.

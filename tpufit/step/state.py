@@ -20,14 +20,14 @@ from ..backend import HOST, DeviceState, Placement, Sharding
 from ..backend.eager import HostState
 from ..errors import CheckpointMismatchError, StateLostError, few
 from ..optimizers import DeviceRates, HostCounters, UpdatePlan, clear_state, device_state
-from ..runtime import copies, copy_into, lie_over, move, state_at, swap_value, to_host
+from ..runtime import copies, copy_into, move, reshard, state_at, swap_value, to_host
 from ..utils.random import RNGState
 from ..utils.replaced import replaced
 from .config import CompileConfig
 from .context import StepContext
+from .named_tensors import check_weights, named_tensors
 from .optimizer_state import OptimizerState
 from .sharding import bytes_of_a_core
-from .weights import check_weights, named_tensors
 
 
 @dataclass
@@ -222,7 +222,7 @@ class TrainState:
             if id(tensor) in shardings and tensor.device.type != "cpu":
                 placement.pin(tensor, shardings[id(tensor)])
         placement.launch("init")
-        lie_over(tensors.values(), placement, shardings)
+        reshard(tensors.values(), placement, shardings)
         move(tensors.values(), placement, names, shardings)
         if not moved and self.device.shardings == shardings and [id(t) for t in self.device.tensors] == list(tensors):
             return False
@@ -276,7 +276,7 @@ class TrainState:
             )
         self.device.revive()  # only now: every lost value is sure to be replaced below
         kept = [tensor for key, (_, tensor) in owned.items() if key not in weights]
-        values = dict(zip(map(id, kept), to_host(kept, "state", together=True), strict=True)) | dict(weights)
+        values = dict(zip(map(id, kept), to_host(kept, "state", collective=True), strict=True)) | dict(weights)
         for key, (_, tensor) in owned.items():
             tensor.grad = None
             swap_value(tensor, values[key].detach().clone())

@@ -65,8 +65,8 @@ def _without_values(leaf: Any) -> Any:
 
 def _shapes_only(module: nn.Module) -> nn.Module:
     """A copy of a module without values, and without the hooks that are to see it run in earnest."""
-    twin = copied(module, _without_values)
-    for part in twin.modules():
+    copy = copied(module, _without_values)
+    for part in copy.modules():
         vars(part)["_forward_hooks"].clear()
         vars(part)["_forward_pre_hooks"].clear()
-    return twin
+    return copy

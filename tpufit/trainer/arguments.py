@@ -268,8 +268,8 @@ def callback_list(engine: Engine, callbacks: Any, params: dict[str, Any], *own: 
     add_progbar = bool(params["verbose"]) and not isinstance(callbacks, CallbackList)
     # The engine's model is the user's own, with all that callbacks may touch.
     model: Any = engine.model
-    everyone = CallbackList([*CallbackList(callbacks), *own], False, add_progbar, model, **params)
-    everyone.expose = engine.expose
-    everyone.note_users_code = engine.note_users_code
+    all_callbacks = CallbackList([*CallbackList(callbacks), *own], False, add_progbar, model, **params)
+    all_callbacks.expose = engine.expose
+    all_callbacks.note_users_code = engine.note_users_code
     engine.note_users_code(seldom=True)  # the user's program, which has called this
-    return everyone
+    return all_callbacks

@@ -14,7 +14,7 @@ from ..errors import counted
 from ..hosts import is_first
 from ..step import Engine, FitOptions
 from ..utils.text import size
-from . import alike, loop
+from . import consistency, loop
 from .arguments import (
     Schedule,
     TrainingData,
@@ -56,7 +56,7 @@ def run_fit(
     options = FitOptions(schedule.policy(engine), train.weigher(engine), fitting=True)
     # Only now: a process can settle its cores once, so bad arguments must be found before.
     settled, resumed = started_with(cores, partial(find_checkpoint, schedule.resume, given))
-    alike.take_seed()
+    consistency.share_seed()
     # A resumed run keeps its seed, which the order of the data depends on.
     seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
     placement = engine.place_on(settled)
@@ -68,7 +68,7 @@ def run_fit(
     # Before the move, which can't write back values that a failed step has lost.
     if resumed is not None and engine.state.device.lost:
         engine.reset_to(saved_state(resumed))
-    alike.compare(
+    consistency.check(
         engine,
         **{f"fit({name})": value for name, value in vars(schedule).items() if name != "resume"},
         batches=None if data.per_host else (data.steps, data.sizes(), train.batch_size, train.shuffle),
@@ -76,7 +76,7 @@ def run_fit(
         callbacks=[type(callback) for callback in given],
         rate=optimizers.rates(optimizers.required(engine.model.optimizer)),
     )
-    alike.move(engine, placement, compared=True)
+    consistency.move(engine, placement, compared=True)
     before = engine.scale_rates(settled.count)
     if verbosity and is_first():
         print(_headline(engine, settled, data.batch_size, before), flush=True)
@@ -84,12 +84,12 @@ def run_fit(
             print(f"going on from step {resumed.step}", flush=True)
     history = History()
     params = {"epochs": schedule.epochs, "steps": data.steps, "verbose": verbosity}
-    everyone = callback_list(engine, callbacks, params, history)
+    all_callbacks = callback_list(engine, callbacks, params, history)
     # Last: an error above leaves the history and the report of the `fit` before.
     engine.begin_fit(history, options, seed)
     epochs = range(schedule.initial_epoch, schedule.epochs)
     try:
-        loop.fit(engine, data, held_out, everyone, epochs, schedule.seconds, resumed)
+        loop.fit(engine, data, held_out, all_callbacks, epochs, schedule.seconds, resumed)
     finally:
         engine.options = FitOptions()
     return history

@@ -8,7 +8,7 @@ import torch
 from ..backend import Cores, CoresArgument
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointMissingError, HostError
-from ..hosts import agree, at, broadcast, everyone
+from ..hosts import all_gather, all_reduce_max, broadcast, note_place
 from ..runtime import platform, settled, start
 from ..step import DeviceGroup
 
@@ -49,15 +49,15 @@ def in_step(
         groups: This host's groups.
         place: The pass, for sentences.
         per_host: True if the hosts may have different numbers of batches; the rest is left out.
-        compared: True if all batches' shapes were compared before, see `alike.compare` (default False): to agree takes
-            half a millisecond.
+        compared: True if all batches' shapes were compared before, see `consistency.check` (default False): to
+            compare each takes half a millisecond.
 
     Raises:
         HostError: The hosts have different numbers of batches, or batches of different shapes.
     """
     done = 0
     while True:
-        at(f"{place}, batch {done + 1}")
+        note_place(f"{place}, batch {done + 1}")
         group = next(groups, [])
         most = fewest = len(group)
         if not compared:
@@ -75,7 +75,7 @@ def _agreed(group: list[DeviceGroup], place: str, done: int, per_host: bool) -> 
     # Of a row: in a short batch a host may have fewer of them.
     shapes = [[(tuple(shape[1:]), dtype) for shape, dtype in batch.forms[0].tensors] for batch in group]
     form = zlib.crc32(repr(shapes).encode())
-    most, fewest, largest, smallest, *forms = agree([len(group), -len(group), rows, -rows, form, -form])
+    most, fewest, largest, smallest, *forms = all_reduce_max([len(group), -len(group), rows, -rows, form, -form])
     most = int(most)
     fewest = int(-fewest)
     smallest = int(-smallest)
@@ -92,7 +92,7 @@ def _agreed(group: list[DeviceGroup], place: str, done: int, per_host: bool) -> 
     if most == fewest and sum(forms):
         raise HostError(
             f"batch {done + 1} ({place}) has rows of other shapes on other hosts: "
-            + ", ".join(f"process {index}: {own}" for index, own in enumerate(everyone(_described(shapes))))
+            + ", ".join(f"process {index}: {own}" for index, own in enumerate(all_gather(_described(shapes))))
             + ". Pad all rows to one length, as no host sees how long the others' are"
         )
     return most, fewest

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from ..hosts import agree
+from ..hosts import all_reduce_max
 from ..runtime import process_count
 
 _NOTES = {
@@ -58,7 +58,7 @@ class Interruption:
         """
         if self._alone:
             return list(flags)
-        *agreed, signal_of_any = agree([*flags, self._signal])
+        *agreed, signal_of_any = all_reduce_max([*flags, self._signal])
         self._settled = int(signal_of_any)
         return [bool(flag) for flag in agreed]
 

@@ -37,11 +37,11 @@ from ..checkpoint import Checkpoint, CheckpointManager, Progress, progress_of
 from ..data import Stream
 from ..diagnostics import messages
 from ..diagnostics.report import Pass
-from ..hosts import everyone
+from ..hosts import barrier
 from ..step import Engine, StepRunner
 from ..utils.users_code import warn
-from .alike import same_random_numbers
 from .arguments import Validation
+from .consistency import share_random_state
 from .interruption import Interruption
 from .passes import PassLoop, Pause, closing
 from .validation import Validations
@@ -183,7 +183,7 @@ class _Training:
         def note_waited(seconds: float) -> None:
             model.input_bound = seconds / (perf_counter() - began)
 
-        same_random_numbers(self._train)
+        share_random_state(self._train)
         model.module.train()
         began = perf_counter()
         waited = 0.0
@@ -209,11 +209,11 @@ class _Training:
         """Tell the manager how far training is; it saves if a callback has requested that."""
         validated = None if self._validations is None or batches is None else self._validations.last
         stopped = self._engine.model.stop_training
-        self.manager.at(Progress(epoch, batches, trained, validated, stopped, self._epochs), run)
+        self.manager.note(Progress(epoch, batches, trained, validated, stopped, self._epochs), run)
 
     def _leave_if_interrupted(self) -> None:
         self._interruption.settle()
         if self._interruption.wanted:
             self.manager.save_now()
-            everyone(None)  # no host leaves before process 0 has saved
+            barrier()  # no host leaves before process 0 has saved
             self._interruption.leave()

@@ -16,7 +16,7 @@ from ..data.batches import count_rows
 from ..data.prefetch import Prefetcher
 from ..diagnostics.plots import new_axes
 from ..errors import ArgumentError, require_whole
-from ..hosts import agree
+from ..hosts import all_reduce_max
 from ..optimizers import set_rate
 from ..runtime import fetch
 from ..step import DeviceGroup, Engine, StepRunner
@@ -107,13 +107,13 @@ class LRCurve:
         smoothed: list[float] = []
         average = weight = 0.0
         for loss in islice(losses, len(lrs)):
-            if agree(not math.isfinite(loss)):
+            if all_reduce_max(not math.isfinite(loss)):
                 break
             average = smoothing * average + (1 - smoothing) * loss
             weight = smoothing * weight + (1 - smoothing)
             read.append(loss)
             smoothed.append(average / weight)
-            if agree(0 < stop_factor * min(smoothed) < smoothed[-1]):
+            if all_reduce_max(0 < stop_factor * min(smoothed) < smoothed[-1]):
                 break
         rates = list(lrs[: len(read)])
         steepest = _steepest(read, smoothed)

@@ -8,11 +8,11 @@ import torch
 from ..backend import HOST, Cores, CoresArgument
 from ..data.batches import as_tensors
 from ..data.parts import Share
-from ..hosts import together
+from ..hosts import collective
 from ..losses import ClassWeight
 from ..runtime import gather_rows, start
 from ..step import Engine, StepRunner, modes_kept
-from . import alike
+from . import consistency
 from .hosts import in_step
 
 
@@ -46,7 +46,7 @@ def run_on_batch(
     with modes_kept(engine.model.module):
         engine.model.module.train(role == "train")
         try:
-            with engine.noticing_loss(), together():
+            with engine.noticing_loss(), collective():
                 placement = engine.state.placement
                 if placement.hosts > 1:
                     batch = Share(placement.local_shards or (), placement.count).of(batch)
@@ -69,11 +69,11 @@ def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
     placement = engine.place_on(cores)
     run = engine.roles[role].borrower
     if not isinstance(run, StepRunner) or not run.alone or placement != engine.state.placement:
-        alike.take_seed()
+        consistency.share_seed()
         engine.state.numbers.seed = torch.initial_seed()
         if role == "train":
             engine.scale_rates(cores.count)
-        alike.move(engine, placement)
+        consistency.move(engine, placement)
         run = StepRunner(engine, role, alone=True)
         if role != "train":
             run.tally.seed = engine.seed_of_pass()

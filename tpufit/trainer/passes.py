@@ -24,11 +24,11 @@ from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..data.sampling import rows_of
 from ..data.workers import deaths_found_by_readers
 from ..diagnostics.report import Pass
-from ..hosts import agree, together
+from ..hosts import all_reduce_max, collective
 from ..runtime import fetch, fetch_rows, gather_rows, process_count
 from ..step import DeviceGroup, Engine, StepRunner, joined, modes_kept
 from ..utils.counters import add_seconds, timing
-from .alike import same_random_numbers
+from .consistency import share_random_state
 from .hosts import in_step
 from .interruption import Interruption
 
@@ -164,7 +164,7 @@ def evaluate(
     model.stop_evaluating = False
     with closing(callbacks, engine):
         callbacks.call("on_test_begin")
-        same_random_numbers(data)
+        share_random_state(data)
         run = StepRunner(engine, "eval", data.device_transform, warm=data.passed)
         run.tally.seed = engine.seed_of_pass()
         model.module.eval()
@@ -172,7 +172,7 @@ def evaluate(
 
         def stop(pause: Pause) -> bool:
             if interruption is None:
-                return bool(agree(model.stop_evaluating))
+                return bool(all_reduce_max(model.stop_evaluating))
             (stop,) = interruption.settle(model.stop_evaluating)
             return stop or interruption.wanted
 
@@ -189,7 +189,7 @@ def evaluate(
 
 
 def predict(
-    engine: Engine, data: Stream, callbacks: CallbackList, take: Callable[[Any], None], local: bool = False
+    engine: Engine, data: Stream, callbacks: CallbackList, receive: Callable[[Any], None], local: bool = False
 ) -> None:
     """Predict once over the data.
 
@@ -197,15 +197,15 @@ def predict(
         engine: The engine of the model that predicts.
         data: The data.
         callbacks: The callbacks to tell.
-        take: The function called with each batch's outputs, on the host, in order. Few others wait meanwhile.
+        receive: The function called with each batch's outputs, on the host, in order. Few others wait meanwhile.
         local: On a pod, True to take this host's own rows only (default: all rows of all hosts).
     """
     model = engine.model
     model.stop_predicting = False
-    flying: deque[Any] = deque()
+    under_way: deque[Any] = deque()
     with closing(callbacks, engine):
         callbacks.call("on_predict_begin")
-        same_random_numbers(data)
+        share_random_state(data)
         run = StepRunner(engine, "predict", data.device_transform, warm=data.passed)
         run.tally.seed = engine.seed_of_pass()
         model.module.eval()
@@ -214,24 +214,24 @@ def predict(
         placement = engine.state.placement
 
         def collect(outputs: list[Any], rows: list[int]) -> None:
-            flying.extend(zip(outputs if local else gather_rows(outputs, placement), rows, strict=True))
-            while len(flying) > _OUTPUTS_IN_FLIGHT:
-                land()
+            under_way.extend(zip(outputs if local else gather_rows(outputs, placement), rows, strict=True))
+            while len(under_way) > _OUTPUTS_IN_FLIGHT:
+                fetch_oldest()
 
-        def land() -> None:
-            outputs, rows = flying.popleft()
+        def fetch_oldest() -> None:
+            outputs, rows = under_way.popleft()
             if local and placement.hosts > 1:
                 mine = rows_of(placement.local_shards or (), placement.count, rows)
-                take(fetch_rows(outputs, mine.tolist(), "outputs"))
+                receive(fetch_rows(outputs, mine.tolist(), "outputs"))
             else:
-                take(fetch(outputs, "outputs"))
+                receive(fetch(outputs, "outputs"))
 
         def stop(pause: Pause) -> bool:
-            return bool(agree(model.stop_predicting))
+            return bool(all_reduce_max(model.stop_predicting))
 
         waited = PassLoop("predict", run, data, callbacks, stop, collect=collect)()
-        while flying:
-            land()
+        while under_way:
+            fetch_oldest()
         engine.log.passes.append(Pass("predict", run.tally.steps, run.tally.rows, perf_counter() - began, waited))
         callbacks.call("on_predict_end")
 
@@ -239,7 +239,7 @@ def predict(
 @contextmanager
 def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
     """Whatever happens, end the callbacks, expose the weights, and restore the mode of each layer."""
-    with modes_kept(engine.model.module), together(), deaths_found_by_readers():
+    with modes_kept(engine.model.module), collective(), deaths_found_by_readers():
         try:
             # Innermost, so that callbacks get the error that the user gets.
             with engine.noticing_loss():

@@ -21,9 +21,9 @@ def copied(module: nn.Module, value_of: Callable[[Tensor], Tensor]) -> nn.Module
         Parameter containing:
         tensor([[0., 0.]], requires_grad=True)
     """
-    twins: dict[int, Any] = {}
+    copied_tensors: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         value = value_of(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        twins[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    return copy.deepcopy(module, twins).eval()  # which takes what is there already for the copy of each tensor
+        copied_tensors[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    return copy.deepcopy(module, copied_tensors).eval()  # which takes what is there already for the copy of each tensor

@@ -12,16 +12,16 @@ from ..errors import ArgumentError
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def is_plain(nest: Any) -> bool:
+def is_json(nest: Any) -> bool:
     """True if JSON can hold a nest as it is.
 
     Example:
-        >>> is_plain({"loss": ["mse", None]}), is_plain({"loss": print})
+        >>> is_json({"loss": ["mse", None]}), is_json({"loss": print})
         (True, False)
     """
     if isinstance(nest, Mapping):
-        return all(isinstance(key, str) and is_plain(value) for key, value in nest.items())
-    return all(map(is_plain, nest)) if isinstance(nest, (list, tuple)) else isinstance(nest, _PLAIN)
+        return all(isinstance(key, str) and is_json(value) for key, value in nest.items())
+    return all(map(is_json, nest)) if isinstance(nest, (list, tuple)) else isinstance(nest, _PLAIN)
 
 
 def encode(nest: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:

@@ -11,7 +11,7 @@ What Python itself runs otherwise, or PyTorch:
 | `runtime/ops/words.py` | `torch.nn.functional.embedding` | a TPU emulates numbers of 64 bits | the end of `short_words`, around a traced step |
 | `runtime/devices.py` | `torch.nn.GRU` | torch_xla puts its own there, which needs JAX; this is PyTorch's again | for good: it takes back torch_xla's patch |
 | `runtime/recompute.py` | `torch.xla`, and the `forward` of blocks | `torch.utils.checkpoint` looks for a module by the device's name | the end of the context, around a traced step |
-| `runtime/draws.py` | `torch.manual_seed` | it seeds the device too, by a constant | the end of `seeded_by_torch`, around a traced step |
+| `runtime/trace_seeds.py` | `torch.manual_seed` | it seeds the device too, by a constant | the end of `seeded_by_torch`, around a traced step |
 | `runtime/trace_watch.py` | `sys.setprofile`, and the functions of `numpy.random` | to see what a step's Python reads and draws | the end of `Watch`, around a traced step; a profiler that is there stays |
 | `runtime/own_thread.py` | the class of the step's tensors | other threads wait while a step is traced again | the end of `for_this_thread` |
 | `runtime/transfer.py` | how a tensor is pickled, by `copyreg` | a tensor of the device is pickled as one of the host | for good, and for tensors of the device only |
@@ -28,7 +28,7 @@ What the process is, or how it ends:
 | `utils/hardware.py` | variables of the environment that a run of several processes has left, on Kaggle; `TPU_SKIP_MDS_QUERY`, without a TPU | a TPU would wait for processes that aren't there; libtpu would ask the cloud for minutes | for good: libtpu reads them when it is loaded |
 | `hosts/group.py` | `TPUFIT_HOST` in the environment; a handler for the exit | for workers that read a host's rows; to tell the other hosts | for good |
 | `runtime/lowering.py` | the variable of the environment that torch_xla hashes | its hash of a graph leaves the precision out | the next graph that is lowered otherwise |
-| `runtime/recorder.py` | `PJRT_DEVICE` | operations are traced as for a TPU | the end of `like_a_tpu` |
+| `runtime/recorder.py` | `PJRT_DEVICE` | operations are traced as for a TPU | the end of `tracing_for` |
 | `runtime/release.py` | torch_xla's handler for the exit is taken out | of 2.8, where no runtime has started: it would start one | for good |
 | `trainer/interruption.py` | the handlers of SIGINT and SIGTERM, where they are the usual ones | `fit` saves before it leaves | the first signal, or the end of `fit` |
 | `data/workers.py` | PyTorch's handler of SIGCHLD; the garbage collector's generations | it raises in whatever runs; a worker mustn't touch the device's objects | the end of a pass; the start of the workers |

@@ -75,7 +75,7 @@ def facts(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
     for name, value in objects.items():
         found.update(itertools.islice(walk.of(name, value, _DEPTH), _FACTS))
     if deep:
-        found.update({f"the context variable {v.name}": _plain(x) for v, x in contextvars.copy_context().items()})
+        found.update({f"the context variable {v.name}": _comparable(x) for v, x in contextvars.copy_context().items()})
     return {name: value for name, value in found.items() if value is not _OTHER}
 
 
@@ -98,7 +98,7 @@ class _Walk:
             value: The value.
             depth: The depth that is left.
         """
-        plain = _plain(value)
+        plain = _comparable(value)
         if plain is not _OTHER:
             yield name, plain
             return
@@ -177,7 +177,7 @@ class _Walk:
     def _of_variable(self, label: str, value: Any, depth: int) -> _Facts:
         if self._deep:
             yield from self.of(label, value, depth - 1)
-        elif (plain := _plain(value)) is not _OTHER:
+        elif (plain := _comparable(value)) is not _OTHER:
             yield label, plain
 
 
@@ -219,7 +219,7 @@ def _globals_of(function: types.FunctionType) -> _Named:
 _NEVER_CHANGE = (types.ModuleType, types.BuiltinFunctionType)
 
 
-def _plain(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """A value in a form that can be compared, if it has one; else a mark."""
     if isinstance(value, float) and value != value:
         return "nan"  # which is not equal to itself

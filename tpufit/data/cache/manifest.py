@@ -100,7 +100,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write `meta.json` into a folder."""
-        text = json.dumps({"format": _FORMAT, "fingerprint": self.fingerprint, **self._plain}, indent=1)
+        text = json.dumps({"format": _FORMAT, "fingerprint": self.fingerprint, **self._as_json}, indent=1)
         with replacing(folder / _META) as draft:
             draft.write_text(text + "\n")
 
@@ -117,10 +117,10 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """A hash of all the above."""
-        return _hash(self._plain)
+        return _hash(self._as_json)
 
     @property
-    def _plain(self) -> dict[str, Any]:
+    def _as_json(self) -> dict[str, Any]:
         fields = [[field.name, dtype_name(field.dtype), list(field.shape)] for field in self.fields]
         return {**vars(self), "fields": fields}
 

@@ -9,7 +9,7 @@ _libraries: dict[str, torch.library.Library] = {}
 _KEYS = ("XLA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 
 
-def has_lowering(operation: str) -> bool:
+def has_kernel(operation: str) -> bool:
     """True if the device computes an operation itself; else the host does, with a wait in each step.
 
     Args:
@@ -18,21 +18,21 @@ def has_lowering(operation: str) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key) for key in _KEYS)
 
 
-def runs_on_the_host(name: str) -> bool:
+def falls_back(name: str) -> bool:
     """True if the device computes no form of an operation.
 
     Args:
         name: Its name, e.g. `"add"`.
 
     Example:
-        >>> runs_on_the_host("add"), runs_on_the_host("dim"), runs_on_the_host("histc")
+        >>> falls_back("add"), falls_back("dim"), falls_back("histc")
         (False, False, True)
     """
     packet = getattr(torch.ops.aten, name, None)
     forms = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
     forms = [getattr(packet, form).name() for form in forms]
     known = [form for form in forms if torch._C._dispatch_has_kernel(form)]  # others are of TorchScript only
-    return bool(known) and not any(map(has_lowering, known))
+    return bool(known) and not any(map(has_kernel, known))
 
 
 def lower_missing(backend: str = "XLA") -> None:

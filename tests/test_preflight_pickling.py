@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from tpufit.preflight.twin import pickled
+from tpufit.preflight.pickling import pickled
 
 
 def test_a_module_with_parametrised_weights_goes_along():

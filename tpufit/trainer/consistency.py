@@ -18,17 +18,17 @@ from torch import Tensor
 from ..backend import Placement
 from ..data import Stream
 from ..errors import HostError, counted, few
-from ..hosts import broadcast, everyone
+from ..hosts import all_gather, broadcast
 from ..runtime import copy_into, process_count, to_host, versions
 from ..step import Engine
-from ..utils.json_codec import is_plain
+from ..utils.json_codec import is_json
 from ..utils.users_code import warn
 
 # Classes whose code is the same wherever the versions are.
 _LIBRARIES = ("torch.", "torchmetrics.", "tpufit.", "builtins")
 
 
-def compare(engine: Engine, **arguments: Any) -> None:
+def check(engine: Engine, **arguments: Any) -> None:
     """Make sure that all hosts are about to do the same; nothing to do with one host.
 
     Args:
@@ -50,7 +50,7 @@ def compare(engine: Engine, **arguments: Any) -> None:
         **compiled,
         **arguments,
     }
-    everywhere = everyone({name: _plain(value) for name, value in facts.items()})
+    everywhere = all_gather({name: _comparable(value) for name, value in facts.items()})
     first = everywhere[0]
     for index, other in enumerate(everywhere):
         differing = [name for name in {**first, **other} if first.get(name) != other.get(name)]
@@ -73,22 +73,22 @@ def move(engine: Engine, placement: Placement, compared: bool = False) -> None:
     several = placement.hosts > 1
     new = engine.state.placement != placement
     if several and new:  # first, as a split weight is put together of what all hosts send
-        _take_weights(engine)
+        _share_weights(engine)
     engine.move_to(placement)
     if several and compared and not new:
-        _take_weights(engine)
+        _share_weights(engine)
 
 
-def take_seed() -> None:
+def share_seed() -> None:
     """Take the seed from process 0, and say so if another host had another one."""
-    if same_random_numbers():
+    if share_random_state():
         warn(
             "the hosts had different seeds, and all have process 0's now. Call tpufit.set_random_seed or "
             "torch.manual_seed with the same number on all of them"
         )
 
 
-def same_random_numbers(data: Stream | None = None) -> bool:
+def share_random_state(data: Stream | None = None) -> bool:
     """Take PyTorch's random numbers, and those of the data's own generators, from process 0.
 
     Returns:
@@ -105,16 +105,16 @@ def same_random_numbers(data: Stream | None = None) -> bool:
     for generator, state, other in zip(own, theirs[1:], differ[1:], strict=True):
         if other:
             generator.set_state(state)
-    return any(everyone(any(differ)))
+    return any(all_gather(any(differ)))
 
 
-def _take_weights(engine: Engine) -> None:
+def _share_weights(engine: Engine) -> None:
     engine.state.write_back()
     tensors, names = engine.state.tensors()
     # A split one is the same on all hosts: each has a part of it.
     tensors = {key: tensor for key, tensor in tensors.items() if key not in engine.state.device.shardings}
     values = to_host(list(tensors.values()), "state")
-    digests = everyone([_digest(value) for value in values])
+    digests = all_gather([_digest(value) for value in values])
     if len({len(one) for one in digests}) > 1:
         raise HostError(f"the hosts have different numbers of weights: {[len(one) for one in digests]}")
     differing = [i for i in range(len(values)) if len({one[i] for one in digests}) > 1]
@@ -158,13 +158,13 @@ def _constant(value: Any) -> Any:
     return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 
-def _plain(value: Any) -> Any:
-    if is_plain(value):
+def _comparable(value: Any) -> Any:
+    if is_json(value):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _comparable(one) for key, one in value.items()}
     if isinstance(value, Iterable) and isinstance(value, (list, tuple, set, range)):
-        return [_plain(one) for one in value]
+        return [_comparable(one) for one in value]
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 

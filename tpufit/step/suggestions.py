@@ -24,14 +24,14 @@ _INSTEAD = {
 }
 
 
-def instead(name: str) -> str | None:
+def suggestion_for(name: str) -> str | None:
     """Return the sentence that says what to use instead of a name; None if nobody would look for it.
 
     Args:
         name: The name of a method or attribute.
 
     Example:
-        >>> instead("children")
+        >>> suggestion_for("children")
         'a tpufit.Model is no nn.Module but has one: model.module.children'
     """
     if name in _INSTEAD:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, WeightsError
 from ..hosts import is_first
-from ..runtime import fetched
+from ..runtime import fetch_each
 from ..utils.files import replacing, write_one_by_one, write_tensors
 from ..utils.urls import Mirror
 
@@ -63,7 +63,7 @@ def arriving(
         finite: The names of those that must be finite (default: none). The iterator raises `NotFiniteError`.
         others: Tensors that come after them (default: none).
     """
-    fetching = fetched([*weights.values(), *others], "checkpoint")
+    fetching = fetch_each([*weights.values(), *others], "checkpoint")
 
     def checked() -> Iterator[Tensor]:
         for name in weights:

@@ -1,4 +1,4 @@
-"""`fly`: from a compiled model and its data to a report: plan the steps, trace them, compile them, read the result."""
+"""`run_preflight`: from a compiled model and its data to a report: plan the steps, trace, compile, and read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..step import Engine
 from ..trainer.arguments import TrainingData, ValidationData
 from ..utils import releases
 from ..utils.users_code import warn
-from .analysis import Program, analyse
+from .analysis import CompiledProgram, analyse
 from .children import run
-from .plan import ENVIRON, FAULT, PLAN, TRACED, Plan, plan_of
+from .pickling import pickled
+from .plan import ENVIRON, FAULT, PLAN, TRACED, PreflightPlan, plan_of
 from .report import Comparison, PreflightReport
 from .slices import Slice, slice_of
-from .twin import pickled
 
 # The arguments of `fit` that change none of its programs.
 _WITHOUT_EFFECT = {"epochs", "callbacks", "initial_epoch", "max_time", "resume", "strict", "cores"}
@@ -31,7 +31,7 @@ _CLOSE = 1.05  # a batch this near to one that doesn't fit is the largest
 
 
 @dataclass(frozen=True)
-class Flight:
+class PreflightRun:
     """A preflight that was asked for.
 
     Attributes:
@@ -68,12 +68,12 @@ class Flight:
             alike.setdefault(key, []).append(i)
         found: dict[int, PreflightReport] = {}
         for group in alike.values():
-            flight = sized[group[0]]
+            one = sized[group[0]]
             those = [slices[i] for i in group]
-            found |= zip(group, flight.compiled(flight.plan(those[0]), those), strict=True)
+            found |= zip(group, one.compiled(one.plan(those[0]), those), strict=True)
         return [found[i] for i in range(len(slices))]
 
-    def plan(self, on: Slice) -> Plan:
+    def plan(self, on: Slice) -> PreflightPlan:
         """Plan the steps for a slice.
 
         Args:
@@ -82,7 +82,7 @@ class Flight:
         plan = plan_of(self.engine, self.train, self.validation, on.devices, self.limit)
         return replace(plan, kind=on.chip.kind)
 
-    def compiled(self, plan: Plan, slices: Sequence[Slice]) -> list[PreflightReport]:
+    def compiled(self, plan: PreflightPlan, slices: Sequence[Slice]) -> list[PreflightReport]:
         """Trace the steps of a plan, and compile them.
 
         Args:
@@ -110,7 +110,7 @@ class Flight:
                 for on in slices
             ]
 
-    def trace(self, plan: Plan, folder: Path) -> dict[str, Any]:
+    def trace(self, plan: PreflightPlan, folder: Path) -> dict[str, Any]:
         """Trace the steps of a plan, for any slice of as many cores, for which they are traced alike.
 
         Args:
@@ -130,7 +130,7 @@ class Flight:
         traced: dict[str, Any] = json.loads((folder / TRACED).read_text())
         return traced
 
-    def compile(self, traced: Mapping[str, Any], folder: Path, on: Slice) -> list[Program]:
+    def compile(self, traced: Mapping[str, Any], folder: Path, on: Slice) -> list[CompiledProgram]:
         """Compile programs.
 
         Args:
@@ -211,7 +211,9 @@ class Flight:
         return largest
 
 
-def fly(engine: Engine, tpu: str | Sequence[str], arguments: Mapping[str, Any]) -> PreflightReport | Comparison:
+def run_preflight(
+    engine: Engine, tpu: str | Sequence[str], arguments: Mapping[str, Any]
+) -> PreflightReport | Comparison:
     """Compile the steps of a `fit` for one TPU or several.
 
     Args:
@@ -229,12 +231,12 @@ def fly(engine: Engine, tpu: str | Sequence[str], arguments: Mapping[str, Any]) 
     slices = [slice_of(name) for name in ([tpu] if isinstance(tpu, str) else tpu)]
     if not slices:
         raise ArgumentError("tpu must be the name of a slice, such as 'v5e-8', or several, got none")
-    flight = flight_of(engine, arguments)
-    reports = flight.reports(slices)
+    one = preflight_run_of(engine, arguments)
+    reports = one.reports(slices)
     return reports[0] if isinstance(tpu, str) else Comparison(reports)
 
 
-def flight_of(engine: Engine, arguments: Mapping[str, Any]) -> Flight:
+def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightRun:
     """Make a flight of the arguments of `Model.preflight`.
 
     Args:
@@ -254,7 +256,7 @@ def flight_of(engine: Engine, arguments: Mapping[str, Any]) -> Flight:
     given = {name.removeprefix("validation_"): value for name, value in arguments.items() if name in held}
     timeout = arguments.get("timeout", 3600.0)
     verbose = bool(arguments.get("verbose", True))
-    return Flight(engine, train, ValidationData(**given), arguments.get("limit"), timeout, verbose, checked())
+    return PreflightRun(engine, train, ValidationData(**given), arguments.get("limit"), timeout, verbose, checked())
 
 
 def checked() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`Draws`: the random numbers of a trace, and the places among them that it returns to."""
+"""`TraceSeeds`: the random numbers of a trace, and the places among them that it returns to."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ Place = tuple[int, int]
 """A place among the random numbers of a trace: the number of the step, and that of the draws before."""
 
 
-class Draws:
+class TraceSeeds:
     """The random numbers of a trace. Calling it with `i` begins those of the `i`-th step.
 
     Args:
@@ -72,7 +72,7 @@ class Draws:
         xla()._xla_set_rng_seed(seed % _RANGE, self._device)
 
 
-def draw_seeds(device: str, seeds: Sequence[int], places: Sequence[Place]) -> list[Tensor]:
+def seed_tensors(device: str, seeds: Sequence[int], places: Sequence[Place]) -> list[Tensor]:
     """Give the device the seeds of places in other steps, each as a tensor.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Gathering`: weights that are split over the cores are put together where a step uses them, and only there.
+"""`Unsharding`: weights that are split over the cores are put together where a step uses them, and only there.
 
 Left alone, the partitioner may gather activations to compute with a core's own part of a weight. Here each function
 that takes a split weight and something else is given the whole weight, and its gradient is split again as soon as it is
@@ -169,14 +169,14 @@ class _Now:
     """
 
     paused = False
-    mode: Gathering | None = None
+    mode: Unsharding | None = None
 
 
 _now = _Now()
 
 
 @contextmanager
-def ungathered() -> Iterator[None]:
+def without_unsharding() -> Iterator[None]:
     """A context in which split weights are computed with as they are, each core with its own part of them."""
     before, _now.paused = _now.paused, True
     try:
@@ -185,18 +185,18 @@ def ungathered() -> Iterator[None]:
         _now.paused = before
 
 
-def gathering(shardings: Mapping[int, Sharding], placement: Placement) -> AbstractContextManager[object]:
+def unsharding(shardings: Mapping[int, Sharding], placement: Placement) -> AbstractContextManager[object]:
     """A context in which the functions of a step are given whole weights; without split ones it is none.
 
     Args:
         shardings: The shardings of split tensors, by their `id`.
         placement: The cores.
     """
-    return _gathering(Gathering(shardings, placement)) if shardings else nullcontext()
+    return _unsharding(Unsharding(shardings, placement)) if shardings else nullcontext()
 
 
 @contextmanager
-def _gathering(mode: Gathering) -> Iterator[None]:
+def _unsharding(mode: Unsharding) -> Iterator[None]:
     before, _now.mode = _now.mode, mode
     try:
         with mode:
@@ -205,12 +205,12 @@ def _gathering(mode: Gathering) -> Iterator[None]:
         _now.mode = before
 
 
-def current() -> Gathering | None:
+def current() -> Unsharding | None:
     """The mode of the trace under way; None if nothing is split."""
     return _now.mode
 
 
-class Gathering(TorchFunctionMode):
+class Unsharding(TorchFunctionMode):
     """Gives whole weights to the functions that a step calls.
 
     Args:
