@@ -162,9 +162,6 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def read(folder: str | os.PathLike[str] | Url) -> Checkpoint:
     """Read one checkpoint, and verify it.
 
-    Args:
-        folder: The checkpoint's folder.
-
     Raises:
         CheckpointMissingError: There is no checkpoint.
         CheckpointDamagedError: A file isn't what was written.
@@ -220,10 +217,6 @@ def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
 
 def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     """Write one checkpoint to a folder of any name. It replaces a checkpoint, but nothing else.
-
-    Args:
-        folder: The folder.
-        checkpoint: The checkpoint.
 
     Raises:
         CheckpointNotWrittenError: Something else is there, or the file system refused.

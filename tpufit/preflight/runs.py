@@ -55,9 +55,6 @@ class PreflightRun:
     def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
         """Compile everything that `fit` would compile on slices. Steps that are the same on several are traced once.
 
-        Args:
-            slices: The slices.
-
         Returns:
             A report for each.
         """

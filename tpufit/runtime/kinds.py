@@ -15,11 +15,7 @@ _absent: str | None = None
 
 
 def kind_of(device: torch.device) -> str:
-    """The kind of a device in the runtime's words, e.g. `"TPU v5 lite"` or `"cpu"`.
-
-    Args:
-        device: The device.
-    """
+    """The kind of a device in the runtime's words, e.g. `"TPU v5 lite"` or `"cpu"`."""
     if _absent is not None:
         return _absent
     if device.type != "xla":

@@ -14,11 +14,7 @@ from .transfer import swap_value
 
 
 def compute(tensors: Sequence[Tensor]) -> None:
-    """Start the work of some tensors alone, without waiting for it; none of the memory that it reads is written over.
-
-    Args:
-        tensors: The pending tensors.
-    """
+    """Start the work of some tensors alone, without waiting; none of the memory that it reads is written over."""
     if tensors:
         with counters.role("transfer", "a trace that isn't run has left tensors elsewhere"):
             xla()._xla_sync_multi(list(tensors), [], False, True)

@@ -151,9 +151,6 @@ def tracing_for(kind: str) -> Iterator[None]:
 def stand_in(tensor: Tensor) -> Tensor:
     """A tensor to be sent to an absent device, in place of one without values.
 
-    Args:
-        tensor: A meta tensor.
-
     Returns:
         Zeros on the host if it is small: sums and counts then stay what they are on a device that is there. Else a
         placeholder.

@@ -1,14 +1,6 @@
 """One step of training, testing or predicting: its Python, its state, and the graphs that run it.
 
-| word | meaning |
-| --- | --- |
-| role | the kind of a step: `"train"`, `"eval"` or `"predict"` |
-| pass | one run over data in one role, such as an epoch |
-| capture | trace the Python of a step into a graph and compile it, twice, to prove that both traces are equal |
-| replay | run a captured graph on new inputs, without the step's Python |
-| hold | keep the weights' values apart while graphs are replayed; the user's own tensors are empty meanwhile |
-| write back | put the held values into the user's own tensors |
-| expose | write back before user code may read the weights |
+CONTRIBUTING.md has a glossary: role, pass, capture, replay, hold and the like.
 """
 
 from .batch import DeviceGroup, joined

@@ -102,10 +102,6 @@ class ShardConfig:
 def best_dimension(shape: Iterable[int], cores: int) -> int | None:
     """The dimension along which a tensor is best split: the largest that the cores divide, else the largest.
 
-    Args:
-        shape: The tensor's shape.
-        cores: The number of cores.
-
     Returns:
         The dimension; None if all are smaller than the cores.
 

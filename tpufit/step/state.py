@@ -137,11 +137,7 @@ class TrainState:
 
     @contextmanager
     def taking_steps(self, context: StepContext) -> Iterator[None]:
-        """A context for a training step's Python, see `OptimizerState.taking_steps`.
-
-        Args:
-            context: The running step.
-        """
+        """A context for a training step's Python, see `OptimizerState.taking_steps`."""
         module = self._owner.module
         with ExitStack() as stack:
             cleared = [

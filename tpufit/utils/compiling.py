@@ -11,9 +11,6 @@ def compiling(answer: bool) -> Iterator[None]:
     """A context in which `torch.compiler.is_compiling()` gives this answer; True is that of `torch.export`.
 
     Libraries then read no values: transformers builds an attention mask without looking if it masks anything.
-
-    Args:
-        answer: The answer.
     """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = answer

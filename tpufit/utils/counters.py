@@ -110,12 +110,7 @@ def timed(phase: str) -> Iterator[None]:
 
 
 def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function to count its time to a phase, as `timed` does, in half a microsecond.
-
-    Args:
-        phase: The phase.
-        function: The function.
-    """
+    """Wrap a function to count its time to a phase, as `timed` does, in half a microsecond."""
 
     def timed_function(*args: P.args, **kwargs: P.kwargs) -> T:
         global _inside

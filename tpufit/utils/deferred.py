@@ -16,9 +16,6 @@ from typing import Any
 def deferred(name: str) -> Iterator[None]:
     """A context in which an import of this module doesn't run it.
 
-    Args:
-        name: The module's full name.
-
     Example:
         >>> with deferred("this"):  # which would print something
         ...     import this

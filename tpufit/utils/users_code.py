@@ -39,11 +39,7 @@ def calling_lines() -> str:
 
 
 def raising_line(error: BaseException) -> str:
-    """The innermost line of the user's in an error's traceback, or in that of its cause; nothing if there is none.
-
-    Args:
-        error: The error.
-    """
+    """The innermost line of the user's in an error's traceback, or in that of its cause; nothing if there is none."""
     causes = [one for one in (error, error.__cause__) if one is not None]
     places = [(frame.f_code.co_filename, line) for one in causes for frame, line in walk_tb(one.__traceback__)]
     users = [f"{os.path.basename(path)}:{line}" for path, line in places if is_users(path)]

@@ -82,11 +82,7 @@ class Runner:
         self.device = Device()
 
     def run(self, check: Check) -> Result:
-        """Run a check.
-
-        Args:
-            check: The check.
-        """
+        """Run a check."""
         on_cpu = self.device.platform == "CPU"
         if on_cpu and not check.runs_on_cpu:
             return Result(check.name, NOT_ON_A_CPU)
