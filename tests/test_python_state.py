@@ -270,3 +270,8 @@ def test_facts_of_functions_and_classes_are_the_globals_that_they_name(monkeypat
     assert facts(a_function)[name] == facts(users())[name] == 4
     function = torch.nn.functional.cross_entropy
     assert facts(function) == {"it": function.__code__} and facts(nn.Linear) == {}  # a library's own are left alone
+
+
+def test_a_users_module_whose_name_begins_like_a_librarys_is_the_users():
+    for module, seen in (("torch_utils", True), ("torch.nn.modules.linear", False), ("torchmetrics.mean", False)):
+        assert bool(python_state.facts({"it": type("Own", (), {"__module__": module, "scale": 2})})) == seen

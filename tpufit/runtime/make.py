@@ -52,7 +52,8 @@ def program_at(
         matmul_precision: The precision of float32 matrix products.
         python_state: Gives the names and values that the step might change in Python, before and after a trace.
     """
-    if isinstance(placement, CorePlacement) and isinstance(state, HeldState):
+    if isinstance(placement, CorePlacement):
+        assert isinstance(state, HeldState)
         return CapturedProgram(
             placement=placement,
             role=role,

@@ -284,7 +284,7 @@ class TrainState:
 
     def renew(self) -> None:
         """Forget the held tensors: `compile` has replaced their values, e.g. by another dtype."""
-        self.device = HostState([])
+        self.device = state_at(self.placement, [])
 
     def _forget_rates(self) -> None:
         for own in self.optimizers.values():

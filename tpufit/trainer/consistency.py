@@ -22,10 +22,8 @@ from ..hosts import all_gather, broadcast
 from ..runtime import copy_into, process_count, to_host, versions
 from ..step import Engine
 from ..utils.json_codec import is_json
+from ..utils.python_state import is_a_librarys
 from ..utils.users_code import warn
-
-# Classes whose code is the same wherever the versions are.
-_LIBRARIES = ("torch.", "torchmetrics.", "tpufit.", "builtins")
 
 
 def check(engine: Engine, **arguments: Any) -> None:
@@ -138,7 +136,7 @@ def _digest(tensor: Tensor) -> bytes:
 def _code_of(engine: Engine) -> str:
     """A digest of the user's classes whose Python a step runs."""
     kinds = {type(part) for part in (engine.model, *engine.model.module.modules(), *engine.config.loss_modules)}
-    classes = {base for kind in kinds for base in kind.__mro__ if not f"{base.__module__}.".startswith(_LIBRARIES)}
+    classes = {base for kind in kinds for base in kind.__mro__ if not is_a_librarys(base)}
     functions = sorted(
         (f"{kind.__qualname__}.{name}", repr(_facts(value.__code__)))
         for kind in classes

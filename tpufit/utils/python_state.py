@@ -43,7 +43,8 @@ _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 # The attributes of every module. Only the mode among them is a matter of the user's.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_LIBRARIES = ("torch", "tpufit", "numpy", "builtins")  # torchmetrics and its like too
+_OF_TORCH = "torch torch_geometric torch_xla torchao torchaudio torchdata torchmetrics torchtext torchtune torchvision"
+_LIBRARIES = frozenset(("tpufit", "numpy", "builtins", *_OF_TORCH.split()))
 
 _Facts = Iterator[tuple[str, Any]]
 _Named = dict[str, tuple[Mapping[str, Any], str]]
@@ -127,7 +128,7 @@ class _Walk:
                 if part is value or id(part) not in self._seen:
                     self._seen.add(id(part))
                     yield from self._of_object(path or name, part, depth)
-        elif not _is_a_librarys(type(value)):
+        elif not is_a_librarys(type(value)):
             yield from self._of_object(name, value, depth)
 
     def _of_container(self, name: str, value: Any, depth: int) -> _Facts:
@@ -156,7 +157,7 @@ class _Walk:
         yield from self._of_variables(_variables_of_class(kind), depth)
 
     def _of_function(self, function: types.FunctionType, depth: int) -> _Facts:
-        if _is_a_librarys(function):
+        if is_a_librarys(function):
             return
         # Its own cells and defaults may be replaced, its code not.
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -201,7 +202,7 @@ def _variables_of_class(kind: type) -> _Named:
     """The variables of a class, and the globals that its methods name. Later none is added."""
     found: _Named = {}
     for base in kind.__mro__:
-        for name, value in () if _is_a_librarys(base) else vars(base).items():
+        for name, value in () if is_a_librarys(base) else vars(base).items():
             if isinstance(value, types.FunctionType):
                 found |= _globals_of(value)
             elif not name.startswith("__") and not hasattr(value, "__get__"):  # properties and their like
@@ -250,5 +251,6 @@ def _digest(value: Tensor | np.ndarray) -> int:
     return 0 if array.dtype.hasobject else hash(array.tobytes())
 
 
-def _is_a_librarys(thing: type | types.FunctionType) -> bool:
-    return (thing.__module__ or "").startswith(_LIBRARIES)
+def is_a_librarys(thing: type | types.FunctionType) -> bool:
+    """True for a class or function of a library, whose code is the same wherever its version is."""
+    return (thing.__module__ or "").partition(".")[0] in _LIBRARIES
