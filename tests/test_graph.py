@@ -182,7 +182,7 @@ def test_auto_joins_steps_that_are_short_and_changes_nothing_else(cores, monkeyp
         history = model.fit(X, Y, 8 // cores, 6, verbose=0, callbacks=[Hooks()], cores=cores)
         return history.history, (runtime.counts() - before).graphs["train"]
 
-    monkeypatch.setattr("tpufit.runtime.transfer._LONG_RUN", 2)
+    monkeypatch.setattr("tpufit.runtime.in_flight._LONG_RUN", 2)
     monkeypatch.setattr("tpufit.step.runner._WORTH_STARTING", 1000.0)  # however busy this machine is
     ends = []
     history, graphs = run("auto")

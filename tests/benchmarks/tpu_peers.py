@@ -12,7 +12,7 @@ from tpufit.preflight.analysis import CompiledProgram, analyse
 from tpufit.preflight.children import run
 from tpufit.preflight.compiling import NO_HOST, as_text
 from tpufit.preflight.hlo import arguments_of
-from tpufit.preflight.plan import ENVIRON, TRACED, Plan
+from tpufit.preflight.plan import ENVIRON, TRACED, PreflightPlan
 from tpufit.preflight.runs import PreflightRun
 from tpufit.preflight.slices import Slice
 
@@ -33,7 +33,7 @@ class Peer(PreflightRun):
 class ByHand(Peer):
     """A step that is written with torch_xla alone, compiled with the flags that torch_xla starts a TPU with."""
 
-    def trace(self, plan: Plan, folder: Path) -> dict[str, Any]:
+    def trace(self, plan: PreflightPlan, folder: Path) -> dict[str, Any]:
         environ = ENVIRON | {"CPU_NUM_DEVICES": str(plan.cores)}
         run([str(HERE / "tpu_by_hand.py"), self.name, str(folder)], "tracing", self.timeout, self.verbose, environ)
         traced: dict[str, Any] = json.loads((folder / TRACED).read_text())
@@ -43,7 +43,7 @@ class ByHand(Peer):
 class Keras(Peer):
     """A step of Keras 3 on JAX, compiled by JAX with its own flags."""
 
-    def trace(self, plan: Plan, folder: Path) -> dict[str, Any]:
+    def trace(self, plan: PreflightPlan, folder: Path) -> dict[str, Any]:
         self._run(folder, "v5e-8")  # the program is the same for all of 8 cores
         traced: dict[str, Any] = json.loads((folder / TRACED).read_text())
         return traced

@@ -97,8 +97,12 @@ class StepRunner:
                 state.attach(optimizer)
         tracked = metrics_in(vars(engine.model)) if self._role.logs else {}
         self._program, self._metrics = self._role.prepare(engine.config, state, tracked)
-        self._role.lend(self, transform, engine.options.strict, warm)
+        self._warm = warm
+        self._borrow()
         self.restart()
+
+    def _borrow(self) -> None:
+        self._role.lend(self, self._transform, self._engine.options.strict, self._warm)
 
     @property
     def on_host(self) -> bool:
@@ -136,6 +140,8 @@ class StepRunner:
             LabelError: A label of a batch is outside the module's classes.
         """
         engine, role, program, state = self._engine, self._role, self._program, self._engine.state
+        if role.borrower is not self:  # a callback has run another pass of this role in the middle of this one
+            self._borrow()
         # First: `before_step` may change options that `refresh` looks at, and a bad label must raise before any change.
         steps, rows = len(group.forms), group.rows
         updates = state.next_updates(steps, last) if self._role.learns else []

@@ -61,7 +61,8 @@ def run_on_batch(
 def reset(engine: Engine) -> None:
     """Restart the logs of all three methods."""
     for role in engine.roles.values():
-        role.borrower = None
+        if isinstance(role.borrower, StepRunner) and role.borrower.alone:
+            role.borrower = None
 
 
 def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
