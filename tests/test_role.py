@@ -88,6 +88,6 @@ def test_each_has_keys_of_its_own(cores):
     model.evaluate(X, Y, 8, verbose=0)
     train, held = (model._engine.roles[name].program.traced_keys for name in ("train", "eval"))
     assert len(train) == len(held) == 1
-    model.optimizer.param_groups[0]["momentum"] = 0.9
+    model.optimizer.param_groups[0]["weight_decay"] = 0.1
     model.fit(X, Y, 8, verbose=0)
     assert (len(train), len(held)) == (2, 1)

@@ -11,8 +11,9 @@ from .bindings import xla
 
 # The number of steps between two waits that tells how long one takes; fewer may be those that compile.
 _LONG_RUN = 16
-# The steps under way of all roles and models together are so many times as many as those of one role may be.
+# Where a role may have only a few steps under way, all roles and models together may have so many times as many.
 _OF_ALL = 3
+_MANY = 32
 
 
 class RunsAhead(InFlight):
@@ -35,6 +36,7 @@ class RunsAhead(InFlight):
         self._seconds = seconds
         self._nbytes = nbytes
         self._most = most
+        self._few = most < _MANY
         self.pace: float | None = None
         self._limit = 4  # until it is known how long they take
         self.started: list[Tensor] = []
@@ -44,7 +46,8 @@ class RunsAhead(InFlight):
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
         """Note a step that was just started. **This may wait** for a step as old as half the limit."""
-        self._make_room()
+        if self._few:
+            self._make_room()
         self.started.append(result)
         self._new += 1
         if len(self.started) < self._limit:
