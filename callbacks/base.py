@@ -57,6 +57,13 @@ class TrainedModel(Protocol):
         """See the class."""
 
     @property
+    def memory_used(self) -> int | None:
+        """The bytes of a core's memory that are in use, or None where the runtime doesn't tell."""
+
+    def speed(self, steps_per_second: float, /) -> dict[str, float]:
+        """What training steps at some pace come to: `tokens_per_second` and `share_of_peak`, if they are known."""
+
+    @property
     def steps_taken(self) -> int:
         """See the class."""
 

@@ -61,7 +61,7 @@ class ProgbarLogger(Callback):
     Example:
         >>> from types import SimpleNamespace
         >>> progress = ProgbarLogger()
-        >>> progress.set_model(SimpleNamespace(input_bound=0.25, rows_seen=0))
+        >>> progress.set_model(SimpleNamespace(input_bound=0.25, rows_seen=0, speed=lambda pace: {}))
         >>> progress.set_params({"epochs": 10, "steps": 23, "verbose": 2})
         >>> progress.on_epoch_begin(2)
         >>> for batch in range(23):
@@ -107,6 +107,8 @@ class ProgbarLogger(Callback):
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Begin a line."""
         self._begin(f"Epoch {epoch + 1}/{self.epochs}")
+        if self._line is not None:
+            self._line.speed = self.model.speed
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Draw, if it is time to."""

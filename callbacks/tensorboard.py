@@ -27,10 +27,11 @@ class TensorBoard(Callback):
     """Writes logs for `tensorboard --logdir logs`, as Keras lays them out.
 
     The run `train` gets `epoch_loss`, the other logs likewise, `epoch_learning_rate`, `epoch_input_bound` (the share of
-    the time in which data were waited for), the model's summary as text and, if asked, `batch_*` with the rate of the
-    step, histograms and a profile. The run `validation` gets `epoch_*` without `val_`, so that both are in one chart,
-    and `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*` and histograms are by epoch, from 0,
-    the others by training steps.
+    the time in which data were waited for), `epoch_tokens_per_second` for texts, on a TPU `epoch_share_of_peak` and
+    `epoch_memory_used` (bytes of a core, where the runtime tells), the model's summary as text and, if asked, `batch_*`
+    with the rate of the step, histograms and a profile. The run `validation` gets `epoch_*` without `val_`, so that
+    both are in one chart, and `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*` and histograms
+    are by epoch, from 0, the others by training steps.
 
     An epoch costs no wait beside the one for its logs; each write of batch logs and of histograms costs one.
 
@@ -249,8 +250,12 @@ class TensorBoard(Callback):
         validation = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
         if self.model.input_bound is not None:
             train["input_bound"] = self.model.input_bound
+        pace = self._speed.steps_per_second("epoch", self.steps)
+        train |= self.model.speed(pace)
+        if self.model.memory_used is not None:
+            train["memory_used"] = self.model.memory_used
         if self.write_steps_per_second:
-            train["steps_per_second"] = self._speed.steps_per_second("epoch", self.steps)
+            train["steps_per_second"] = pace
         self._write("train", "epoch_{}", train, epoch)
         self._write("validation", "epoch_{}", validation, epoch)
         if not self._described:

@@ -23,10 +23,14 @@ class FakeModel:
         self.input_bound: float | None = None
         self.stop_training = self.out_of_time = False
         self.rows_seen = self.steps_taken = 0
+        self.memory_used: int | None = None
         self.first_bad_step: int | None = None
         self.saved: list[str] = []
         self.wanted: list[tuple[AsyncCheckpointWriter, Score | None]] = []
         self._directions = directions or {}
+
+    def speed(self, steps_per_second: float) -> dict[str, float]:
+        return {}
 
     @property
     def learning_rate(self) -> float:

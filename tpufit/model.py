@@ -815,6 +815,34 @@ class Model(StepMethods):
         return self._engine.report(verbose)
 
     @property
+    def memory_used(self) -> int | None:
+        """The bytes of a core's memory that are in use; None where the runtime doesn't tell, as for several cores."""
+        return self._engine.memory_used
+
+    def speed(self, steps_per_second: float) -> dict[str, float]:
+        """Say what training steps at some pace come to, by the steps of the epoch under way or of the last one.
+
+        This waits for nothing. The progress bar and `TensorBoard` show it.
+
+        Args:
+            steps_per_second: The pace, in steps a second.
+
+        Returns:
+            `tokens_per_second`, over all cores, padding included, if the rows are texts: whole numbers in two
+            dimensions. `share_of_peak`, from 0 to 1, on a TPU: the operations of the matrix products and convolutions
+            over the peak in bfloat16 that the vendor states.
+
+        Example:
+            >>> import torch, tpufit
+            >>> model = tpufit.Model(nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(64, 2)))
+            >>> model.compile("sgd", "mse")
+            >>> _ = model.fit(torch.zeros(64, 16, dtype=torch.long), torch.zeros(64, 2), batch_size=32, verbose=0)
+            >>> model.speed(steps_per_second=10)
+            {'tokens_per_second': 5120.0}
+        """
+        return self._engine.speed(steps_per_second)
+
+    @property
     def steps_taken(self) -> int:
         """The number of training steps since the model was made."""
         return self._engine.state.numbers.step

@@ -1,5 +1,7 @@
 """`ProgressLine`: the text of one line of progress, with no terminal."""
 
+from collections.abc import Callable
+
 from rich.text import Text
 
 from .scalars import as_text
@@ -18,6 +20,7 @@ class ProgressLine:
     Attributes:
         done: The number of steps so far.
         values: The loss and the metrics, as they were last known.
+        speed: The function that says what steps at some pace come to, see `tpufit.Model.speed`.
         input_bound: The share of the time in which data were waited for, once that is known.
 
     Example:
@@ -33,11 +36,13 @@ class ProgressLine:
         self.total = total
         self.done = 0
         self.values: dict[str, float] = {}
+        self.speed: Callable[[float], dict[str, float]] = lambda steps_per_second: {}
         self.input_bound: float | None = None
         self._began = now
         # After the first step, which may have been compiled, and after the last.
         self._first_time = now
         self._first_rows = 0
+        self._first_done = 0
         self._last_time = now
         self._last_rows = 0
         self._stopped = False
@@ -55,6 +60,7 @@ class ProgressLine:
         if self.done == 0:
             self._first_time = now
             self._first_rows = rows
+            self._first_done = done
         self.done = done
 
     def stop(self, now: float) -> None:
@@ -72,6 +78,17 @@ class ProgressLine:
         rows = self._last_rows - self._first_rows
         seconds = self._last_time - self._first_time
         return rows / seconds if rows and seconds > 0 else None
+
+    def _derived(self) -> list[str]:
+        """What the steps after the first come to."""
+        steps = self.done - self._first_done
+        seconds = self._last_time - self._first_time
+        if not steps or seconds <= 0:
+            return []
+        found = self.speed(steps / seconds)
+        tokens, share = found.get("tokens_per_second"), found.get("share_of_peak")
+        said = [] if tokens is None else [f"{tokens:,.0f} tokens/s"]
+        return said if share is None else [*said, f"{share:.0%} of the peak"]
 
     def seconds_left(self, now: float) -> float | None:
         """An estimate from the steps after the first, which may have been compiled; None before and when all are done.
@@ -119,6 +136,7 @@ class ProgressLine:
     def _values(self) -> list[str]:
         speed = self.samples_per_second()
         values = [] if speed is None else [f"{speed:.0f} samples/s" if speed >= 10 else f"{speed:.2g} samples/s"]
+        values += self._derived()
         values += [f"{name}: {as_text(value)}" for name, value in self.values.items()]
         if self.input_bound is not None and self.input_bound >= 0.01:
             values.append(f"waited for data: {self.input_bound:.0%}")

@@ -72,6 +72,11 @@ class Placement(ABC):
         return 1
 
     @property
+    def peak(self) -> float | None:
+        """The operations a second that all cores together can compute at most; None if nobody knows."""
+        return None
+
+    @property
     def local_shards(self) -> tuple[int, ...] | None:
         """The positions of this process's cores along the mesh: the parts of a batch that it has to send.
 

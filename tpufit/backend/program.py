@@ -50,6 +50,7 @@ class Program(ABC):
         cause: The reason for the next graph, for the report.
         traced_keys: The keys of all calls that have been traced.
         donated: The size of the state that a replay writes over, in bytes.
+        operations: What the graph that ran last computes, in operations; 0 if nobody has counted.
     """
 
     def __init__(self, jit_compile: str | bool = "auto") -> None:
@@ -59,6 +60,7 @@ class Program(ABC):
         self.cause = ""
         self.traced_keys: set[Any] = set()
         self.donated = 0
+        self.operations = 0
 
     @abstractmethod
     def __call__(

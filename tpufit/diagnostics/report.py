@@ -29,6 +29,8 @@ class Pass:
         rows: The number of its rows.
         seconds: The time that it took.
         waited: The part of that time in which the loop had no batch.
+        tokens: The number of tokens in its rows, padding included; 0 if they are no texts.
+        operations: What its steps computed, in operations; 0 if nobody has counted.
     """
 
     role: str
@@ -36,6 +38,8 @@ class Pass:
     rows: int
     seconds: float
     waited: float
+    tokens: int = 0
+    operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Report:
         available: The number of cores that there are.
         joined: True if several steps run as one graph.
         metrics_report: The runtime's own report, if it was asked for.
+        peak: The operations a second that all cores can compute at most; None on a CPU, or if it isn't known.
+        predicted: The seconds of a training step that the model's last preflight has estimated; None without one.
 
     Example:
         >>> seconds = {"wait: batch logs": 2.0, "compile": 0.5}
@@ -73,6 +79,8 @@ hundredth batch, or in on_epoch_end']
     available: int = 1
     joined: bool = False
     metrics_report: str = ""
+    peak: float | None = None
+    predicted: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -88,8 +96,30 @@ hundredth batch, or in on_epoch_end']
     @property
     def rows_per_second(self) -> float | None:
         """The rows a second of the last epoch, over all cores; None if there was none."""
-        last = next((one for one in reversed(self.passes) if one.role == "train" and one.seconds), None)
+        last = self.last_epoch
         return None if last is None else last.rows / last.seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The tokens a second of the last epoch, over all cores, padding included; None if rows are no texts."""
+        last = self.last_epoch
+        return last.tokens / last.seconds if last is not None and last.tokens else None
+
+    @property
+    def share_of_peak(self) -> float | None:
+        """The share of the chips' published peak in bfloat16 that the last epoch reached; None on a CPU.
+
+        The operations are those of matrix products and convolutions.
+        """
+        last = self.last_epoch
+        if last is None or not last.operations or self.peak is None:
+            return None
+        return last.operations / last.seconds / self.peak
+
+    @property
+    def last_epoch(self) -> Pass | None:
+        """The last pass of training; None if there was none."""
+        return next((one for one in reversed(self.passes) if one.role == "train" and one.seconds), None)
 
     @property
     def problems(self) -> list[str]:
@@ -154,12 +184,17 @@ hundredth batch, or in on_epoch_end']
 def _facts(report: Report) -> Table:
     counts = report.counts
     speed = report.rows_per_second
+    tokens = report.tokens_per_second
+    share = report.share_of_peak
     reads = ", ".join(sorted(report.lines_read))
     called = {what: f", at {line}" for what, line in counts.lines}
     fallbacks = [f"{name} ({times}x{called.get(name, '')})" for name, times in counts.fallbacks.items() if times]
     facts = {
         "steps of training": f"{report.steps:,}",
         "rows a second": f"{speed:,.0f}" if speed else "",
+        "tokens a second": f"{tokens:,.0f}" if tokens else "",
+        "share of the peak": "" if share is None else f"{share:.1%} of {report.peak:.3g} operations a second",
+        "a step": _beside_predicted(report),
         **{f"{role} step": f"traced: {cause}" if cause else "replayed" for role, cause in report.traced.items()},
         "on the host": ", ".join(fallbacks),
         "values read": f"{counts.host_reads}{reads and f', at {reads}'}" if counts.host_reads else "",
@@ -170,6 +205,15 @@ def _facts(report: Report) -> Table:
         if value:
             table.add_row(name, value)
     return table
+
+
+def _beside_predicted(report: Report) -> str:
+    """The time of a step in the last epoch beside the predicted one, on a TPU."""
+    last = report.last_epoch
+    if last is None or not last.steps or report.predicted is None or report.peak is None:
+        return ""
+    real = last.seconds / last.steps
+    return f"{1000 * real:.3g} ms, predicted {1000 * report.predicted:.3g}: {real / report.predicted:.2f} times"
 
 
 def _times(report: Report) -> Table:

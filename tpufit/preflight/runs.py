@@ -230,6 +230,7 @@ def run_preflight(
         raise ArgumentError("tpu must be the name of a slice, such as 'v5e-8', or several, got none")
     one = preflight_run_of(engine, arguments)
     reports = one.reports(slices)
+    engine.log.predicted = reports[0].seconds
     return reports[0] if isinstance(tpu, str) else Comparison(reports)
 
 

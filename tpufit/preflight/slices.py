@@ -58,7 +58,7 @@ class Slice:
     chips_per_host_bounds: tuple[int, int, int]
 
 
-# Memory, bandwidth and peak, of a chip (a v3 shows half of one): docs.cloud.google.com/tpu/docs/v3, v4, v5e,
+# Memory and bandwidth of a chip (a v3 shows half of one): docs.cloud.google.com/tpu/docs/v3, v4, v5e,
 # v5p-training and v6e. v2: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (2020).
 # Clocks: the same paper for v2 and v3; Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023); "How
 # to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) for v5e. All agree with the peak over the operations of a
@@ -75,17 +75,17 @@ _V5_FLAGS = "--xla_enable_async_all_gather=true --xla_enable_async_collective_pe
 
 
 def _tpu(name: str, kind: str, **does: Any) -> TPU:
-    return TPU(name, kind, GENERATIONS[name].memory << 30, **does)
+    chip = GENERATIONS[name]
+    assert chip.peak is not None
+    return TPU(name, kind, chip.memory << 30, peak=chip.peak, **does)
 
 
-_V2 = _tpu("v2", "TPU v2", bandwidth=350e9, peak=23e12, clock=0.7e9, links=124e9, price=0.5625)
-_V3 = _tpu("v3", "TPU v3", bandwidth=450e9, peak=61.5e12, clock=0.94e9, links=166e9, price=1.0)
-_V4 = _tpu(
-    "v4", "TPU v4", bandwidth=1200e9, peak=275e12, clock=1.05e9, links=269e9, price=3.22, config="megacore_dense"
-)
-_V5E = _tpu("v5e", "TPU v5 lite", bandwidth=819e9, peak=197e12, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
-_V5P = _tpu("v5p", "TPU v5", bandwidth=2765e9, peak=459e12, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS)
-_V6E = _tpu("v6e", "TPU v6 lite", bandwidth=1600e9, peak=918e12, clock=1.75e9, links=400e9, price=2.7)
+_V2 = _tpu("v2", "TPU v2", bandwidth=350e9, clock=0.7e9, links=124e9, price=0.5625)
+_V3 = _tpu("v3", "TPU v3", bandwidth=450e9, clock=0.94e9, links=166e9, price=1.0)
+_V4 = _tpu("v4", "TPU v4", bandwidth=1200e9, clock=1.05e9, links=269e9, price=3.22, config="megacore_dense")
+_V5E = _tpu("v5e", "TPU v5 lite", bandwidth=819e9, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
+_V5P = _tpu("v5p", "TPU v5", bandwidth=2765e9, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS)
+_V6E = _tpu("v6e", "TPU v6 lite", bandwidth=1600e9, clock=1.75e9, links=400e9, price=2.7)
 
 _FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _DEEP = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x4x12 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"

@@ -22,6 +22,7 @@ from .bindings import xla
 from .device_state import HeldState
 from .graph import Graph, recognise, template_of
 from .lazy import by_memory, compute, drop, identity, noting_new, pending, pending_elsewhere, same_memory
+from .operations import operations_in
 from .placement import CorePlacement
 from .recorder import Trace
 from .trace_seeds import TraceSeeds
@@ -330,6 +331,10 @@ class Capture:
         target.placement.compile(
             Trace(graph, self._roots, self._values, target.state.axes, target.role, cause),
         )
+
+    def operations(self) -> int:
+        """What the graph of this trace computes, see `operations_in`. It must not have run."""
+        return operations_in(xla()._get_xla_tensors_hlo(self._roots))
 
     def run(self, graph: Graph, first: bool) -> None:
         """Run a graph with the inputs of this trace.

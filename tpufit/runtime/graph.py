@@ -46,6 +46,7 @@ class Graph:
         escaped: The number of its last outputs, tensors that the body left elsewhere than in its result.
         donates: True if it writes the new state over the old.
         facts: The values in the user's Python before it was traced, see `python_state.facts`.
+        operations: What it computes, in operations; 0 if nobody has counted.
         proven: True once a second trace has given the same graph.
         differed: The number of traces in a row that gave another graph than the one before.
         sample: The graph of one of its steps alone, if it has several: an audit compares this one.
@@ -63,6 +64,7 @@ class Graph:
     escaped: int
     donates: bool
     facts: Mapping[str, Any]
+    operations: int = 0
     proven: bool = False
     differed: int = 0
     sample: Graph | None = None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..backend import Cores, InFlight, Placement, Sharding
+from ..utils import hardware
 from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
@@ -56,6 +57,11 @@ class CorePlacement(Placement):
     @property
     def hosts(self) -> int:
         return self.cores.hosts
+
+    @cached_property
+    def peak(self) -> float | None:
+        chips = hardware.chips() if platform() == "TPU" else []
+        return None if not chips or chips[0].peak is None else chips[0].peak * self.count
 
     @cached_property
     def local_shards(self) -> tuple[int, ...] | None:

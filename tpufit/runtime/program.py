@@ -233,6 +233,7 @@ class CapturedProgram(Program):
 
     def replay(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
         graph, target = self._graphs[key], self._target
+        self.operations = graph.operations
         self.audits.replayed(key, len(seeds))
         self._hold()
         state, sums = target.state, target.sums
@@ -292,6 +293,7 @@ class CapturedProgram(Program):
             self._give_up(difference)
         if unproven:
             capture.compile(graph, self.cause if earlier is None else unproven)
+            graph.operations = capture.operations() if target.placement.peak else 0
         if earlier is not None and not difference:
             graph = earlier
             graph.proven = True
@@ -299,6 +301,7 @@ class CapturedProgram(Program):
             self._graphs[key] = graph
         state = target.state.tensors
         self.donated = sum(state[i].nbytes for i in graph.changed) if target.donates else 0
+        self.operations = graph.operations
         capture.run(graph, first=bool(unproven))
         return graph
 

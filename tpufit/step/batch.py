@@ -31,6 +31,7 @@ class BatchForm(NamedTuple):
         spec: The structure of the nest.
         rows: The number of rows, over all cores.
         nbytes: The size of the tensors, in bytes.
+        tokens: The number of tokens, padding included; 0 if x is no text.
         signature: The number of the structure, shapes and dtypes, see `GraphKeys.signature`.
     """
 
@@ -39,6 +40,7 @@ class BatchForm(NamedTuple):
     spec: TreeSpec
     rows: int
     nbytes: int
+    tokens: int
     signature: int
 
 
@@ -63,6 +65,11 @@ class DeviceGroup(NamedTuple):
     def rows(self) -> int:
         """The number of rows of all batches."""
         return self.forms[0].rows * len(self.forms)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all batches, padding included; 0 if x is no text."""
+        return self.forms[0].tokens * len(self.forms)
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +168,7 @@ class BatchSender:
             )
         marked = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         nbytes = sum(t.nbytes for t in tensors) * self._placement.hosts
-        form = BatchForm(facts, marked, spec, rows, nbytes, signature)
+        form = BatchForm(facts, marked, spec, rows, nbytes, _tokens(tensors, rows), signature)
         if part is None and is_plain(batch):
             self._known[type(batch)] = form
         return tensors, form
@@ -194,6 +201,13 @@ def joined(groups: list[DeviceGroup], size: int) -> list[DeviceGroup]:
             [labels for group in groups for labels in group.labels],
         )
     ]
+
+
+def _tokens(tensors: Sequence[Tensor], rows: int) -> int:
+    """The number of tokens in a batch: texts are whole numbers, a row each, and come first."""
+    first = tensors[0]
+    whole = not first.is_floating_point() and first.dtype not in (torch.bool, torch.uint8)  # which are masks and images
+    return rows * first.shape[1] if whole and first.dim() == 2 else 0
 
 
 def _flatten(batch: Any) -> tuple[list[Any], TreeSpec]:

@@ -20,7 +20,16 @@ from ..backend import HOST, Cores, Load, Placement, Program
 from ..diagnostics.report import Pass, Report
 from ..errors import ArgumentError, StateLostError
 from ..losses import ClassWeight
-from ..runtime import Recorder, available, counts, metrics_report, placement_on, set_matmul_precision, translate
+from ..runtime import (
+    Recorder,
+    available,
+    counts,
+    memory_used,
+    metrics_report,
+    placement_on,
+    set_matmul_precision,
+    translate,
+)
 from ..utils.counters import Counts
 from ..utils.python_state import facts
 from ..utils.random import draw_seed, step_seed
@@ -33,6 +42,7 @@ from .failures import may_be_of_device, weights_lost
 from .precision import Formats
 from .role import ROLES, Role
 from .state import SavedState, Snapshot, TrainState
+from .tally import Tally
 
 # The number of passes kept for reports.
 _PASSES_TOLD = 1000
@@ -91,6 +101,8 @@ class RunLog:
         passes: The last passes over data.
         since: The counters at the start of the last `fit`.
         first_bad_step: The first step of the last `fit` whose logs were not finite; None if none is known.
+        training: The tally of the last pass of training; None before the first.
+        predicted: The seconds of a training step that the last preflight has estimated; None without one.
         last_saved: The path of the last saved weights or checkpoint.
         wanted_saves: The checkpoints that callbacks have requested: pairs of a writer and a score.
     """
@@ -98,6 +110,8 @@ class RunLog:
     passes: deque[Pass] = field(default_factory=lambda: deque(maxlen=_PASSES_TOLD))
     since: Counts = field(default_factory=counts)
     first_bad_step: int | None = None
+    training: Tally | None = None
+    predicted: float | None = None
     last_saved: str | None = None
     wanted_saves: list[Any] = field(default_factory=list)
 
@@ -334,6 +348,16 @@ class Engine:
         if fault:
             warn(fault)
 
+    @property
+    def memory_used(self) -> int | None:
+        """The bytes of a core's memory that are in use; None where nobody tells."""
+        return None if self.state.placement.on_host else memory_used()
+
+    def speed(self, steps_per_second: float) -> dict[str, float]:
+        """What training steps at this pace come to; see `Model.speed`."""
+        training = self.log.training
+        return {} if training is None else training.speed(steps_per_second, self.state.placement.peak)
+
     def report(self, verbose: bool) -> Report:
         """Report on the steps since the last `fit` began; see `Model.report`."""
         train = self.roles["train"].program
@@ -351,4 +375,6 @@ class Engine:
             available=available(cores),
             joined=self.config.steps_per_execution != 1,
             metrics_report=metrics_report() if verbose else "",
+            peak=self.state.placement.peak,
+            predicted=self.log.predicted,
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,28 +28,12 @@ from ..utils.users_code import warn
 from .batch import BatchSender, DeviceGroup
 from .context import StepContext
 from .engine import Engine
+from .tally import Tally
 
 # For steps_per_execution="auto": starting a graph costs the host about 0.4 ms, little beside so many seconds of steps.
 # The number of steps is bounded because a longer graph takes longer to compile.
 _WORTH_STARTING = 0.005
 _MOST_JOINED = 16
-
-
-@dataclass
-class Tally:
-    """The steps and rows of a pass so far, and its seed.
-
-    Attributes:
-        steps: The number of steps started.
-        rows: The number of rows in these steps.
-        batches: The number of batches done, including those before a resumption.
-        seed: The seed of the pass; training has that of the run instead.
-    """
-
-    steps: int = 0
-    rows: int = 0
-    batches: int = 0
-    seed: int = 0
 
 
 class StepRunner:
@@ -100,6 +83,8 @@ class StepRunner:
         self._warm = warm
         self._borrow()
         self.restart()
+        if self._role.learns:
+            engine.log.training = self.tally
 
     def _borrow(self) -> None:
         self._role.lend(self, self._transform, self._engine.options.strict, self._warm)
@@ -182,6 +167,8 @@ class StepRunner:
         tally.steps += steps
         tally.batches += steps
         tally.rows += rows
+        tally.tokens += group.tokens
+        tally.operations += program.operations
         numbers.rows_seen += rows
         if self._role.learns:
             numbers.step += steps

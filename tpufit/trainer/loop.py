@@ -198,7 +198,10 @@ class _Training:
             self.manager.save_now()  # here, not at the epoch's end: the rest of the epoch is still to be trained on
         logs = run.results()
         elapsed = perf_counter() - began - (validations.take_seconds() if validations is not None else 0.0)
-        engine.log.passes.append(Pass("train", run.tally.steps, run.tally.rows, elapsed, waited))
+        tally = run.tally
+        engine.log.passes.append(
+            Pass("train", tally.steps, tally.rows, elapsed, waited, tally.tokens, tally.operations)
+        )
         model.input_bound = waited / elapsed
         if not self._advised and (said := messages.waiting(waited, elapsed)):
             self._advised = True

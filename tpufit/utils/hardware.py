@@ -40,28 +40,31 @@ class Chip:
         name: Its name, e.g. `"v5e"`.
         devices: The number of devices that the runtime reports for one chip.
         memory: The memory of a device, in GiB, as the vendor says; for `"v2 or v3"` that of a v2.
+        peak: The matrix products of a device in bfloat16, in operations a second, as the vendor says; None if unknown.
     """
 
     name: str
     devices: int
     memory: int
+    peak: float | None = None
 
 
-# Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm, and the pages of v2, v3, v4, v5e, v5p and v6e.
+# Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm, and the pages of v2, v3, v4, v5e, v5p and v6e; the peak
+# of a v2: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (2020).
 GENERATIONS = {
     chip.name: chip
     for chip in (
-        Chip("v2", 2, 8),
-        Chip("v3", 2, 16),
-        Chip("v4", 1, 32),
-        Chip("v5e", 1, 16),
-        Chip("v5p", 1, 95),
-        Chip("v6e", 1, 32),
+        Chip("v2", 2, 8, 23e12),
+        Chip("v3", 2, 16, 61.5e12),
+        Chip("v4", 1, 32, 275e12),
+        Chip("v5e", 1, 16, 197e12),
+        Chip("v5p", 1, 95, 459e12),
+        Chip("v6e", 1, 32, 918e12),
     )
 }
 # By the PCI device. Sources: torch_xla/_internal/tpu.py (torch_xla 2.9), jax/_src/hardware_utils.py (v5p).
 CHIPS = {
-    "0x0027": replace(GENERATIONS["v2"], name="v2 or v3"),
+    "0x0027": replace(GENERATIONS["v2"], name="v2 or v3", peak=None),
     "0x005e": GENERATIONS["v4"],
     "0x0062": GENERATIONS["v5p"],
     "0x0063": GENERATIONS["v5e"],
