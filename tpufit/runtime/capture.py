@@ -7,7 +7,6 @@ reason beside it.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from time import perf_counter
 from typing import Any
 from weakref import ref
@@ -85,11 +84,6 @@ class Target:
     sums: Sums
     donates: bool
     inside: Callable[[], AbstractContextManager[object]]
-
-    @cached_property
-    def start(self) -> Callable[[Any, list[Tensor]], list[Tensor]]:
-        """The function that starts graphs: found once, as each replay asks for it."""
-        return self.placement.starter
 
     def trace_seeds(self, seeds: list[int]) -> TraceSeeds:
         """Return the random numbers of a trace."""
@@ -347,7 +341,9 @@ class Capture:
         taken = state.hold()
         self._taken = [taken[i] for i in graph.changed]
         target = self._target
-        self._results = graph.run(state, target.sums, self._values, target.start, first and target.placement.runs)
+        self._results = graph.run(
+            state, target.sums, self._values, target.placement.starter, first and target.placement.runs
+        )
 
     def settle(self, graph: Graph) -> Any:
         """Give the traced tensors the values that `run` has computed, so that nothing of the trace stays pending.

@@ -239,7 +239,7 @@ class CapturedProgram(Program):
         state, sums = target.state, target.sums
         drawn = seed_tensors(target.placement.device_name, seeds, graph.places) if graph.places else []
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
-        outputs = graph.run(state, sums, list(graph.pick(pool)), target.start)
+        outputs = graph.run(state, sums, list(graph.pick(pool)), target.placement.starter)
         return graph.returned(outputs, inputs)
 
     def _trace(self, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
