@@ -65,7 +65,8 @@ class TensorBoard(Callback):
         >>> from types import SimpleNamespace
         >>> folder = tempfile.mkdtemp()
         >>> board = TensorBoard(folder, write_graph=False)
-        >>> board.set_model(SimpleNamespace(optimizer=None, input_bound=None, steps_taken=0))
+        >>> shown = {"input_bound": None, "memory_used": None, "speed": lambda steps_per_second: {}}
+        >>> board.set_model(SimpleNamespace(optimizer=None, steps_taken=0, **shown))
         >>> board.on_epoch_end(0, {"loss": 0.5, "val_loss": 0.6})
         >>> board.on_train_end()
         >>> sorted(os.listdir(folder))
