@@ -100,8 +100,9 @@ class EarlyStopping(MonitorCallback):
             self.best_epoch = epoch
             if self.restore_best_weights:
                 self.best_weights = self.model.state_dict()
-        if self.wait >= max(self.patience, 1) and epoch > 0:
-            self.stopped_epoch = epoch
+        out = self.wait >= max(self.patience, 1) and epoch > 0
+        self.stopped_epoch = epoch if out else 0  # with `min_epochs` training may go on
+        if out:
             self.model.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:

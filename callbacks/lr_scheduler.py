@@ -1,12 +1,15 @@
-"""`LRScheduler`: any schedule of `torch.optim.lr_scheduler`."""
+"""`LRScheduler`: a schedule by name, or any of `torch.optim.lr_scheduler`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, require_whole
+from ..optimizers import begin_from_peak, note_scheduled
 from ._support.monitor import Monitor
+from ._support.schedules import NAMES, NamedSchedule
 from .base import Logs, RateCallback
 
 if TYPE_CHECKING:
@@ -14,45 +17,82 @@ if TYPE_CHECKING:
 
 
 class LRScheduler(RateCallback):
-    """Lets a scheduler of `torch.optim.lr_scheduler` set the rates, after each epoch or each step of the optimizer.
+    """Lets a schedule set the rates: one by name over the whole training, or any of `torch.optim.lr_scheduler`.
 
-    It is made when training begins, and so starts from the rate that the cores have scaled. The rates that it sets are
-    actual ones. Epoch logs get a `learning_rate`. Used for a second `fit`, it goes on where it was.
+    It begins when training does, and so starts from the rate that the cores have scaled. The rates that it sets are
+    actual ones; those of several groups keep their proportions. Epoch logs get a `learning_rate`.
+
+    A schedule by name gives each step of the optimizer its rate, and knows how many there will be. It rises to the
+    rate of `compile`, and falls: `"linear"`ly or as half a `"cosine"` until the end, as the `"inverse_sqrt"` of the
+    steps, in a last phase only (`"wsd"`: warm-up, stable, decay), or never (`"constant"`). Each `fit` begins a new one.
 
     Args:
-        scheduler: A function of the optimizer that makes the scheduler, e.g. a `functools.partial` of its class; or a
-            scheduler made already, of the very optimizer given to `compile`, whose rates the cores must not have
-            scaled: `compile(scale_lr=None)`.
-        interval: `"epoch"` (default) or `"step"`: a rate for each step of the optimizer, also of steps that run as one
-            graph. With `accumulate_steps=n` it takes its step after n batches, and at the epoch's end.
+        scheduler: `"linear"`, `"cosine"`, `"constant"`, `"inverse_sqrt"` or `"wsd"`. Or a function of the optimizer
+            that makes a scheduler of PyTorch's, e.g. a `functools.partial` of its class; or one made already, of the
+            very optimizer given to `compile`, whose rates the cores must not have scaled: `compile(scale_lr=None)`.
+            Used for a second `fit`, a scheduler of PyTorch's goes on where it was.
+        interval: When a scheduler of PyTorch's takes its step: `"epoch"` (default), after each epoch; or `"step"`: a
+            rate for each step of the optimizer, also of steps that run as one graph. With `accumulate_steps=n` that
+            is after n batches, and at the epoch's end.
         monitor: The log that `torch.optim.lr_scheduler.ReduceLROnPlateau` follows (default `"val_loss"`).
+        warmup: Of a schedule by name: the steps in which the rate rises evenly from almost 0, or as a float their share
+            of all (default 0: none).
+        floor: Of a schedule by name: the share of the peak below which the rate doesn't fall (default 0).
+        decay: Of `"wsd"`: the steps of the last phase, in which the rate falls evenly, or as a float their share of all
+            (default 0.2).
+        total_steps: Of a schedule by name: the number of the optimizer's steps (default: those of all epochs of this
+            `fit`). It must be given where the number of batches isn't known before.
 
     Raises:
-        ArgumentError: `scheduler` is neither; or it is of another optimizer, or of rates before the cores have scaled
-            them; another interval.
+        UnknownNameError: There is no schedule of this name.
+        ArgumentError: `scheduler` is none of these; or it is of another optimizer, or of rates before the cores have
+            scaled them; a number out of range; or, as training begins, the number of steps isn't known.
 
-    Example: a warm-up over 100 steps, and then half a cosine over 900.
+    Example: a warm-up over a twentieth of the steps, and half a cosine; then one of 100 of 1000, of PyTorch's parts.
+        >>> callback = LRScheduler("cosine", warmup=0.05, floor=0.1)
         >>> from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
         >>> def warm_up_and_cosine(optimizer):
         ...     phases = [LinearLR(optimizer, 0.01, total_iters=100), CosineAnnealingLR(optimizer, T_max=900)]
         ...     return SequentialLR(optimizer, phases, milestones=[100])
         >>> callback = LRScheduler(warm_up_and_cosine, interval="step")
+
+    Source: `"wsd"` is of Hu et al., "MiniCPM", 2024; `"inverse_sqrt"` of Vaswani et al., "Attention is all you need",
+    2017; the names are those of `transformers.get_scheduler` and Keras.
     """
 
     def __init__(
         self,
-        scheduler: Callable[[Optimizer], lr_scheduler.LRScheduler] | lr_scheduler.LRScheduler,
-        interval: str = "epoch",
+        scheduler: str | Callable[[Optimizer], lr_scheduler.LRScheduler] | lr_scheduler.LRScheduler,
+        interval: str | None = None,
         monitor: str = "val_loss",
+        *,
+        warmup: int | float = 0,
+        floor: float = 0.0,
+        decay: int | float = 0.2,
+        total_steps: int | None = None,
     ) -> None:
-        if not callable(scheduler) and not hasattr(scheduler, "optimizer"):
-            raise ArgumentError(
-                "scheduler must be a function of the optimizer, such as lambda optimizer: CosineAnnealingLR(optimizer, "
-                f"T_max=10), or a scheduler of torch.optim.lr_scheduler, got {scheduler!r}"
-            )
-        if interval not in ("epoch", "step"):
+        if interval not in (None, "epoch", "step"):
             raise ArgumentError(f"interval must be 'epoch' or 'step', got {interval!r}")
-        self.interval = interval
+        self._named: NamedSchedule | None = None
+        if isinstance(scheduler, str):
+            self._named = NamedSchedule(scheduler, warmup, floor, decay)
+            if interval == "epoch":
+                raise ArgumentError(f"the schedule {scheduler!r} gives each step its rate: leave out interval='epoch'")
+            if total_steps is not None:
+                require_whole("total_steps", total_steps)
+        elif (warmup, floor, decay, total_steps) != (0, 0.0, 0.2, None):
+            raise ArgumentError(
+                f"warmup, floor, decay and total_steps go with a schedule by name ({', '.join(NAMES)}), got "
+                f"{scheduler!r}"
+            )
+        elif not callable(scheduler) and not hasattr(scheduler, "optimizer"):
+            raise ArgumentError(
+                "scheduler must be a name, a function of the optimizer, such as lambda optimizer: "
+                "CosineAnnealingLR(optimizer, T_max=10), or a scheduler of torch.optim.lr_scheduler, got "
+                f"{scheduler!r}"
+            )
+        self.interval = interval or ("epoch" if self._named is None else "step")
+        self.total_steps = total_steps
         self.scheduler: lr_scheduler.LRScheduler | None = None
         self._make = scheduler
         self._monitor = Monitor(monitor)
@@ -62,10 +102,14 @@ class LRScheduler(RateCallback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Make the scheduler, if there is none of this optimizer."""
         optimizer = self.model.optimizer
+        assert optimizer is not None
+        if self._named is not None:
+            self._lay_out(self._named, optimizer)
+            return
         if self.scheduler is not None and self.scheduler.optimizer is optimizer:
             self._epoch = None
             return
-        assert optimizer is not None
+        assert not isinstance(self._make, str)
         if callable(self._make):
             for group in optimizer.param_groups:
                 group.pop("initial_lr", None)  # of an earlier scheduler, which PyTorch would begin with
@@ -74,8 +118,7 @@ class LRScheduler(RateCallback):
             self.scheduler = _given(self._make, optimizer)
         if getattr(self.scheduler, "optimizer", None) is not optimizer:
             raise ArgumentError(f"scheduler must make a scheduler of the optimizer it is given, got {self.scheduler!r}")
-        # PyTorch warns where no optimizer.step() came before; in a step that is replayed there is none to be seen.
-        setattr(optimizer, "_opt_called", True)  # noqa: B010 - no attribute that PyTorch declares
+        _never_warn(self.scheduler.optimizer)
         self._iterations = self._epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -84,6 +127,13 @@ class LRScheduler(RateCallback):
         if self.interval == "epoch" and left and _follower(self.scheduler) is None:
             self._step(None)
         self._epoch = epoch
+        updates = self.params.get("updates")
+        if self._named is not None and updates and self.params.get("max_steps") is None:
+            # Its place in the whole: training may begin with a later epoch, or have left one before its end.
+            assert self.scheduler is not None
+            self.scheduler.last_epoch = epoch * updates - 1
+            self._step(None)
+            self._iterations = None
 
     def on_train_step_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Set the rate of the step, unless it has one: the very first, and one that waits for more gradients."""
@@ -122,13 +172,36 @@ class LRScheduler(RateCallback):
         for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
+    def _lay_out(self, schedule: NamedSchedule, optimizer: Optimizer) -> None:
+        """Make PyTorch's scheduler of a schedule by name, over the steps of this `fit`."""
+        from torch.optim.lr_scheduler import LambdaLR
+
+        total = self.total_steps or self.params.get("total_steps")
+        if total is None and schedule.needs_total:
+            raise ArgumentError(
+                f"the schedule {schedule.name!r} must know how many steps there are, and these data don't say how many "
+                "batches they have: pass LRScheduler(total_steps=...), fit(steps_per_epoch=...) or fit(max_steps=...)"
+            )
+        begin_from_peak(optimizer)
+        self.scheduler = LambdaLR(optimizer, partial(schedule.factor, total=total))
+        _never_warn(optimizer)
+        note_scheduled(optimizer)
+        self._iterations = self._epoch = None
+
     def _step(self, logs: Logs | None) -> None:
         assert self.scheduler is not None
         follower = _follower(self.scheduler)
         if follower is None:
             self.scheduler.step()
+            if self._named is not None:
+                note_scheduled(self.scheduler.optimizer)
         elif (value := self._monitor.read(logs, type(self).__name__)) is not None:
             follower.step(value)
+
+
+def _never_warn(optimizer: Optimizer) -> None:
+    # PyTorch warns where no optimizer.step() came before; in a step that is replayed there is none to be seen.
+    setattr(optimizer, "_opt_called", True)  # noqa: B010 - no attribute that PyTorch declares
 
 
 def _follower(scheduler: lr_scheduler.LRScheduler | None) -> lr_scheduler.ReduceLROnPlateau | None:

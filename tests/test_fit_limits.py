@@ -5,10 +5,11 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import tpufit
-from tpufit.callbacks import Callback
+from tpufit.callbacks import Callback, ModelCheckpoint
 from tpufit.errors import ArgumentError
 
 pytestmark = pytest.mark.cores(1)
@@ -53,6 +54,83 @@ def test_each_epoch_has_other_rows():
     assert len(first) == len(second) == 32 and not np.array_equal(first, second)
 
 
+def test_validation_may_have_a_limit_of_its_own():
+    _, count = fit(validation_limit=2)
+    assert (len(count.train), len(count.test)) == (10, 2)
+    _, count = fit(limit=3, validation_limit=0.5)
+    assert (len(count.train), len(count.test)) == (3, 5)
+
+
+def made(**options):
+    torch.manual_seed(0)
+    model = tpufit.Model(nn.Linear(4, 3))
+    model.compile("sgd", "cross_entropy", scale_lr=None, **options)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "max_steps", "batches"),
+    [
+        ({}, 4, [4]),
+        ({}, 23, [10, 10, 3]),
+        ({"steps_per_execution": 3}, 14, [10, 4]),
+        ({"accumulate_steps": 4}, 4, [10, 4]),  # an epoch has three steps, of 4, 4 and 2 batches
+        ({"accumulate_steps": 4, "steps_per_execution": 3}, 6, [10, 10]),
+    ],
+)
+def test_so_many_steps_of_the_optimizer(options, max_steps, batches):
+    model, count = made(**options), Count()
+    model.fit(X, Y, 16, verbose=0, max_steps=max_steps, callbacks=[count])
+    assert len(model.history.epoch) == len(batches) and model.steps_taken == sum(batches)
+    model.fit(X, Y, 16, verbose=0, max_steps=max_steps, epochs=1)
+    assert model.steps_taken == sum(batches) + batches[0]  # epochs are a limit, too
+    assert not model.out_of_time
+
+
+def test_max_steps_go_on_inside_the_epoch_they_ended_in(tmp_path):
+    whole, parts = made(), made()
+    whole.fit(X, Y, 16, verbose=0, max_steps=23)
+    parts.fit(X, Y, 16, verbose=0, max_steps=14, callbacks=[ModelCheckpoint(tmp_path)])
+    again, count = made(), Count()
+    again.fit(X, Y, 16, verbose=0, max_steps=23, callbacks=[ModelCheckpoint(tmp_path), count], resume=True)
+    assert again.steps_taken == 23 and all(map(np.array_equal, whole.get_weights(), again.get_weights()))
+    again.fit(X, Y, 16, verbose=0, max_steps=23, callbacks=[ModelCheckpoint(tmp_path)], resume=True)
+    assert again.steps_taken == 23
+
+
+def test_max_steps_of_endless_data():
+    def endless():
+        while True:
+            taken.append(0)
+            yield X[:16], Y[:16]
+
+    taken, model = [], made()
+    model.fit(endless(), verbose=0, max_steps=7)
+    assert model.steps_taken == len(taken) == 7
+
+
+class Stop(Callback):
+    reads_weights = False
+
+    def __init__(self, batch=None, epochs=()):
+        self.batch, self.epochs = batch, epochs
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.batch:
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch in self.epochs:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize(("stop", "steps"), [(Stop(3), 24), (Stop(epochs=[0]), 50), (Stop(epochs=[0, 1]), 20)])
+def test_no_callback_ends_training_before_min_epochs(stop, steps):
+    model = made()
+    model.fit(X, Y, 16, 5, verbose=0, min_epochs=2, callbacks=[stop])
+    assert model.steps_taken == steps
+
+
 @pytest.mark.parametrize("max_time", [0.5, timedelta(milliseconds=500)])
 def test_it_ends_after_the_batch_under_way(max_time):
     model, count = fit(count=Count(0.1), max_time=max_time, epochs=100)
@@ -65,6 +143,9 @@ def test_it_ends_after_the_batch_under_way(max_time):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_steps": 0}, "max_steps must be a whole number of at least 1, got 0"),
+        ({"min_epochs": -1}, "min_epochs must be a whole number of at least 0, got -1"),
+        ({"validation_limit": 0}, "a number of batches from 1, or a share such as 0.1, got 0"),
         ({"limit": 0}, "a number of batches from 1, or a share such as 0.1, got 0"),
         ({"limit": 1.5}, "a share such as 0.1, got 1.5"),
         ({"max_time": 0}, "a number of seconds above 0 or a timedelta, got 0"),

@@ -265,7 +265,7 @@ class Model(StepMethods):
         x: Any = None,
         y: Any = None,
         batch_size: int | None = None,
-        epochs: int = 1,
+        epochs: int | None = None,
         verbose: str | int = "auto",
         callbacks: Callbacks = None,
         validation_split: float = 0.0,
@@ -281,6 +281,9 @@ class Model(StepMethods):
         *,
         validation_step_freq: int | float | None = None,
         limit: int | float | None = None,
+        validation_limit: int | float | None = None,
+        min_epochs: int = 0,
+        max_steps: int | None = None,
         max_time: float | timedelta | None = None,
         resume: bool | str | os.PathLike[str] = False,
         strict: bool = False,
@@ -295,7 +298,8 @@ class Model(StepMethods):
             y: Targets, with arrays.
             batch_size: Rows per core (default 32): the global batch is `batch_size * cores`. From a `DataLoader` or an
                 iterable, each core gets one of its batches.
-            epochs: The number of the last epoch: training runs from `initial_epoch` to it (default 1; 0: no epoch).
+            epochs: The number of the last epoch: training runs from `initial_epoch` to it (default 1, or with
+                `max_steps` as many as these need; 0: no epoch).
             verbose: `"auto"` (default), 0 (silent), 1 (a progress bar) or 2 (a line an epoch).
             callbacks: `Callback` objects, or a `CallbackList`.
             validation_split: The share of the rows, taken from the end before shuffling, to validate on (arrays and
@@ -321,6 +325,11 @@ class Model(StepMethods):
                 `on_test_end`; the epoch's logs have the `val_*` of the last one. With `steps_per_execution=k` it comes
                 after the step's group.
             limit: The number of batches per epoch to train and validate on, or as a float their share (default: all).
+            validation_limit: The same for validation alone (default: `limit`).
+            min_epochs: The number of epochs before which no callback ends training (default 0): one that wants to must
+                want it again.
+            max_steps: The number of the optimizer's steps after which training ends, maybe inside an epoch (default: no
+                limit). With `resume` those before it count too.
             max_time: The time after which to stop, at the end of a batch: seconds, or a `timedelta`.
             resume: True: resume from the newest checkpoint of the `ModelCheckpoint(folder)` or `BackupAndRestore` among
                 the callbacks, or start from the beginning if there is none. `"best"`: from the best one.
@@ -358,8 +367,9 @@ class Model(StepMethods):
                 validation_batch_size,
                 validation_freq,
                 validation_step_freq,
+                validation_limit,
             ),
-            Schedule(epochs, initial_epoch, limit, max_time, resume, strict),
+            Schedule(epochs, initial_epoch, min_epochs, max_steps, limit, max_time, resume, strict),
             callbacks,
             verbose,
             cores,

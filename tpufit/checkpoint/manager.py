@@ -44,6 +44,7 @@ class Progress:
         validated: The last validation: the number of the epoch's batches before it, and its logs.
         stopped: True if a callback has ended training.
         epochs: The number of epochs asked for.
+        updates: The number of the optimizer's steps in this training.
     """
 
     epoch: int
@@ -52,6 +53,7 @@ class Progress:
     validated: dict[str, Any] | None = None
     stopped: bool = False
     epochs: int = 0
+    updates: int = 0
 
 
 _FIELDS = [field.name for field in fields(Progress)]
@@ -172,7 +174,7 @@ def progress_of(checkpoint: Checkpoint, first: int = 0) -> Progress:
     own = checkpoint.state["progress"]
     if own is None:
         return Progress(first)
-    return Progress(**{name: decode(own[name], checkpoint.training) for name in _FIELDS})
+    return Progress(**{name: decode(own[name], checkpoint.training) for name in _FIELDS if name in own})
 
 
 class CheckpointManager:

@@ -15,5 +15,5 @@ from .build import (
 from .device_rates import DeviceRates
 from .ema import EMA, EMAConfig
 from .host_counters import HostCounters
-from .rates import RATE_KEYS, rates, required, scale_rates, scaled_rates, set_rate
+from .rates import RATE_KEYS, begin_from_peak, note_scheduled, rates, required, scale_rates, scaled_rates, set_rate
 from .shared_counters import CountsTogether

@@ -7,10 +7,12 @@ from ..errors import NotCompiledError
 _RATIO = "lr_ratio"  # the proportion of a group's rate to the first group's
 _FACTOR = "lr_factor"  # the factor that `scale_rates` has multiplied the rate by
 _SCALED = "scaled_lr"  # the rate that it gave
+_SCHEDULED = "scheduled_lr"  # the rate that a schedule by name gave last
+_PEAK = "initial_lr"  # PyTorch's name of the rate that a schedule begins with, or rises to
 
 
 # The keys of a group that hold its rate, and where the rate came from: tpufit's, and PyTorch's own.
-RATE_KEYS = ("lr", "initial_lr", _RATIO, _FACTOR, _SCALED)
+RATE_KEYS = ("lr", _PEAK, _RATIO, _FACTOR, _SCALED, _SCHEDULED)
 
 
 def required(optimizer: Optimizer | None) -> Optimizer:
@@ -66,3 +68,17 @@ def scale_rates(optimizer: Optimizer, factor: float) -> None:
 def scaled_rates(optimizer: Optimizer) -> list[float]:
     """The rates that `scale_rates` gave the groups, whatever they are now; without it, those that they have."""
     return [float(group.get(_SCALED, group["lr"])) for group in optimizer.param_groups]
+
+
+def begin_from_peak(optimizer: Optimizer) -> None:
+    """Return each group to the peak of the schedule before, unless the rate has been set since; that is a new peak."""
+    for group in optimizer.param_groups:
+        if group["lr"] == group.get(_SCHEDULED):
+            group["lr"] = group[_PEAK]
+        group.pop(_PEAK, None)  # PyTorch would begin with it
+
+
+def note_scheduled(optimizer: Optimizer) -> None:
+    """Note that the groups' rates are those of a schedule by name."""
+    for group in optimizer.param_groups:
+        group[_SCHEDULED] = group["lr"]

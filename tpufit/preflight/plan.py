@@ -107,7 +107,13 @@ def plan_of(
     passes = [_pass(engine, "train", data, joined)]
     if validation.data is not None:
         how = {"batch_size": validation.rows_per_core(train.batch_size), "steps": validation.steps, "restart": True}
-        held_out = _Data(parts_of(validation.data), "validation_data", how, cores, limit)
+        held_out = _Data(
+            parts_of(validation.data),
+            "validation_data",
+            how,
+            cores,
+            limit if validation.limit is None else validation.limit,
+        )
         passes.append(_pass(engine, "eval", held_out, joined))
     return PreflightPlan(engine.model, engine.config, weigher, passes, cores)
 

@@ -26,7 +26,8 @@ from .report import Comparison, PreflightReport
 from .slices import Slice, slice_of
 
 # The arguments of `fit` that change none of its programs.
-_WITHOUT_EFFECT = {"epochs", "callbacks", "initial_epoch", "max_time", "resume", "strict", "cores"}
+_WITHOUT_EFFECT = {"epochs", "callbacks", "initial_epoch", "min_epochs", "max_steps", "max_time", "resume", "strict"}
+_WITHOUT_EFFECT |= {"cores"}
 _CLOSE = 1.05  # a batch this near to one that doesn't fit is the largest
 
 

@@ -302,10 +302,10 @@ class TrainState:
         Returns:
             One plan a step; empty if all steps do the same.
         """
+        if not self._plans:
+            return []
         every, ema, now = self._config.gradients.accumulate_steps, self._config.ema, self.numbers
         overwrite = ema.overwrite_frequency if ema is not None else None
-        if every == 1 and overwrite is None:
-            return []
         plans, waiting, updates = [], now.batches_waiting, now.updates
         for i in range(steps):
             takes_step = waiting + 1 == every or (last and i == steps - 1)
@@ -313,6 +313,21 @@ class TrainState:
             overwrites = takes_step and overwrite is not None and updates % overwrite == 0
             plans.append(UpdatePlan(takes_step, overwrites))
         return plans
+
+    @property
+    def _plans(self) -> bool:
+        """True if steps differ in what they do with their gradients."""
+        ema = self._config.ema
+        return self._config.gradients.accumulate_steps > 1 or (ema is not None and ema.overwrite_frequency is not None)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The number of steps that the optimizer has taken, since some beginning."""
+        return self.numbers.updates if self._plans else self.numbers.step
+
+    def batches_of(self, updates: int) -> int:
+        """Return the number of batches that the next steps of the optimizer take, inside an epoch."""
+        return updates * self._config.gradients.accumulate_steps - self.numbers.batches_waiting
 
     def count_updates(self, plans: Iterable[UpdatePlan]) -> None:
         """Count planned steps as done."""

@@ -4,16 +4,17 @@
 | --- | --- |
 | `TrainingData` | x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight |
 | `ValidationData` | validation_split, validation_data, validation_steps, validation_batch_size, validation_freq, \
-validation_step_freq |
-| `Schedule` | epochs, initial_epoch, limit, max_time, resume, strict |
+validation_step_freq, validation_limit |
+| `Schedule` | epochs, initial_epoch, min_epochs, max_steps, limit, max_time, resume, strict |
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import ceil
 from typing import Any
 
 import torch
@@ -92,6 +93,12 @@ class ValidationData:
     batch_size: int | None = None
     freq: int | Container[int] = 1
     step_freq: int | float | None = None
+    limit: int | float | None = None
+
+    @property
+    def given(self) -> bool:
+        """True if there is something to validate on."""
+        return bool(self.split) or self.data is not None
 
     def split_off(self, train: TrainingData) -> tuple[TrainingData, ValidationData]:
         """Take the last rows of the training data to validate on, if `validation_split` asks for it."""
@@ -120,10 +127,13 @@ class ValidationData:
             train_steps: The number of steps in an epoch, if known.
         """
         if self.data is None:
-            if self.step_freq is not None:
-                raise ArgumentError("validation_step_freq needs validation_data or validation_split to validate on")
+            for name in ("step_freq", "limit"):
+                if getattr(self, name) is not None:
+                    raise ArgumentError(f"validation_{name} needs validation_data or validation_split to validate on")
             return None
         held_out = evaluation_stream(self.data, self.rows_per_core(batch_size), placement, cores, self.steps)
+        if self.limit is not None:
+            held_out.limit(self.limit)
         every = None if self.step_freq is None else steps_between(self.step_freq, train_steps)
         return Validation(held_out, self.freq, every)
 
@@ -161,16 +171,22 @@ class Schedule:
         ArgumentError: A number out of range.
     """
 
-    epochs: int = 1
+    epochs: int | None = None
     initial_epoch: int = 0
+    min_epochs: int = 0
+    max_steps: int | None = None
     limit: int | float | None = None
     max_time: float | timedelta | None = None
     resume: bool | str | os.PathLike[str] = False
     strict: bool = False
 
     def __post_init__(self) -> None:
-        require_whole("epochs", self.epochs, 0)
+        if self.epochs is not None:
+            require_whole("epochs", self.epochs, 0)
         require_whole("initial_epoch", self.initial_epoch, 0)
+        require_whole("min_epochs", self.min_epochs, 0)
+        if self.max_steps is not None:
+            require_whole("max_steps", self.max_steps)
         if self.seconds is not None and not self.seconds > 0:
             raise ArgumentError(f"max_time must be a number of seconds above 0 or a timedelta, got {self.max_time!r}")
 
@@ -191,11 +207,21 @@ class Schedule:
             )
         return Strict(users_line()) if self.strict else LENIENT
 
-    def apply_limit(self, streams: Sequence[Stream]) -> None:
-        """Cut the epochs of streams to `limit`."""
-        if self.limit is not None:
-            for part in streams:
-                part.limit(self.limit)
+    def params(self, steps: int | None, accumulate_steps: int) -> dict[str, int | None]:
+        """Return the course of training as callbacks get it, see `Callback.params`.
+
+        Args:
+            steps: The number of batches in an epoch, if known.
+            accumulate_steps: The number of batches for one step of the optimizer.
+        """
+        updates = None if steps is None else ceil(steps / accumulate_steps)
+        epochs = self.epochs
+        if epochs is None:
+            epochs = 1 if self.max_steps is None else self.initial_epoch + ceil(self.max_steps / (updates or 1))
+        total = None if updates is None else updates * epochs
+        if self.max_steps is not None:
+            total = self.max_steps if total is None else min(total, self.max_steps)
+        return {"epochs": epochs, "updates": updates, "max_steps": self.max_steps, "total_steps": total}
 
 
 def evaluation_stream(

@@ -1,5 +1,6 @@
 """`run_fit`: from the arguments of `Model.fit` to the loop."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,8 @@ def run_fit(
     optimizers.required(engine.model.optimizer)
     verbosity = resolve_verbose(verbose)
     given = CallbackList(callbacks).callbacks
+    if validation.limit is None and validation.given:
+        validation = replace(validation, limit=schedule.limit)
     train, validation = validation.split_off(train)  # first: the balance of classes is that of the rows to train on
     options = FitOptions(schedule.policy(engine), train.weigher(engine), fitting=True)
     # Only now: a process can settle its cores once, so bad arguments must be found before.
@@ -62,7 +65,8 @@ def run_fit(
     placement = engine.place_on(settled)
     data = train.stream(placement, settled, seed)
     held_out = validation.build(placement, settled, train.batch_size, data.steps)
-    schedule.apply_limit([data] if held_out is None else [data, held_out.stream])
+    if schedule.limit is not None:
+        data.limit(schedule.limit)
     if held_out is not None:
         check_first(engine, held_out.stream, data)
     # Before the move, which can't write back values that a failed step has lost.
@@ -83,13 +87,15 @@ def run_fit(
         if resumed is not None:
             print(f"going on from step {resumed.step}", flush=True)
     history = History()
-    params = {"epochs": schedule.epochs, "steps": data.steps, "verbose": verbosity}
+    course = schedule.params(data.steps, engine.config.gradients.accumulate_steps)
+    params = {"steps": data.steps, "verbose": verbosity, **course}
     all_callbacks = callback_list(engine, callbacks, params, history)
     # Last: an error above leaves the history and the report of the `fit` before.
     engine.begin_fit(history, options, seed)
-    epochs = range(schedule.initial_epoch, schedule.epochs)
+    epochs = range(schedule.initial_epoch, course["epochs"] or 0)
+    limits = loop.Limits(schedule.min_epochs, schedule.max_steps, schedule.seconds)
     try:
-        loop.fit(engine, data, held_out, all_callbacks, epochs, schedule.seconds, resumed)
+        loop.fit(engine, data, held_out, all_callbacks, epochs, limits, resumed)
     finally:
         engine.options = FitOptions()
     return history

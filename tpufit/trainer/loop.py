@@ -28,7 +28,7 @@ checkpoint is from the middle of one: loaded earlier, it would be overwritten by
 """
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -47,13 +47,28 @@ from .passes import PassLoop, Pause, closing
 from .validation import Validations
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a `fit` besides its epochs.
+
+    Attributes:
+        min_epochs: The number of epochs before which callbacks can't end training.
+        max_steps: The number of the optimizer's steps after which it ends; None for any.
+        seconds: The time after which it ends, with the batch under way; None for any.
+    """
+
+    min_epochs: int = 0
+    max_steps: int | None = None
+    seconds: float | None = None
+
+
 def fit(
     engine: Engine,
     train: Stream,
     validation: Validation | None,
     callbacks: CallbackList,
     epochs: range,
-    max_time: float | None = None,
+    limits: Limits,
     resumed: Checkpoint | None = None,
 ) -> None:
     """Train for some epochs.
@@ -64,7 +79,7 @@ def fit(
         validation: The data to validate on and the schedule, if any.
         callbacks: The callbacks to tell.
         epochs: The epochs' numbers, from 0.
-        max_time: The time after which training ends, with the batch under way, in seconds (default: none).
+        limits: The other limits.
         resumed: The checkpoint to resume from; the epochs before its own are skipped (default: none).
     """
     model = engine.model
@@ -72,7 +87,7 @@ def fit(
     engine.state.swap_ema(to=False)  # a callback may have left the averages in the weights' place
     model.module.eval()  # `closing` restores this mode at the end, ready for use
     with closing(callbacks, engine), Interruption() as interruption:
-        training = _Training(engine, train, validation, callbacks, epochs.stop, max_time, interruption)
+        training = _Training(engine, train, validation, callbacks, epochs.stop, limits, interruption)
         # The callbacks begin before the resumption, so that the checkpoint overrides what they begin with.
         callbacks.call("on_train_begin")
         training.manager.begin(resumed is not None)
@@ -98,7 +113,7 @@ class _Training:
         validation: Validation | None,
         callbacks: CallbackList,
         epochs: int,
-        max_time: float | None,
+        limits: Limits,
         interruption: Interruption,
     ) -> None:
         self._engine = engine
@@ -108,7 +123,10 @@ class _Training:
         self._interruption = interruption
         self._validations = None if validation is None else Validations(engine, validation, callbacks, interruption)
         self.manager = CheckpointManager(engine, train, callbacks, None if validation is None else validation.stream)
-        self._deadline = None if max_time is None else perf_counter() + max_time
+        self._limits = limits
+        self._deadline = None if limits.seconds is None else perf_counter() + limits.seconds
+        self._steps_before = engine.state.optimizer_steps
+        self._done = 0  # epochs
         self._resumed: Checkpoint | None = None  # for the epoch about to begin
         self._advised = False
 
@@ -118,13 +136,20 @@ class _Training:
         if begun.stopped and self._epochs <= begun.epochs:  # a callback had ended it, and no more epochs are wanted
             begun = replace(begun, epoch=self._epochs)
         if begun.batches is None or begun.epoch >= self._epochs:
-            self.manager.go_on(checkpoint)
+            self._load(checkpoint)
         else:
             self._resumed = checkpoint
         return begun
 
+    def _load(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
+        """Load a checkpoint, and return the number of the epoch's batches that are trained on."""
+        batches = self.manager.go_on(checkpoint, run)
+        self._steps_before = self._engine.state.optimizer_steps - progress_of(checkpoint).updates
+        return batches
+
     def run_epoch(self, epoch: int) -> dict[str, Any]:
         """Train for one epoch, validate if that is due, and return the epoch's logs."""
+        self._done = epoch
         self._callbacks.call("on_epoch_begin", epoch)
         run = StepRunner(self._engine, "train", self._train.device_transform, warm=self._train.passed)
         logs = self._go_on(epoch, run)
@@ -136,6 +161,7 @@ class _Training:
             logs |= self._validations.close(epoch, run.tally.batches)
             self._leave_if_interrupted()
         self._callbacks.call("on_epoch_end", epoch, logs)
+        self._done = epoch + 1
         self._note(epoch + 1)
         self._leave_if_interrupted()
         return logs
@@ -145,7 +171,17 @@ class _Training:
         model = self._engine.model
         late = self._deadline is not None and perf_counter() > self._deadline
         model.stop_training, model.out_of_time = self._interruption.settle(model.stop_training, late)
-        return model.stop_training or model.out_of_time or self._interruption.wanted
+        return model.stop_training or model.out_of_time or self._steps_left == 0 or self._interruption.wanted
+
+    @property
+    def _steps_taken(self) -> int:
+        """The number of the optimizer's steps in this training, with those before a resumption."""
+        return self._engine.state.optimizer_steps - self._steps_before
+
+    @property
+    def _steps_left(self) -> int | None:
+        """The number of the optimizer's steps until `max_steps`; None without it."""
+        return None if self._limits.max_steps is None else max(0, self._limits.max_steps - self._steps_taken)
 
     def _go_on(self, epoch: int, run: StepRunner) -> dict[str, Any] | None:
         """Load the checkpoint if it is from this epoch. Return the epoch's logs if only its validation is left."""
@@ -154,7 +190,7 @@ class _Training:
         if resumed is None:
             return None
         progress = progress_of(resumed)
-        run.tally.batches = self.manager.go_on(resumed, run if progress.trained is None else None)
+        run.tally.batches = self._load(resumed, run if progress.trained is None else None)
         if self._validations is not None and progress.validated is not None:
             self._validations.last = progress.validated
         if progress.trained is None:
@@ -188,13 +224,22 @@ class _Training:
         began = perf_counter()
         waited = 0.0
         validate_and_save()  # the checkpoint may be from a step whose validation was broken off
-        if self._interruption.wanted:
+        if self._interruption.wanted or self._steps_left == 0:
             self._train.epoch(epoch)  # sets the position that a checkpoint saves; reads nothing
         else:
-            loop = PassLoop("train", run, self._train, self._callbacks, stop, self._interruption, note_waited)
+            loop = PassLoop(
+                "train",
+                run,
+                self._train,
+                self._callbacks,
+                stop,
+                self._interruption,
+                note_waited,
+                most=None if self._steps_left is None else engine.state.batches_of(self._steps_left),
+            )
             waited = loop(epoch, look_ahead=engine.config.gradients.accumulate_steps > 1)
         self._leave_if_interrupted()
-        if model.out_of_time:
+        if model.out_of_time or (self._steps_left == 0 and run.tally.batches != self._train.steps):
             self.manager.save_now()  # here, not at the epoch's end: the rest of the epoch is still to be trained on
         logs = run.results()
         elapsed = perf_counter() - began - (validations.take_seconds() if validations is not None else 0.0)
@@ -211,8 +256,12 @@ class _Training:
     def _note(self, epoch: int, batches: int | None = None, run: StepRunner | None = None, trained: Any = None) -> None:
         """Tell the manager how far training is; it saves if a callback has requested that."""
         validated = None if self._validations is None or batches is None else self._validations.last
-        stopped = self._engine.model.stop_training
-        self.manager.note(Progress(epoch, batches, trained, validated, stopped, self._epochs), run)
+        model = self._engine.model
+        if self._done < self._limits.min_epochs:
+            model.stop_training = False
+        stopped = model.stop_training
+        progress = Progress(epoch, batches, trained, validated, stopped, self._epochs, self._steps_taken)
+        self.manager.note(progress, run)
 
     def _leave_if_interrupted(self) -> None:
         self._interruption.settle()

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 from time import perf_counter, thread_time
 from typing import Any
@@ -52,6 +53,7 @@ class PassLoop:
         interruption: The signals, which end a wait for data (default: none, outside `fit`).
         waited: The function called before each batch's end hook with the wait for data so far, in seconds.
         collect: The function called with the outputs of each group's batches and their rows (default: none).
+        most: The number of batches after which the pass ends at the latest (default: any).
     """
 
     name: str
@@ -62,6 +64,7 @@ class PassLoop:
     interruption: Interruption | None = None
     waited: Callable[[float], None] | None = None
     collect: Callable[[list[Any], list[int]], None] | None = None
+    most: int | None = None
 
     def __call__(self, epoch: int = 0, look_ahead: bool = False) -> float:
         """Run the pass, or the rest of it.
@@ -93,7 +96,7 @@ class PassLoop:
                 left = ceil((data.steps - run.tally.batches - len(part.forms)) / run.group_size)
             return step(part, feed.paused, last, left) or ()
 
-        batches = _groups(data.epoch(epoch), lambda: run.group_size)
+        batches = _groups(islice(data.epoch(epoch), self.most), lambda: run.group_size)
         feed: BatchReader[list[DeviceGroup]] = (
             InlineReader(batches, run.send, data.pace)
             if inline

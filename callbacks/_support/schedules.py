@@ -1,0 +1,84 @@
+"""Learning-rate schedules by name: the share of the peak that each step has. With no hooks and no model."""
+
+import math
+from dataclasses import dataclass
+
+from ...errors import ArgumentError, UnknownNameError, require_whole
+
+NAMES = ("linear", "cosine", "constant", "inverse_sqrt", "wsd")
+
+# Of "inverse_sqrt" without a warm-up: the steps after which the rate is 1 / sqrt(2) of the peak.
+_TIMESCALE = 10_000
+
+
+@dataclass(frozen=True)
+class NamedSchedule:
+    """A schedule by name, which a number of steps makes complete.
+
+    Args:
+        name: One of `NAMES`.
+        warmup: The steps of the warm-up, or as a float their share.
+        floor: The least share of the peak after the warm-up, from 0 to 1.
+        decay: The steps of the fall at the end of `"wsd"`, or as a float their share.
+
+    Raises:
+        UnknownNameError: There is no such schedule.
+        ArgumentError: A number out of range.
+
+    Example:
+        >>> schedule = NamedSchedule("linear", warmup=1)
+        >>> [schedule.factor(step, 5) for step in range(6)]
+        [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+
+    name: str
+    warmup: int | float = 0
+    floor: float = 0.0
+    decay: int | float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise UnknownNameError("schedule", self.name, NAMES)
+        for argument in ("warmup", "decay"):
+            value = getattr(self, argument)
+            if isinstance(value, float):
+                if not 0 <= value <= 1:
+                    raise ArgumentError(
+                        f"{argument} must be a whole number of steps or a share from 0.0 to 1.0, got {value!r}"
+                    )
+            else:
+                require_whole(argument, value, 0, otherwise="a share from 0.0 to 1.0")
+        if isinstance(self.floor, bool) or not isinstance(self.floor, (int, float)) or not 0 <= self.floor <= 1:
+            raise ArgumentError(f"floor must be a share of the rate from 0 to 1, got {self.floor!r}")
+
+    @property
+    def needs_total(self) -> bool:
+        """True if it can't be computed without the number of steps."""
+        return self.name in ("linear", "cosine", "wsd") or isinstance(self.warmup, float)
+
+    def factor(self, step: int, total: int | None) -> float:
+        """Return the share of the peak that a step has.
+
+        Args:
+            step: The number of the optimizer's step, from 0.
+            total: The number of steps; None if it isn't needed.
+        """
+        warmup = _steps(self.warmup, total)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if self.name == "inverse_sqrt":
+            timescale = warmup or _TIMESCALE
+            return max(self.floor, math.sqrt(timescale / (step - warmup + timescale)))
+        return self.floor + (1 - self.floor) * self._left(step, warmup, total)
+
+    def _left(self, step: int, warmup: int, total: int | None) -> float:
+        """Return the share that is left of what lies above the floor."""
+        if self.name == "constant" or total is None:
+            return 1.0
+        begin = max(warmup, total - _steps(self.decay, total)) if self.name == "wsd" else warmup
+        done = min(1.0, max(0.0, (step - begin) / max(1, total - begin)))
+        return (1 + math.cos(math.pi * done)) / 2 if self.name == "cosine" else 1 - done
+
+
+def _steps(amount: int | float, total: int | None) -> int:
+    return round(amount * (total or 0)) if isinstance(amount, float) else amount
