@@ -162,6 +162,7 @@ class Model(StepMethods):
         *,
         precision: str = "fp32",
         matmul_precision: str = "default",
+        attention: str = "auto",
         scale_lr: str | None = "linear",
         accumulate_steps: int = 1,
         clip_norm: float | None = None,
@@ -213,6 +214,11 @@ class Model(StepMethods):
                 and loss stay in float32; or `"bf16-true"`: the module itself becomes bfloat16, with its optimizer.
             matmul_precision: The precision of float32 matrix products on a TPU: `"default"` (bfloat16), or `"high"` or
                 `"highest"` (close to float32). A CPU is exact in any case.
+            attention: How `scaled_dot_product_attention` is computed on a TPU. `"plain"`: by products, with all scores
+                in memory. `"flash"`: by JAX's kernel for TPUs, which keeps none of them, so that memory grows with the
+                length of texts and not with its square. `"auto"` (default): by the kernel where it is worth it. What it
+                doesn't do stays plain: dropout, float32, masks but causal ones and those of padding or joined texts, a
+                v2 or v3, a CPU, or no JAX; `"flash"` then warns, and `report()` says it for each layer.
             scale_lr: How the learning rate grows with the number of cores, as the batch does: `"linear"` (default;
                 Goyal et al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None (not at all). The rate given here
                 is multiplied once, at the first `fit`; rates set later are used as they are.

@@ -2,6 +2,7 @@
 
 | file | its idea |
 | --- | --- |
+| `attention` | how attention is to be computed, and is |
 | `cores` | the cores of a process |
 | `placement` | where steps run, and how tensors lie there |
 | `state` | the tensors that steps change |
@@ -15,6 +16,7 @@ mypy compares: the classes of a backend inherit from these, or are returned as t
 the functions. `docs/backends.md` says what a new one needs, method by method.
 """
 
+from .attention import ATTENTION, AttentionForms
 from .cores import Cores, CoresArgument
 from .eager import HOST
 from .in_flight import InFlight

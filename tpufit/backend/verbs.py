@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..utils.counters import Counts
+from .attention import AttentionForms
 from .cores import Cores, CoresArgument
 from .load import Load
 from .placement import Names, Placement, Sharding, Shardings
@@ -135,6 +136,7 @@ class Backend(Protocol):
         jit_compile: str | bool = ...,
         donate: bool = ...,
         matmul_precision: str = ...,
+        attention: AttentionForms = ...,
         python_state: Callable[[], dict[str, Any]] = ...,
     ) -> Program:
         """A step at a placement."""

@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import few
 from ..runtime import cure_for
 from ..utils.counters import Compiled, Counts
 from ..utils.text import rendered
@@ -61,6 +62,8 @@ class Report:
         metrics_report: The runtime's own report, if it was asked for.
         peak: The operations a second that all cores can compute at most; None on a CPU, or if it isn't known.
         predicted: The seconds of a training step that the model's last preflight has estimated; None without one.
+        attention: How each layer's attention is computed, by its name: `"flash"`, or `"plain"` with the reason; empty
+            with `attention="plain"`.
 
     Example:
         >>> seconds = {"wait: batch logs": 2.0, "compile": 0.5}
@@ -81,6 +84,7 @@ hundredth batch, or in on_epoch_end']
     metrics_report: str = ""
     peak: float | None = None
     predicted: float | None = None
+    attention: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -196,6 +200,7 @@ def _facts(report: Report) -> Table:
         "share of the peak": "" if share is None else f"{share:.1%} of {report.peak:.3g} operations a second",
         "a step": _beside_predicted(report),
         **{f"{role} step": f"traced: {cause}" if cause else "replayed" for role, cause in report.traced.items()},
+        **attention_in_words(report.attention),
         "on the host": ", ".join(fallbacks),
         "values read": f"{counts.host_reads}{reads and f', at {reads}'}" if counts.host_reads else "",
         "memory reused": f"{report.donated:,} bytes" if report.donated else "",
@@ -205,6 +210,27 @@ def _facts(report: Report) -> Table:
         if value:
             table.add_row(name, value)
     return table
+
+
+def attention_in_words(forms: Mapping[str, str]) -> dict[str, str]:
+    """The layers of each form of attention, for a table.
+
+    Args:
+        forms: The form of each layer, by its name.
+
+    Example:
+        >>> attention_in_words({"blocks.0": "flash", "blocks.1": "flash", "head": "plain: 64 keys are few"})
+        {'flash attention': 'blocks.0, blocks.1', 'plain attention': 'head (64 keys are few)'}
+    """
+    layers: dict[str, list[str]] = {}
+    for layer, form in forms.items():
+        layers.setdefault(form, []).append(layer or "the module")
+    words: dict[str, str] = {}
+    for form, names in layers.items():
+        kind, _, reason = form.partition(": ")
+        said = few(names) + (f" ({reason})" if reason else "")
+        words[f"{kind} attention"] = "; ".join(filter(None, [words.get(f"{kind} attention", ""), said]))
+    return words
 
 
 def _beside_predicted(report: Report) -> str:

@@ -28,6 +28,7 @@ It fulfils the contract in `tpufit/backend/`: the classes there are what the res
 | `counters` | what torch_xla counts itself: compilations, fallbacks, tensors |
 | `faults` | errors of the runtime, in a sentence |
 | `profiler` | a profile of chosen steps, and names for what is traced |
+| `jax_calls` | functions of JAX's as parts of a graph |
 | `ops` | operations that torch_xla lacks or does badly |
 """
 

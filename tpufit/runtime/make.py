@@ -5,13 +5,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import DeviceState, Placement, Program, Sharding, Sums
+from ..backend import AttentionForms, DeviceState, Placement, Program, Sharding, Sums
 from ..backend.eager import EagerProgram, HostState
 from .device_state import HeldState
+from .ops.forms import choosing
 from .ops.kernels import own_kernels
 from .packing import Packing
 from .placement import CorePlacement
 from .program import CapturedProgram
+
+_PLAIN = AttentionForms()
 
 
 def state_at(
@@ -38,6 +41,7 @@ def program_at(
     jit_compile: str | bool = "auto",
     donate: bool = False,
     matmul_precision: str = "default",
+    attention: AttentionForms = _PLAIN,
     python_state: Callable[[], dict[str, Any]] = dict,
 ) -> Program:
     """Return a step at a placement.
@@ -50,6 +54,7 @@ def program_at(
         jit_compile: See `Program`.
         donate: True to write the new state over the old where that costs no time.
         matmul_precision: The precision of float32 matrix products.
+        attention: How attention is to be computed (default: plain); what each layer gets is noted there.
         python_state: Gives the names and values that the step might change in Python, before and after a trace.
     """
     if isinstance(placement, CorePlacement):
@@ -61,7 +66,9 @@ def program_at(
             sums=sums,
             jit_compile=jit_compile,
             donate=donate,
-            inside=own_kernels,  # on one core too: there native batch norm in eval mode has no backward pass
+            inside=lambda: own_kernels(
+                forms=choosing(attention, placement)
+            ),  # on one core too: there native batch norm in eval mode has no backward pass
             matmul_precision=matmul_precision,
             python_state=python_state,
         )

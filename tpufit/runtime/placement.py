@@ -118,6 +118,36 @@ class CorePlacement(Placement):
         xla()._xla_annotate_custom_sharding(result, self.layout(sharding, tensor.dim()))
         return result
 
+    def to_core(self, tensor: Tensor) -> Tensor:
+        """Return the rows of a tensor that a core has, to compute with them by the core's own program.
+
+        If the cores don't share the rows evenly, some have rows of nothing in particular.
+        """
+        if not self.has_mesh:
+            return tensor
+        own: Tensor = xla()._spmd_full_to_shard_shape(self.laid_out(tensor, Sharding.ROWS))
+        return own
+
+    def from_core(self, tensor: Tensor, rows: int) -> Tensor:
+        """Return the tensor whose rows a core's own program has computed, a part on each core.
+
+        Args:
+            tensor: A core's rows.
+            rows: The number of rows of all cores.
+        """
+        if not self.has_mesh:
+            return tensor
+        xla()._mark_manual_sharding(tensor, self._manual)
+        layout = self.layout(Sharding.ROWS, tensor.dim())
+        whole: Tensor = xla()._spmd_shard_to_full_shape(tensor, layout, [rows, *tensor.shape[1:]], tensor.dtype)
+        return whole
+
+    @cached_property
+    def _manual(self) -> Any:
+        import torch_xla.distributed.spmd as spmd
+
+        return xla().OpSharding([], [], [], spmd.ShardingType.MANUAL)
+
     def in_flight(self) -> InFlight:
         return RunsAhead(most=self.most_in_flight)
 

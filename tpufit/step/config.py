@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import losses
-from ..errors import ArgumentError, require_whole
+from ..backend import ATTENTION
+from ..errors import ArgumentError, UnknownNameError, require_whole
 from ..losses import AnyLoss, LossByOutput
 from ..metrics import build as build_metrics
 from ..optimizers import NAMES, EMAConfig, GradientConfig
@@ -38,6 +39,7 @@ class CompileConfig:
         metrics: The metrics, weighted ones last.
         precision: `"fp32"`, `"bf16"` or `"bf16-true"`.
         matmul_precision: `"default"`, `"high"` or `"highest"`.
+        attention: `"auto"`, `"plain"` or `"flash"`.
         scale_lr: `"linear"`, `"sqrt"` or None.
         jit_compile: `"auto"`, True or False.
         run_eagerly: True to run steps on the host, in plain PyTorch.
@@ -52,6 +54,7 @@ class CompileConfig:
     metrics: list[Metric] = field(default_factory=list)
     precision: str = "fp32"
     matmul_precision: str = "default"
+    attention: str = "auto"
     scale_lr: str | None = "linear"
     jit_compile: str | bool = "auto"
     run_eagerly: bool = False
@@ -64,6 +67,8 @@ class CompileConfig:
     def __post_init__(self) -> None:
         if self.scale_lr not in _SCALINGS:
             raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {self.scale_lr!r}")
+        if self.attention not in ATTENTION:
+            raise UnknownNameError("attention", str(self.attention), ATTENTION)
         if self.jit_compile not in ("auto", True, False):
             raise ArgumentError(f"jit_compile must be 'auto', True or False, got {self.jit_compile!r}")
         if self.steps_per_execution != "auto":
@@ -91,6 +96,7 @@ class CompileConfig:
             metrics=build_metrics(given["metrics"], given["weighted_metrics"], outputs, ignored),
             precision=precisions.check(given["precision"]),
             matmul_precision=precisions.check_matmul(given["matmul_precision"]),
+            attention=given["attention"],
             scale_lr=given["scale_lr"],
             jit_compile=given["jit_compile"],
             run_eagerly=given["run_eagerly"],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import optimizers
-from ..backend import HOST, Cores, Load, Placement, Program
+from ..backend import HOST, AttentionForms, Cores, Load, Placement, Program
 from ..diagnostics.report import Pass, Report
 from ..errors import ArgumentError, StateLostError
 from ..losses import ClassWeight
@@ -150,6 +150,7 @@ class Engine:
         state: All that training changes.
         context: The step whose Python is running.
         options: The options of the `fit` under way.
+        attention: How attention is to be computed, and how each layer's is.
         roles: The roles by name, each with its program.
         latest: The role that started the last step, or whose logs were read last; None before the first.
         log: The record of the steps that have run.
@@ -161,7 +162,8 @@ class Engine:
         self.state: TrainState = TrainState(model, config, None if before is None else before.state)
         self.context = StepContext()
         self.options = FitOptions()
-        self.roles = {name: Role(name, self._python_state) for name in ROLES}
+        self.attention = AttentionForms(config.attention)
+        self.roles = {name: Role(name, self._python_state, self.attention) for name in ROLES}
         self.latest: Role | None = None
         self.log: RunLog = RunLog() if before is None else before.log
         self.observed: Observed = Observed() if before is None else Observed(before.observed.shapes)
@@ -377,4 +379,5 @@ class Engine:
             metrics_report=metrics_report() if verbose else "",
             peak=self.state.placement.peak,
             predicted=self.log.predicted,
+            attention=self.attention.named(self.model.module),
         )

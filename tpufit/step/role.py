@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..backend import Program
+from ..backend import AttentionForms, Program
 from ..metrics import PassMetrics, TrackedMetric
 from ..runtime import program_at
 from ..utils.strict import LENIENT, Strict
@@ -27,6 +27,7 @@ class Role:
     Args:
         name: `"train"`, `"eval"` or `"predict"`.
         python_state: Returns the names and values in the Python that the steps of a role run; given True, deeply.
+        attention: How attention is to be computed (default: plain).
 
     Attributes:
         name: The name.
@@ -38,8 +39,14 @@ class Role:
         group: The batches of the steps started last, or being started; None before the first.
     """
 
-    def __init__(self, name: str, python_state: Callable[[Role, bool], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        python_state: Callable[[Role, bool], dict[str, Any]],
+        attention: AttentionForms | None = None,
+    ) -> None:
         self.name = name
+        self._attention = attention or AttentionForms()
         self._python_state = python_state
         self.keys = GraphKeys(name, partial(python_state, self, False))
         self.program: Program | None = None
@@ -103,6 +110,7 @@ class Role:
                 jit_compile=config.jit_compile,
                 donate=self.learns,
                 matmul_precision=config.matmul_precision,
+                attention=self._attention,
                 python_state=partial(self._python_state, self, True),
             )
         return program, sums

@@ -1,6 +1,7 @@
 """Attention as products that keep their dimensions, with scores and their softmax in float32."""
 
 import math
+from functools import partial
 from string import ascii_lowercase
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from ..bindings import xla
 from ..kinds import keeps_bfloat16, kind_of
+from .flash import flash, segments_of
+from .forms import flash_on
 from .products import product
 from .views import direct
 
@@ -38,6 +41,20 @@ def attention(
         return None
     if attn_mask is not None and not _broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2])):
         return None
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    plain = partial(_plain, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+    placement = flash_on(query, key, attn_mask, dropout_p)
+    if placement is None:
+        return plain(query, key, value)
+    segments = None if attn_mask is None else segments_of(attn_mask, query, key)
+    y = flash(query, key, value, segments, is_causal, scale, placement, plain)
+    blind = _blind(attn_mask)
+    return y if blind is None else y.masked_fill(blind, 0)
+
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
+) -> Tensor:
     shared = query.shape[:-2] != key.shape[:-2]
     if shared:
         query = query.unflatten(-3, (key.shape[-3], -1))
@@ -45,9 +62,8 @@ def attention(
             attn_mask = attn_mask.unflatten(-3, (1, 1) if attn_mask.shape[-3] == 1 else query.shape[-4:-2])
     kept = None
     if dropout_p > 0:
-        ones = torch.ones((*query.shape[:-1], key.shape[-2]), dtype=dtype, device=query.device)
+        ones = torch.ones((*query.shape[:-1], key.shape[-2]), dtype=query.dtype, device=query.device)
         kept = torch.dropout(ones, dropout_p, True)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     form = _Narrow if _gains_by_bfloat16(query, key) else _Attention
     y: Tensor = form.apply(query, key, value, attn_mask, kept, is_causal, scale)  # type: ignore[no-untyped-call]
     return y.flatten(-4, -3) if shared else y

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 @contextmanager
-def own_kernels(backend: str = "XLA") -> Iterator[None]:
+def own_kernels(backend: str = "XLA", forms: AbstractContextManager[None] | None = None) -> Iterator[None]:
     """A context in which norms, products, attention and the loss of classes are computed in our own words.
 
     Results, gradients, running statistics, dtypes and errors are the native ones', but for rounding. The kernels are
@@ -46,6 +46,7 @@ def own_kernels(backend: str = "XLA") -> Iterator[None]:
 
     Args:
         backend: The dispatch key of the tensors (default: `"XLA"`); tests take `"CPU"`.
+        forms: The context that chooses the form of each attention, see `choosing` (default: all is plain).
 
     Example:
         >>> import torch
@@ -68,7 +69,7 @@ def own_kernels(backend: str = "XLA") -> Iterator[None]:
                 library.impl("batch_norm", _batch_norm_in_autocast, "AutocastXLA")
     _depth += 1
     try:
-        with own_multihead(), own_addmm(), short_words():
+        with own_multihead(), own_addmm(), short_words(), forms or nullcontext():
             yield
     finally:
         _depth -= 1

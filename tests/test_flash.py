@@ -1,0 +1,262 @@
+"""Flash attention: JAX's kernel inside of our steps, run by Pallas' interpreter, against plain attention."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tpufit
+from tpufit import runtime
+from tpufit.backend import AttentionForms, Sharding
+from tpufit.errors import UnknownNameError
+from tpufit.runtime.kinds import traced_for
+from tpufit.runtime.ops import forms as forms_module
+from tpufit.runtime.ops.flash import interpreted
+from tpufit.runtime.ops.forms import choosing, flash_on
+from tpufit.runtime.ops.kernels import own_kernels
+
+pytest.importorskip("jax")
+
+F32, BF16 = torch.float32, torch.bfloat16
+# Rows, heads, heads of keys, queries, keys, width, causal, mask and dtype.
+FORMS = {
+    "causal": (2, 2, 2, 128, 128, 64, True, None, F32),
+    "of several blocks": (1, 1, 1, 640, 640, 64, True, None, F32),
+    "all keys, filled up": (2, 2, 2, 100, 150, 80, False, None, F32),
+    "causal, filled up, more queries": (2, 2, 2, 150, 100, 96, True, None, F32),
+    "grouped, rows that 8 cores can't share": (11, 4, 2, 128, 128, 64, True, None, F32),
+    "keys of one head": (2, 4, 1, 128, 128, 64, False, None, F32),
+    "width 128, padding": (3, 2, 2, 100, 100, 128, False, "padding", F32),
+    "width 256, padding": (2, 2, 1, 128, 128, 256, False, "padding", F32),
+    "a row of nothing but padding": (2, 2, 2, 128, 128, 64, False, "nothing", F32),
+    "bfloat16": (2, 2, 2, 128, 128, 64, True, None, BF16),
+    "bfloat16, grouped, padding": (2, 4, 2, 100, 100, 128, False, "padding", BF16),
+}
+
+
+def mask_of(name, rows, keys):
+    """True for the keys to look at: of each row fewer than of the one before, or of the last one none."""
+    if name is None:
+        return None
+    lengths = torch.tensor([keys - 7 * i for i in range(rows)])
+    if name == "nothing":
+        lengths[-1] = 0
+    return (torch.arange(keys) < lengths[:, None])[:, None, None]
+
+
+def attended(query, key, value, upstream, mask, causal):
+    """The result of attention and its gradients, of a sum weighed by `upstream`."""
+    given = [x.requires_grad_() for x in (query, key, value)]
+    grouped = query.shape[1] != key.shape[1]
+    with torch.autograd.set_multithreading_enabled(False):  # as in a step
+        result = F.scaled_dot_product_attention(*given, mask, is_causal=causal, enable_gqa=grouped)
+        return [result, *torch.autograd.grad(result, given, upstream)]
+
+
+def error_of(found, exact):
+    """The largest error, as a share of the largest number."""
+    return (found.double() - exact).abs().max() / exact.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.cores(1, 8, quick=False)
+@pytest.mark.parametrize("name", FORMS)
+def test_the_kernel_has_the_numbers_of_plain_attention(cores, name):
+    rows, heads, shared, queries, keys, width, causal, masked, dtype = FORMS[name]
+    torch.manual_seed(0)
+    shapes = ((rows, heads, queries, width), *((rows, shared, keys, width),) * 2, (rows, heads, queries, width))
+    given = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+    mask = mask_of(masked, rows, keys)
+    exact = attended(*(x.double() for x in given), mask, causal)
+    place = runtime.placement_on(runtime.start(cores, "test"))
+    sent = place.send(given, Sharding.ROWS)
+    there = None if mask is None else place.send([mask], Sharding.ROWS)[0]
+    with interpreted(), own_kernels(forms=choosing(AttentionForms("flash"), place)):
+        found = attended(*sent, there, causal)
+    for ours, theirs in zip(runtime.to_host(found, "test"), exact, strict=True):
+        assert ours.dtype is dtype
+        assert error_of(ours, theirs) < (4e-6 if dtype is F32 else 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.cores(1)
+def test_second_derivatives_are_those_of_plain_attention(cores):
+    place = runtime.placement_on(runtime.start(cores, "test"))
+    torch.manual_seed(0)
+    given = [torch.randn(1, 1, 128, 64) for _ in range(3)]
+
+    def penalty(query, key, value):
+        query.requires_grad_()
+        with torch.autograd.set_multithreading_enabled(False):  # as in a step
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            (gradient,) = torch.autograd.grad(y.square().sum(), query, create_graph=True)
+            return torch.autograd.grad(gradient.square().sum(), query)[0]
+
+    with sdpa_kernel(SDPBackend.MATH):  # PyTorch's other ones have no second derivative
+        exact = penalty(*(x.double() for x in given))
+    with interpreted(), own_kernels(forms=choosing(AttentionForms("flash"), place)):
+        (found,) = runtime.to_host([penalty(*place.send(given))], "test")
+    assert error_of(found, exact) < 1e-5
+
+
+WORDS, WIDTH, TIME = 16, 32, 128
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out, self.wide = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.wide(x)
+
+
+class GPT(nn.Module):
+    """It looks up words, and says at each place which word comes next."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(0.1 * torch.randn(TIME, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        x = self.words(x) + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).transpose(1, 2)
+
+
+def texts(rows):
+    """Each word is the one before, with one of two numbers added to it that the row has."""
+    generator = np.random.default_rng(0)
+    steps = generator.integers(1, 3, (rows, 1))
+    return ((generator.integers(0, WORDS, (rows, 1)) + steps * np.arange(TIME + 1)) % WORDS).astype(np.int64)
+
+
+def trained(net, cores, rows, attention, epochs=1, batch_size=2, **options):
+    """The losses and the weights after training a copy of a net, with the model."""
+    x, module = texts(rows), copy.deepcopy(net)
+    model = tpufit.Model(module)
+    rate = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    model.compile(rate, "cross_entropy", scale_lr=None, attention=attention, **options)
+    with interpreted():
+        history = model.fit(
+            x[:, :-1], x[:, 1:], batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, cores=cores
+        )
+    return history.history["loss"], model.get_weights(), model
+
+
+@pytest.mark.slow
+@pytest.mark.cores(1, 8, quick=False)
+def test_fifty_steps_end_where_plain_attention_ends(cores):
+    torch.manual_seed(0)
+    net, how = GPT(), {"rows": 16, "epochs": 25, "batch_size": 8 // cores}
+    losses, weights, model = trained(net, cores, attention="flash", **how)
+    expected, ends, _ = trained(net, cores, attention="plain", **how)
+    assert model.steps_taken == 50 and expected[-1] < 0.5 * expected[0]
+    np.testing.assert_allclose(losses, expected, rtol=2e-3)
+    for ours, theirs in zip(weights, ends, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-3)
+    assert model.report().attention == {"blocks.0": "flash", "blocks.1": "flash"}
+    assert set(model.report().traced.values()) == {""}  # it is replayed
+
+
+OPTIONS = {
+    "remat": {"remat": True},
+    "fsdp and remat": {"shard": {"blocks.*.weight": 0}, "remat": True},
+    "accumulated": {"accumulate_steps": 2},
+    "joined": {"steps_per_execution": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.cores(1, 8, quick=False)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_goes_with_other_options(cores, name):
+    torch.manual_seed(0)
+    net, how = GPT(), {"rows": 4 * cores, "batch_size": 1} | OPTIONS[name]
+    losses, weights, model = trained(net, cores, attention="flash", **how)
+    expected, ends, _ = trained(net, cores, attention="plain", **how)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    for ours, theirs in zip(weights, ends, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert model.report().attention == {"blocks.0": "flash", "blocks.1": "flash"}
+
+
+class Asks(nn.Module):
+    """A layer that asks for the form of its attention, and computes none."""
+
+    def forward(self, *given):
+        flash_on(*given)
+
+
+def form_of(asked, kind="TPU v5 lite", *, shape=(1, 2, 4096, 64), dtype=BF16, mask=None, dropout=0.0):
+    """The form of an attention on a kind of device, and the warnings."""
+    forms, layer, x = AttentionForms(asked), Asks(), torch.empty(shape, dtype=dtype, device="meta")
+    with warnings.catch_warnings(record=True) as told, traced_for(kind), choosing(forms, None):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            layer(x, x, mask, dropout)
+    return forms.of_layers.get(layer), [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
+def test_long_texts_take_the_kernel(kind):
+    assert form_of("auto", kind) == form_of("flash", kind) == ("flash", [])
+    assert form_of("plain", kind) == (None, [])
+
+
+PLAIN = {
+    "a v3": ({"kind": "TPU v3"}, "there is no kernel for a TPU v3"),
+    "a v2": ({"kind": "TPU v2"}, "there is no kernel for a TPU v2"),
+    "a CPU": ({"kind": "cpu"}, "there is no kernel for a cpu"),
+    "dropout": ({"dropout": 0.1}, "the kernel drops no weights"),
+    "float32": ({"dtype": F32}, "the kernel isn't exact in float32"),
+    "three dimensions": ({"shape": (2, 4096, 64)}, "got 3 dimensions"),
+    "a bias": ({"mask": torch.zeros(4096, 4096)}, "takes no such mask"),
+    "any mask": ({"mask": torch.ones(4096, 4096, dtype=torch.bool)}, "takes no such mask"),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_the_kernel_does_not_do_stays_plain(name):
+    how, reason = PLAIN[name]
+    form, told = form_of("flash", **how)
+    assert form.startswith("plain: ") and reason in form
+    (sentence,) = told  # once, though it is traced twice
+    assert sentence.startswith("attention='flash', but Asks has plain attention: ") and reason in sentence
+    assert form_of("auto", **how) == (form, [])
+
+
+def test_without_jax_attention_stays_plain(monkeypatch):
+    monkeypatch.setattr(forms_module, "find_spec", lambda name: None)
+    form, (sentence,) = form_of("flash")
+    assert (
+        form.startswith("plain: its kernel is JAX's, which is not installed: pip install jax==")
+        and form[7:] in sentence
+    )
+
+
+def test_few_keys_stay_plain_unless_it_is_asked_for():
+    assert form_of("auto", shape=(1, 2, 128, 64)) == ("plain: 128 keys are few", [])
+    assert form_of("flash", shape=(1, 2, 128, 64)) == ("flash", [])
+
+
+def test_a_mask_of_keys_is_the_kernels():
+    for shape in ((4096,), (1, 4096), (1, 1, 1, 4096)):
+        assert form_of("flash", mask=torch.ones(shape, dtype=torch.bool)) == ("flash", [])
+
+
+def test_compile_knows_the_forms():
+    model = tpufit.Model(nn.Linear(1, 1))
+    with pytest.raises(UnknownNameError, match="unknown attention 'flsh': did you mean 'flash'"):
+        model.compile("sgd", "mse", attention="flsh")

@@ -1,0 +1,63 @@
+"""`lower`: a function of JAX's as a part of torch_xla's graphs. Nothing of it runs in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from .bindings import xla
+
+Computation = Callable[..., list[Tensor]]
+
+
+def lower(
+    function: Callable[..., Any], arguments: Sequence[Any], platform: str, name: str
+) -> tuple[Computation, list[Any]]:
+    """Lower a function to XLA's own words.
+
+    Args:
+        function: It takes and returns JAX's arrays, several as a tuple.
+        arguments: The shapes and types of those that it takes, as `jax.ShapeDtypeStruct`.
+        platform: The kind of device that it is for, `"tpu"` or `"cpu"`, be there one or not.
+        name: Its name in the graph.
+
+    Returns:
+        The function of lazy tensors, which returns a list, and the shapes and types of what is in it.
+    """
+    from jax._src.lib import xla_client
+    from torch_xla.core.xla_builder import computation_from_module_proto
+
+    jax, export = import_module("jax"), import_module("jax.export").export
+    with _without_devices():
+        # As for an export: the kernels are then written in a version that an older libtpu reads.
+        exported = export(jax.jit(function, keep_unused=True), platforms=(platform,))(*arguments)
+    module = xla_client._xla.mlir.mlir_module_to_xla_computation(exported.mlir_module(), False, True)
+    computation = computation_from_module_proto(name, module.as_serialized_hlo_module_proto())
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        results = xla()._xla_user_computation(f"xla::{name}", list(tensors), computation)
+        return results if isinstance(results, list) else [results]
+
+    return call, [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in exported.out_avals]
+
+
+@contextmanager
+def _without_devices() -> Iterator[None]:
+    """A context in which JAX looks for no TPU, which torch_xla has; afterwards it may."""
+    from jax._src.xla_bridge import backends_are_initialized
+
+    jax = import_module("jax")
+    if backends_are_initialized():
+        yield
+        return
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_platforms", before)
+        import_module("jax.extend.backend").clear_backends()

@@ -1,0 +1,271 @@
+"""`flash`: attention by JAX's splash kernel for TPUs, in whose memory the scores never lie.
+
+The kernel takes a block of queries and one of keys at a time, skips the blocks that a causal mask leaves out, and
+shares heads of keys and values among those of queries. What it masks beside that are segments: a query looks at the
+keys of its own segment. Each core runs it on its own rows.
+
+Source: jax/experimental/pallas/ops/tpu/splash_attention; "FlashAttention-2", https://arxiv.org/abs/2307.08691.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..jax_calls import Computation, lower
+from ..placement import CorePlacement
+
+_LANES = 128
+# Those of a block, as far as they go: larger ones read keys and values less often.
+_BLOCKS = (512, 384, 256, 128)
+# The segment of keys that only fill up a block, and the one of queries that may look at nothing.
+_FILLING, _BLIND = -1, -2
+
+_interpreted = False
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """A context in which steps on a CPU take the kernel too: Pallas' interpreter runs it, exactly and slowly."""
+    global _interpreted
+    before, _interpreted = _interpreted, True
+    try:
+        yield
+    finally:
+        _interpreted = before
+
+
+def is_interpreted() -> bool:
+    """True inside of `interpreted`."""
+    return _interpreted
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a kernel is made for, on one core.
+
+    Attributes:
+        rows: The rows of the core.
+        heads: The heads of queries.
+        shared: The heads of keys and values.
+        queries: Their number, of whole blocks.
+        keys: Their number, of whole blocks.
+        width: The width of a head of queries and keys.
+        of_value: The width of a head of values.
+        dtype: The format, e.g. `"bfloat16"`.
+        causal: True if a query looks at keys up to its own place only.
+        segmented: True if it takes segments.
+        learns: True if there will be a backward pass.
+        interpreted: True for Pallas' interpreter on a CPU.
+    """
+
+    rows: int
+    heads: int
+    shared: int
+    queries: int
+    keys: int
+    width: int
+    of_value: int
+    dtype: str
+    causal: bool
+    segmented: bool
+    learns: bool
+    interpreted: bool
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """The kernels of a shape: forward, whose results are the attention and what is kept, and backward."""
+
+    forward: Computation
+    backward: Computation | None = None
+
+
+@lru_cache(maxsize=256)
+def _kernel(shape: _Shape) -> _Kernel:
+    jax, folder = import_module("jax"), "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
+    splash, masks = import_module(f"{folder}_kernel"), import_module(f"{folder}_mask")
+
+    lengths = shape.queries, shape.keys
+    mask = masks.CausalMask(lengths) if shape.causal else masks.FullMask(lengths)
+    block_q, block_kv = (_block(length) for length in lengths)
+    sizes = splash.BlockSizes(
+        block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv,
+        block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=block_kv,
+        block_q_dq=block_q, block_kv_dq=block_kv,
+    )  # fmt: skip
+
+    def attend(query: Any, key: Any, value: Any, *ids: Any) -> Any:
+        kernel = splash.make_splash_mha(
+            masks.MultiHeadMask([mask] * shape.heads),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=shape.interpreted,
+        )
+        segments = splash.SegmentIds(*ids) if ids else None
+        return jax.vmap(kernel)(query, key, value, segments)
+
+    known: list[int | None] = []  # of what the backward pass takes: which of the arguments it is, or None
+    trees: list[Any] = []
+
+    def forward(*given: Any) -> Any:
+        if not shape.learns:
+            return attend(*given)
+        result, backwards = jax.vjp(lambda *tensors: attend(*tensors, *given[3:]), *given[:3])
+        leaves, tree = jax.tree.flatten(backwards)
+        known[:] = [next((i for i, one in enumerate(given) if one is leaf), None) for leaf in leaves]
+        trees[:] = [tree]
+        return (result, *(leaf for leaf, at in zip(leaves, known, strict=True) if at is None))
+
+    def backward(gradient: Any, *tensors: Any) -> Any:
+        given, kept = tensors[: len(arguments)], iter(tensors[len(arguments) :])
+        leaves = [next(kept) if at is None else given[at] for at in known]
+        return jax.tree.unflatten(trees[0], leaves)(gradient)
+
+    rows, dtype = shape.rows, jax.numpy.dtype(shape.dtype)
+    of = jax.ShapeDtypeStruct
+    arguments = [
+        of((rows, shape.heads, shape.queries, shape.width), dtype),
+        of((rows, shape.shared, shape.keys, shape.width), dtype),
+        of((rows, shape.shared, shape.keys, shape.of_value), dtype),
+    ]
+    if shape.segmented:
+        arguments += [of((rows, length), jax.numpy.dtype("int32")) for length in lengths]
+    platform = "cpu" if shape.interpreted else "tpu"
+    there, results = lower(forward, arguments, platform, "flash_attention")
+    if not shape.learns:
+        return _Kernel(there)
+    back, _ = lower(backward, [results[0], *arguments, *results[1:]], platform, "flash_attention_backward")
+    return _Kernel(there, back)
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: tuple[Tensor, Tensor] | None,
+    is_causal: bool,
+    scale: float,
+    placement: CorePlacement,
+    plain: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Attention of a query to keys up to its own place, or to all, in its own segment.
+
+    Args:
+        query: Shape (rows, heads, queries, width).
+        key: Shape (rows, heads or fewer, keys, width).
+        value: Shape (rows, heads of `key`, keys, any width).
+        segments: The segment of each query, shape (rows, queries), and of each key, shape (rows, keys), from 0 on, in
+            int32; a key of a negative one is seen by no query. None: all are of one.
+        is_causal: True for keys up to a query's own place.
+        scale: What scores are multiplied by.
+        placement: The cores.
+        plain: The same attention in PyTorch, for second derivatives.
+    """
+    result: Tensor = _Flash.apply(  # type: ignore[no-untyped-call]
+        query, key, value, *(segments or (None, None)), is_causal, scale, placement, plain
+    )
+    return result
+
+
+def segments_of(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The segments that stand for a mask of keys.
+
+    Args:
+        mask: True for keys that all queries may look at; its shape broadcasts to (rows, 1, 1, keys).
+        query: The queries, shape (rows, heads, queries, width).
+        key: The keys, shape (rows, heads, keys, width).
+    """
+    rows, queries, keys = query.shape[0], query.shape[-2], key.shape[-2]
+    of_queries = torch.zeros(rows, queries, dtype=torch.int32, device=mask.device)
+    of_keys = mask.to(torch.int32).reshape(-1, mask.shape[-1]).expand(rows, keys) - 1
+    return of_queries, of_keys
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        of_queries: Tensor | None,
+        of_keys: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        placement: CorePlacement,
+        plain: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        queries, keys = query.shape[-2], key.shape[-2]
+        filled = _whole(queries), _whole(keys)
+        if of_queries is None and keys < filled[1] and not (is_causal and queries <= keys):
+            # Else queries would look at keys that only fill up a block.
+            of_queries, of_keys = (
+                torch.zeros(x.shape[0], x.shape[-2], dtype=torch.int32, device=x.device) for x in (query, key)
+            )
+        given = [
+            F.pad(x, (0, 0, 0, n - x.shape[-2]))
+            for x, n in zip((query * scale, key, value), (filled[0], filled[1], filled[1]), strict=True)
+        ]
+        if of_queries is not None and of_keys is not None:
+            given.append(F.pad(of_queries, (0, filled[0] - queries), value=_BLIND))
+            given.append(F.pad(of_keys, (0, filled[1] - keys), value=_FILLING))
+        own = [placement.to_core(x) for x in given]
+        kernel = _kernel(
+            _Shape(
+                rows=own[0].shape[0],
+                heads=query.shape[1],
+                shared=key.shape[1],
+                queries=filled[0],
+                keys=filled[1],
+                width=query.shape[-1],
+                of_value=value.shape[-1],
+                dtype=str(query.dtype).removeprefix("torch."),
+                causal=is_causal,
+                segmented=len(own) > 3,
+                learns=any(ctx.needs_input_grad[:3]),
+                interpreted=_interpreted,
+            )
+        )
+        result, *kept = kernel.forward(*own)
+        ctx.save_for_backward(query, key, value, *own, *kept)
+        ctx.kernel, ctx.scale, ctx.placement, ctx.plain = kernel, scale, placement, plain
+        return placement.from_core(result, len(query))[:, :, :queries]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, *kept = ctx.saved_tensors
+        rest = (None,) * 6
+        if torch.is_grad_enabled():  # of a second derivative
+            learns = ctx.needs_input_grad[:3]
+            wanted = [x for x, needed in zip((query, key, value), learns, strict=True) if needed]
+            again = torch.autograd.grad(ctx.plain(query, key, value), wanted, gradient, create_graph=True)
+            found = iter(again)
+            return *(next(found) if needed else None for needed in learns), *rest
+        filled = F.pad(gradient, (0, 0, 0, kept[0].shape[-2] - gradient.shape[-2]))
+        parts = ctx.kernel.backward(ctx.placement.to_core(filled), *kept)
+        whole = [ctx.placement.from_core(x, len(query)) for x in parts]
+        of_query, of_key, of_value = (
+            x[:, :, : like.shape[-2]] for x, like in zip(whole, (query, key, value), strict=True)
+        )
+        return of_query * ctx.scale, of_key, of_value, *rest
+
+
+def _block(length: int) -> int:
+    """The size of a block, for whole ones."""
+    return next(size for size in _BLOCKS if length % size == 0)
+
+
+def _whole(length: int) -> int:
+    """A length filled up to whole blocks: of a size that fills up little, and isn't small."""
+    filled = {size: -(-length // size) * size for size in _BLOCKS}
+    return min(filled.items(), key=lambda pair: pair[1] * (pair[0] + 64) / pair[0])[1]

@@ -1,0 +1,109 @@
+"""`choosing`: which attention of a step is computed by the flash kernel, and why another isn't."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+
+from ...backend.attention import AttentionForms
+from ...utils import releases
+from ...utils.users_code import warn
+from ..kinds import kind_of
+from ..placement import CorePlacement
+from .flash import is_interpreted
+
+# Their compilers refuse such kernels.
+_WITHOUT = ("TPU v2", "TPU v3")
+# From so many scores of a head and so many keys on it is worth it.
+_WORTH_KEYS = 2048
+
+
+@dataclass(frozen=True)
+class _Choosing:
+    forms: AttentionForms
+    placement: CorePlacement
+
+
+_now: _Choosing | None = None
+
+
+@contextmanager
+def choosing(forms: AttentionForms, placement: CorePlacement) -> Iterator[None]:
+    """A context of a trace in which attention takes the forms that were asked for.
+
+    Args:
+        forms: What was asked for; what each layer gets is noted there.
+        placement: The cores.
+    """
+    global _now
+    before, _now = _now, _Choosing(forms, placement)
+    try:
+        yield
+    finally:
+        _now = before
+
+
+def flash_on(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> CorePlacement | None:
+    """The cores on which an attention is to be computed by the kernel; None if it is to be plain.
+
+    Args:
+        query: Its queries.
+        key: Its keys.
+        mask: Its mask.
+        dropout: The share of weights that it drops.
+    """
+    now = _now
+    if now is None or now.forms.asked == "plain":
+        return None
+    obstacle = _obstacle(query, key, mask, dropout)
+    if not obstacle and now.forms.asked == "auto" and key.shape[-2] < _WORTH_KEYS:
+        obstacle = f"{key.shape[-2]} keys are few"
+    layer = _calling_layer()
+    if layer is not None:
+        now.forms.of_layers[layer] = f"plain: {obstacle}" if obstacle else "flash"
+    if obstacle and now.forms.asked == "flash" and obstacle not in now.forms.told:
+        now.forms.told.add(obstacle)
+        name = "the step" if layer is None else type(layer).__name__
+        warn(f"attention='flash', but {name} has plain attention: {obstacle}")
+    return None if obstacle else now.placement
+
+
+def _obstacle(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> str:
+    """Why the kernel can't compute an attention; nothing if it can."""
+    kind = kind_of(query.device)
+    if find_spec("jax") is None:
+        return f"its kernel is JAX's, which is not installed: {releases.command(releases.compiler(), 'jax', 'jaxlib')}"
+    if not is_interpreted() and (not kind.startswith("TPU") or kind.startswith(_WITHOUT)):
+        return f"there is no kernel for a {kind}"
+    if dropout:
+        return "the kernel drops no weights; set the dropout of attention to 0"
+    if query.dim() != 4:
+        return f"the kernel takes (rows, heads, time, width), got {query.dim()} dimensions"
+    if not is_interpreted() and query.dtype is not torch.bfloat16:
+        return f"the kernel isn't exact in {str(query.dtype).removeprefix('torch.')}; compile with precision='bf16'"
+    if mask is not None and (mask.dtype is not torch.bool or not _of_keys(mask)):
+        return "the kernel takes no such mask; it takes is_causal, and a mask of booleans, of (rows, 1, 1, keys)"
+    return ""
+
+
+def _of_keys(mask: Tensor) -> bool:
+    """True for a mask that is the same for all heads and queries."""
+    return all(size == 1 for size in mask.shape[-3:-1])
+
+
+def _calling_layer() -> nn.Module | None:
+    """The innermost module whose `forward` is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(owner, nn.Module):
+            return owner
+        frame = frame.f_back
+    return None
