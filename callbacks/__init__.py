@@ -6,6 +6,7 @@ from .callback_list import CallbackList
 from .csv_logger import CSVLogger
 from .diagnostics import Diagnostics
 from .early_stopping import EarlyStopping
+from .freeze import Freeze
 from .history import History
 from .lambda_callback import LambdaCallback
 from .learning_rate_scheduler import LearningRateScheduler
@@ -26,6 +27,7 @@ __all__ = [
     "CallbackList",
     "Diagnostics",
     "EarlyStopping",
+    "Freeze",
     "History",
     "LRScheduler",
     "LambdaCallback",

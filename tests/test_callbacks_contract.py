@@ -33,6 +33,7 @@ FACTORIES = {
     "CSVLogger": lambda folder, url: callbacks.CSVLogger(folder / "log.csv", append=True),
     "Diagnostics": lambda folder, url: callbacks.Diagnostics(),
     "EarlyStopping": lambda folder, url: callbacks.EarlyStopping(patience=9, restore_best_weights=True),
+    "Freeze": lambda folder, url: callbacks.Freeze("bias", since=9),
     "History": lambda folder, url: callbacks.History(),
     "LRScheduler": lambda folder, url: callbacks.LRScheduler(partial(lr_scheduler.StepLR, step_size=1), "step"),
     "LambdaCallback": lambda folder, url: callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None),

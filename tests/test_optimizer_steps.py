@@ -41,8 +41,6 @@ RATE_IS_AN_INPUT = {
 TRACED = {
     "adafactor": (optim.Adafactor, "reads a value from the device"),
 }
-if hasattr(optim, "Muon"):  # of PyTorch 2.9
-    TRACED["muon"] = (partial(optim.Muon, lr=1e-3), "reads a value from the device")
 
 
 class Signs(optim.Optimizer):
@@ -129,14 +127,53 @@ def test_30_steps_with_another_rate_at_each(cores, name):
 def test_the_others_are_traced_and_say_why(cores, name):
     make, cause = TRACED[name]
 
-    def matrices(parameters):  # all that Muon takes
-        return make([p for p in parameters if p.dim() == 2])
-
     with pytest.warns(UserWarning, match=f"the train step is traced anew on every call.*{cause}"):
-        model, _ = with_tpufit(matrices, cores)
-    tolerance = 1e-3 if name == "muon" else 1e-5  # Muon computes in bfloat16
-    for key, expected in on_the_host(matrices)[0].items():
-        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=tolerance)
+        model, _ = with_tpufit(make, cores)
+    for key, expected in on_the_host(make)[0].items():
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="of PyTorch 2.9")
+def test_muon_is_replayed(cores):
+    def matrices(parameters):  # all that it takes
+        return optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3)
+
+    model, counts = with_tpufit(matrices, cores, jit_compile=True)
+    assert counts.graphs["train"] <= 2 and counts.host_reads == 0 and not counts.fallbacks
+    for key, expected in on_the_host(matrices)[0].items():  # it computes in bfloat16
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-3)
+
+
+class MuonAndAdamW(tpufit.Model):
+    def train_step(self, batch):
+        x, y = batch
+        loss = self.compute_loss(x, y, self(x))
+        self.module.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.adamw.step()
+        return {"loss": loss}
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="of PyTorch 2.9")
+def test_muon_beside_an_optimizer_of_the_rest(cores):
+    def both(module):
+        named = [*module.named_parameters()]
+        muon = optim.Muon([p for _, p in named if p.dim() == 2], lr=1e-3)
+        return muon, optim.AdamW([p for _, p in named if p.dim() < 2])
+
+    model, plain = MuonAndAdamW(net()), net()
+    muon, model.adamw = both(model.module)
+    model.compile(muon, "cross_entropy", scale_lr=None, jit_compile=True)
+    model.fit(X, Y, 16 // cores, 1, verbose=0, shuffle=False, cores=cores)
+    optimizers = both(plain)
+    for x, y in zip(torch.tensor(X).split(16), torch.tensor(Y).split(16), strict=True):
+        plain.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for key, expected in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-3)
 
 
 OPTIONS = [

@@ -40,7 +40,7 @@ from .errors import (
 from .hosts import is_first
 from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
 from .metrics import MetricsArgument, metrics_in
-from .optimizers import OptimizerArgument
+from .optimizers import ExcludeArgument, GroupConfig, OptimizerArgument
 from .runtime import copies, copy_into, fetch, platform, settled, start, tracing
 from .step import (
     CompileConfig,
@@ -168,6 +168,8 @@ class Model(StepMethods):
         clip_norm: float | None = None,
         clip_value: float | None = None,
         global_clip_norm: float | None = None,
+        exclude_from_weight_decay: ExcludeArgument = None,
+        layer_decay: float | None = None,
         use_ema: bool = False,
         ema_momentum: float = 0.99,
         ema_overwrite_frequency: int | None = None,
@@ -228,6 +230,12 @@ class Model(StepMethods):
             clip_value: Clip each element of the gradients to this absolute value (default: no limit).
             global_clip_norm: Scale all gradients together to at most this norm, as `clip_grad_norm_` does (default: no
                 limit): the gradients of the whole batch, on any number of cores. Only one of the three may be given.
+            exclude_from_weight_decay: The parameters without weight decay, of an optimizer that isn't built yet. True:
+                all of fewer than two dimensions, such as biases and the weights of norms. Or a pattern of parameter
+                names, such as `"*.bias"`, or a list of them (default None). They make groups of their own.
+            layer_decay: The factor from the learning rate of each block that the module repeats to that of the one
+                before, for fine-tuning (default None: one rate for all). The layers after the last block have the whole
+                rate, and those before the first the least. They make groups of their own, too.
             use_ema: Keep an exponential moving average of the weights (default False), which `fit` puts in their place
                 at its end; `SwapEMAWeights` does so for validation too.
             ema_momentum: The share of the average that each step keeps (default 0.99).
@@ -256,7 +264,8 @@ class Model(StepMethods):
         before = self._engine
         # Everything is checked and built before the model changes, which a refused compile leaves as it was.
         config = CompileConfig.of(arguments, self.module)
-        built = None if optimizer is None else optimizers.build(optimizer, self.module)
+        groups = GroupConfig(exclude_from_weight_decay, layer_decay)
+        built = None if optimizer is None else optimizers.build(optimizer, self.module, groups)
         before.expose()  # before dtypes change: held values would keep the old ones
         if precision == "bf16-true":
             to_bfloat16([*self.module.parameters(), *self.module.buffers()])
@@ -1142,7 +1151,8 @@ def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> 
     if arguments["precision"] != "bf16-true":
         check_weights(own, checkpoint.weights)
     options = checkpoint.state["optimizers"]["optimizer"]
-    model.compile(optimizer=lambda parameters: _rebuilt(net, options), **arguments)
+    as_saved = {"exclude_from_weight_decay": None, "layer_decay": None}  # the saved groups are split already
+    model.compile(optimizer=lambda parameters: _rebuilt(net, options), **(arguments | as_saved))
     model.to_cpu()
     restore(model._engine, checkpoint)
     return model

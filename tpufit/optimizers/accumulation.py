@@ -91,6 +91,7 @@ class Accumulator(PerParameter):
         Args:
             rows: The number of rows of the batch.
         """
+        self.extend()
         self._number.add_(rows)
         for parameter, total in self._beside.items():
             if parameter.grad is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, UnknownNameError, counted
+from .groups import GroupConfig
 from .rates import rates, set_rate
 from .shared_counters import CountsTogether
 
@@ -25,13 +26,14 @@ NAMES: dict[str, type[Optimizer]] = {
 }
 
 
-def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
+def build(optimizer: OptimizerArgument, module: nn.Module, groups: GroupConfig | None = None) -> Optimizer:
     """Build an optimizer of the module's parameters.
 
     Args:
         optimizer: A name (`"adamw"`: any of `torch.optim`, in lower case, with its default rate), a class, a partial or
             any function of the parameters that returns an optimizer, or an optimizer of the module's parameters.
         module: The module.
+        groups: How to split its groups (default: not at all).
 
     Returns:
         The optimizer; a given one is returned as it is.
@@ -50,6 +52,7 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
         if optimizer.lower() not in NAMES:
             raise UnknownNameError("optimizer", optimizer, NAMES)
         optimizer = cast("Callable[[Iterable[nn.Parameter]], Optimizer]", NAMES[optimizer.lower()])
+    made = not isinstance(optimizer, Optimizer)
     if not isinstance(optimizer, Optimizer):
         if isinstance(optimizer, (list, tuple, dict)):
             raise ArgumentError(
@@ -83,6 +86,13 @@ def build(optimizer: OptimizerArgument, module: nn.Module) -> Optimizer:
             f"{tuple(foreign[0].shape)}. Build it on module.parameters() of the very module given to tpufit.Model, or "
             "pass a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
         )
+    if groups is not None and groups.wanted:
+        if not made:
+            raise ArgumentError(
+                "exclude_from_weight_decay and layer_decay make the optimizer's groups, and this one has its own: "
+                f"pass a function, optimizer=lambda params: torch.optim.{type(optimizer).__name__}(params, ...)"
+            )
+        groups.split(optimizer, module)
     return optimizer
 
 
@@ -169,9 +179,16 @@ class PerParameter:
 
     def __init__(self, optimizer: Optimizer, make: Callable[[nn.Parameter], Tensor], number: str) -> None:
         learning = [p for p in parameters(optimizer) if p.requires_grad]
+        self._optimizer, self._make = optimizer, make
         self._beside = {p: make(p) for p in learning}
         self._number = torch.zeros(1, device=learning[0].device if learning else None)
         self._name = number
+
+    def extend(self) -> None:
+        """Make the tensors of parameters that have begun to learn since."""
+        for parameter in parameters(self._optimizer):
+            if parameter.requires_grad and parameter not in self._beside:
+                self._beside[parameter] = self._make(parameter)
 
     @property
     def tensors(self) -> list[Tensor]:

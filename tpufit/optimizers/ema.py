@@ -57,6 +57,7 @@ class EMA(PerParameter):
             momentum: The share of the averages that is kept.
             overwrite: True if the weights then become the averages.
         """
+        self.extend()
         kept = self._number * momentum
         for parameter, average in self._beside.items():
             average.copy_(average * kept + parameter * (1 - kept))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from torch import nn
 
 from ..errors import ArgumentError, few
+from ..utils.blocks import outermost, repeated
 
 RematArgument: TypeAlias = "bool | str | list[str] | tuple[str, ...] | None"
 
@@ -34,14 +34,16 @@ def blocks(remat: RematArgument, module: nn.Module) -> tuple[str, ...]:
     if remat is None or remat is False:
         return ()
     if remat is True:
-        found = _repeated(module)
+        found = [
+            name for name in repeated(module) if any(p.requires_grad for p in module.get_submodule(name).parameters())
+        ]
         if not found:
             raise ArgumentError(
                 f"remat=True looks for blocks that {type(module).__name__} repeats, as a ModuleList or Sequential of "
                 f"several layers of one class, each made of layers, and finds none: name them, as in "
                 f"remat={_some_names(module)}"
             )
-        return _outermost(found)
+        return outermost(found)
     patterns = [remat] if isinstance(remat, str) else remat
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ArgumentError(f"remat must be None, True or patterns of module names, as in 'blocks.*', got {remat!r}")
@@ -52,27 +54,7 @@ def blocks(remat: RematArgument, module: nn.Module) -> tuple[str, ...]:
                 f"remat names {pattern!r}, but {type(module).__name__} has no such module; it has "
                 f"{few(names) or 'none'}"
             )
-    return _outermost([name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)])
-
-
-def _repeated(module: nn.Module) -> list[str]:
-    found = []
-    for name, group in module.named_modules():
-        if isinstance(group, (nn.ModuleList, nn.Sequential)):
-            kinds = Counter(type(part) for part in group)
-            for key, part in group.named_children():
-                if kinds[type(part)] > 1 and any(part.children()) and any(p.requires_grad for p in part.parameters()):
-                    found.append(f"{name}.{key}" if name else key)
-    return found
-
-
-def _outermost(names: list[str]) -> tuple[str, ...]:
-    """Those that are not inside of others, in the order of `named_modules`, where a module comes before its parts."""
-    kept: list[str] = []
-    for name in names:
-        if not any(name.startswith(f"{outer}.") for outer in kept):
-            kept.append(name)
-    return tuple(kept)
+    return outermost([name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)])
 
 
 def _some_names(module: nn.Module) -> list[str]:

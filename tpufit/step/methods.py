@@ -207,6 +207,7 @@ class StepMethods:
         own.step(engine.context)
         if not engine.state.placement.on_host:
             drop_gradients(optimizer)  # kept ones would be outputs of the graph, as large as the weights
+            engine.state.drop_unused_gradients()
         engine.state.pin(own)
 
     def update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> None:

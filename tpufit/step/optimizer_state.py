@@ -66,6 +66,8 @@ class OptimizerState:
         create_state(self.optimizer)
         if shares:
             share_counters(self.optimizer)
+        for part in self.kept:
+            part.extend()
         if self._config.gradients.accumulate_steps > 1 and self.accumulator is None:
             self.accumulator = Accumulator(self.optimizer)
         if self._config.ema is not None and self.ema is None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..backend import HOST, DeviceState, Placement, Sharding
 from ..backend.eager import HostState
 from ..errors import CheckpointMismatchError, StateLostError, few
-from ..optimizers import DeviceRates, HostCounters, UpdatePlan, clear_state, device_state
+from ..optimizers import DeviceRates, HostCounters, UpdatePlan, clear_state, device_state, parameters
 from ..runtime import copies, copy_into, move, reshard, state_at, swap_value, to_host
 from ..utils.random import RNGState
 from ..utils.replaced import replaced
@@ -345,6 +345,12 @@ class TrainState:
             tensors = own.accumulator.tensors if own.accumulator is not None else []
             zeros = [torch.zeros(t.shape, dtype=t.dtype) for t in tensors]
             copy_into(tensors, zeros, self.placement, self.device.shardings)
+
+    def drop_unused_gradients(self) -> None:
+        """Drop the gradients of parameters that no optimizer has, inside a step: nothing would ever clear them."""
+        used = {id(p) for o in (*self.named_optimizers().values(), *self.optimizers) for p in parameters(o)}
+        for parameter in (p for module in self.modules for p in module.parameters() if id(p) not in used):
+            parameter.grad = None
 
     def swap_ema(self, to: bool | None = None) -> None:
         """Swap the weights and their moving averages. Nothing is copied.
