@@ -24,7 +24,13 @@ import xla_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 # They compile with the TPU's compiler, and the JAX that belongs to it is made for Python 3.11 and later.
-collect_ignore = ["test_flash.py", "test_preflight.py", "test_preflight_programs.py", "test_tpu_peers.py"]
+collect_ignore = [
+    "test_flash.py",
+    "test_flash_programs.py",
+    "test_preflight.py",
+    "test_preflight_programs.py",
+    "test_tpu_peers.py",
+]
 collect_ignore += ["faults/test_preflight_faults.py"]
 collect_ignore = collect_ignore if sys.version_info < (3, 11) else []
 # A shell starts what it runs in the background with SIGINT ignored, and so would every process be that a test starts:

@@ -121,7 +121,7 @@ def test_a_fit_counts_tokens_and_operations(cores, peak, joined):
 
 @pytest.mark.cores(1)
 def test_on_a_cpu_there_is_no_share_and_nothing_is_counted(cores, monkeypatch):
-    monkeypatch.setattr(operations, "operations_in", lambda text: pytest.fail("it was counted"))
+    monkeypatch.setattr(operations, "operations_in", lambda *_: pytest.fail("it was counted"))
     model, x, y = text_model()
     model.fit(x, y, batch_size=16, epochs=2, verbose=0)
     assert model.speed(10.0) == {"tokens_per_second": 10 * 16 * 12}
@@ -164,3 +164,10 @@ def test_the_peak_is_that_of_the_chips_of_this_host(cores, monkeypatch):
         monkeypatch.setattr(placement, "platform", lambda: "TPU")
         monkeypatch.setattr(hardware, "chips", lambda chip=chip: [hardware.CHIPS[chip]])
         assert placement.CorePlacement(here).peak == each
+
+
+def test_a_kernel_counts_what_it_says_on_each_core():
+    name = "a/kernels[k=10/64/5/0;l=7/64/5/0]/l_1"
+    call = f'custom-call(%q), custom_call_target="tpu_custom_call", metadata={{op_name="{name}"}}'
+    assert operations.operations_in(call) == 7 and operations.operations_in(call, cores=8) == 56
+    assert operations.operations_in(call.replace("kernels[", "others[")) == 0

@@ -24,10 +24,12 @@ class Backend(Protocol):
     Attributes:
         Recorder: Takes the place of a device that isn't there, and keeps the programs of steps, for a preflight.
         Recorded: A program that it keeps.
+        KernelWork: What a kernel of a program computes and moves.
     """
 
     Recorder: Any
     Recorded: Any
+    KernelWork: Any
 
     # Cores
 
@@ -181,6 +183,12 @@ class Backend(Protocol):
 
     def keeps_bfloat16(self, kind: str) -> bool:
         """True if steps for a kind of device keep the weights of attention in bfloat16."""
+
+    def has_flash(self, kind: str) -> bool:
+        """True if there is a kernel for flash attention on a kind of device."""
+
+    def work_in(self, line: str) -> Any:
+        """The work of the kernel that a line of a program calls, if it says it."""
 
     def tracing_for(self, kind: str) -> Any:
         """A context in which operations are traced as for a TPU."""

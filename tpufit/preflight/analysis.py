@@ -64,17 +64,21 @@ class Memory:
 
 @dataclass(frozen=True)
 class Cost:
-    """The work of a core in a step, as the compiler counts it.
+    """The work of a core in a step, as the compiler counts it, and that of kernels, as tpufit does.
 
     Attributes:
         flops: The operations that it computes.
         nbytes: The bytes that it reads and writes in its memory.
         cycles: The estimate of its cycles, without the time on the links between chips.
+        kernels: The number of kernels in it that the compiler counts nothing of, such as flash attention.
+        of_kernels: The cycles among all that are theirs, an estimate of tpufit's own, see `TPU.cycles_of`.
     """
 
     flops: float = 0.0
     nbytes: float = 0.0
     cycles: int = 0
+    kernels: int = 0
+    of_kernels: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class CompiledProgram:
         warnings: What is wrong with it, in sentences, by its kind: `"memory"`, `"gathers"`, `"float32"`, `"64-bit"`,
             `"padding"`.
         text: The optimised program; without one the compiler's own words.
+        attention: How each layer's attention is computed, by its name: `"flash"`, or `"plain"` with the reason.
     """
 
     role: str
@@ -143,6 +148,7 @@ class CompiledProgram:
     collectives: Sequence[Collective] = ()
     warnings: Mapping[str, str] = field(default_factory=dict)
     text: str = field(default="", repr=False)
+    attention: Mapping[str, str] = field(default_factory=dict)
 
 
 def analyse(
@@ -182,15 +188,29 @@ def analyse(
         code=stats["generated_code"],
     )
     layers: Counter[tuple[str, str]] = Counter()
+    kernels = [operation.kernel for operation, _ in own if operation.kernel is not None]
+    of_kernels = 0
     for operation, _ in own:
-        if operation.cycles:
-            layers[operation.phase, operation.layer] += operation.cycles
+        if operation.kernel is not None:
+            cycles = on.chip.cycles_of(operation.kernel)
+            of_kernels += cycles
+        else:
+            cycles = operation.cycles
+        if cycles:
+            layers[operation.phase, operation.layer] += cycles
     collectives = _collectives([operation for operation, _ in own], traced["lines"], _split_shapes(traced, on.devices))
     return CompiledProgram(
         **plain,
         fits=True,
         memory=memory,
-        cost=Cost(compiled["flops"], compiled["bytes"], sum(layers.values())),
+        cost=Cost(
+            compiled["flops"] + sum(kernel.operations for kernel in kernels),
+            compiled["bytes"] + sum(kernel.nbytes for kernel in kernels),
+            sum(layers.values()),
+            len(kernels),
+            of_kernels,
+        ),
+        attention=traced.get("attention", {}),
         layers=dict(layers.most_common()),
         collectives=collectives,
         warnings=_gathered(collectives)

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ..runtime import KernelWork, work_in
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _LINE = re.compile(r"^\s+(?:ROOT )?%(\S+) = ")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::((?:[^{}])*))?\})?")
@@ -53,6 +55,7 @@ class Operation:
         cycles: The compiler's estimate of its cycles; 0 if it has none.
         channel: The number of its communication between cores; None if it has none.
         operands: The names of the operations that it takes.
+        kernel: The work of the kernel that it calls; None if it calls none that says it.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Operation:
     cycles: int
     channel: int | None
     operands: tuple[str, ...]
+    kernel: KernelWork | None = None
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +131,7 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
                 cycles=cycles if cycles < _UNKNOWN else 0,
                 channel=int(channel[1]) if channel else None,
                 operands=tuple(_OPERAND.findall(rest.partition(")")[0])),
+                kernel=work_in(rest) if kind.strip() == "custom-call" else None,
             ),
             entry,
         )

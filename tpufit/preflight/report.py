@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..diagnostics.plots import new_axes
+from ..diagnostics.report import attention_in_words
 from ..errors import counted
 from ..utils.text import rendered, size
 from .analysis import CompiledProgram
@@ -226,6 +227,15 @@ class PreflightReport:
             )
         return text
 
+    def _of_kernels(self) -> str:
+        """What is said of kernels, which the compiler doesn't estimate."""
+        cost, steps = self.step.cost, self.step.steps
+        share = cost.of_kernels / cost.cycles
+        return (
+            f"the compiler has no estimate for {counted(cost.kernels // steps, 'kernel')}: their {share:.0%} of the "
+            "time are tpufit's own, by their products at the chip's peak and their bytes at its bandwidth"
+        )
+
     def _memory(self) -> Table:
         table = Table("memory of a core", "", box=None, header_style="bold")
         table.columns[1].justify = "right"
@@ -269,6 +279,10 @@ class PreflightReport:
         if self.step.cost.cycles:
             parts += [Text(), self._layers()]
         parts += [Text(), self._programs()]
+        for name, layers in attention_in_words(self.step.attention).items():
+            parts.append(Text(f"\n{name}: {layers}"))
+        if self.step.cost.kernels:
+            parts.append(Text(self._of_kernels()))
         if self.compiler:
             parts.append(Text(f"\ncompiled with {_named(self.compiler)}"))
         if self.steps_per_execution == "auto":

@@ -13,7 +13,7 @@ from typing import Any
 from .. import errors
 from ..data.stream import DEFAULT_BATCH_SIZE, brings_batches
 from ..errors import ArgumentError, PreflightError, counted
-from ..runtime import keeps_bfloat16
+from ..runtime import has_flash, keeps_bfloat16
 from ..step import Engine
 from ..trainer.arguments import TrainingData, ValidationData
 from ..utils import releases
@@ -62,7 +62,8 @@ class PreflightRun:
         sized = [replace(self, train=replace(self.train, batch_size=self._batch_size(on))) for on in slices]
         alike: dict[Any, list[int]] = {}
         for i, on in enumerate(slices):
-            key = on.devices, sized[i].train.batch_size, keeps_bfloat16(on.chip.kind)
+            kind = on.chip.kind
+            key = on.devices, sized[i].train.batch_size, keeps_bfloat16(kind), has_flash(kind)
             alike.setdefault(key, []).append(i)
         found: dict[int, PreflightReport] = {}
         for group in alike.values():

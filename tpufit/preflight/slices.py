@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnknownNameError
+from ..runtime import KernelWork
 from ..utils.hardware import GENERATIONS
 
 
@@ -23,6 +24,8 @@ class TPU:
         price: Its list price, in US dollars an hour.
         flags: The flags that torch_xla starts this generation with, besides those of all.
         config: The name that libtpu has for the way in which torch_xla starts it: a v4's two cores as one device.
+        side: The side of its matrix units, up to which the widths of a product are filled.
+        halves: The cores that a device consists of; a kernel may run on one of them alone.
     """
 
     name: str
@@ -35,6 +38,18 @@ class TPU:
     price: float
     flags: str = ""
     config: str = "default"
+    side: int = 128
+    halves: int = 1
+
+    def cycles_of(self, kernel: KernelWork) -> int:
+        """The cycles of a kernel, for which the compiler has no estimate: an estimate of tpufit's own.
+
+        It is the time of the kernel's matrix products at the chip's peak, or of its bytes at the memory's bandwidth:
+        the longer of the two.
+        """
+        filled = math.ceil(kernel.width / self.side) * self.side / kernel.width
+        arithmetic = kernel.operations * filled / self.peak * (1 if kernel.shared else self.halves)
+        return round(max(arithmetic, kernel.nbytes / self.bandwidth) * self.clock)
 
 
 @dataclass(frozen=True)
@@ -82,10 +97,10 @@ def _tpu(name: str, kind: str, **does: Any) -> TPU:
 
 _V2 = _tpu("v2", "TPU v2", bandwidth=350e9, clock=0.7e9, links=124e9, price=0.5625)
 _V3 = _tpu("v3", "TPU v3", bandwidth=450e9, clock=0.94e9, links=166e9, price=1.0)
-_V4 = _tpu("v4", "TPU v4", bandwidth=1200e9, clock=1.05e9, links=269e9, price=3.22, config="megacore_dense")
+_V4 = _tpu("v4", "TPU v4", bandwidth=1200e9, clock=1.05e9, links=269e9, price=3.22, config="megacore_dense", halves=2)
 _V5E = _tpu("v5e", "TPU v5 lite", bandwidth=819e9, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
-_V5P = _tpu("v5p", "TPU v5", bandwidth=2765e9, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS)
-_V6E = _tpu("v6e", "TPU v6 lite", bandwidth=1600e9, clock=1.75e9, links=400e9, price=2.7)
+_V5P = _tpu("v5p", "TPU v5", bandwidth=2765e9, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS, halves=2)
+_V6E = _tpu("v6e", "TPU v6 lite", bandwidth=1600e9, clock=1.75e9, links=400e9, price=2.7, side=256)
 
 _FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _DEEP = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x4x12 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"

@@ -92,6 +92,7 @@ class Tracer:
         lines = list(self._scopes.lines)
         precision = self._engine.config.precision
         remat = bool(self._engine.blocks)
+        attention = self._engine.attention.named(self._plan.model.module)
         return {
             str(number): {
                 "role": one.role,
@@ -102,6 +103,7 @@ class Tracer:
                 "lines": lines,
                 "precision": precision,
                 "remat": remat,
+                "attention": attention,
             }
             for number, (one, group) in enumerate(zip(self.recorder.programs, self._groups, strict=True))
         }

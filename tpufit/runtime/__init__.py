@@ -28,6 +28,7 @@ It fulfils the contract in `tpufit/backend/`: the classes there are what the res
 | `counters` | what torch_xla counts itself: compilations, fallbacks, tensors |
 | `faults` | errors of the runtime, in a sentence |
 | `profiler` | a profile of chosen steps, and names for what is traced |
+| `kernel_work` | what a kernel computes, which no compiler counts |
 | `jax_calls` | functions of JAX's as parts of a graph |
 | `ops` | operations that torch_xla lacks or does badly |
 """
@@ -47,7 +48,8 @@ from .devices import (
     versions,
 )
 from .faults import translate
-from .kinds import keeps_bfloat16
+from .kernel_work import KernelWork, work_in
+from .kinds import has_flash, keeps_bfloat16
 from .lowering import set_matmul_precision
 from .make import program_at, state_at
 from .ops.lowerings import falls_back, has_kernel

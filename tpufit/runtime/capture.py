@@ -328,7 +328,7 @@ class Capture:
 
     def operations(self) -> int:
         """What the graph of this trace computes, see `operations_in`. It must not have run."""
-        return operations_in(xla()._get_xla_tensors_hlo(self._roots))
+        return operations_in(xla()._get_xla_tensors_hlo(self._roots), self._target.placement.count)
 
     def run(self, graph: Graph, first: bool) -> None:
         """Run a graph with the inputs of this trace.

@@ -10,6 +10,7 @@ from .bindings import xla
 
 # Those whose programs were seen to be faster and smaller so; those of a v3 are slower and larger.
 _IN_BFLOAT16 = ("TPU v5 lite", "TPU v6 lite")
+_WITHOUT_FLASH = ("TPU v2", "TPU v3")
 _KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}  # by the chip on the PCI bus
 _absent: str | None = None
 
@@ -40,6 +41,19 @@ def keeps_bfloat16(kind: str) -> bool:
         (True, False)
     """
     return kind in _IN_BFLOAT16
+
+
+def has_flash(kind: str) -> bool:
+    """True if there is a kernel for flash attention: the compilers of a v2 and a v3 refuse it.
+
+    Args:
+        kind: The kind of device, as `kind_of` returns it.
+
+    Example:
+        >>> has_flash("TPU v6 lite"), has_flash("TPU v3"), has_flash("cpu")
+        (True, False, False)
+    """
+    return kind.startswith("TPU") and not kind.startswith(_WITHOUT_FLASH)
 
 
 @contextmanager

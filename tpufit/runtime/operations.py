@@ -7,6 +7,8 @@ all of the work, and the peak that vendors state is one of matrix products. Shap
 import math
 import re
 
+from .kernel_work import work_in
+
 _TYPE = r"\w+\[([\d,]*)\]\S*"
 _PRODUCT = re.compile(rf"= {_TYPE} (dot|convolution)\({_TYPE} [^,]+, {_TYPE} [^)]+\)(.*)")
 _WINDOW = re.compile(r"window={([^}]*)}")
@@ -17,11 +19,12 @@ _GROUPS = re.compile(r"batch_group_count=(\d+)")
 Shape = list[int]
 
 
-def operations_in(text: str) -> int:
-    """Count the operations of a program's matrix products and convolutions.
+def operations_in(text: str, cores: int = 1) -> int:
+    """Count the operations of a program's matrix products and convolutions, and of the kernels that say theirs.
 
     Args:
         text: The program, with the types of operands.
+        cores: The number of cores that a kernel runs on (default 1).
 
     Example:
         >>> dot = "%dot.3 = f32[4,5]{1,0} dot(f32[4,576]{1,0} %a, f32[576,5]{0,1} %b), lhs_contracting_dims={1}"
@@ -32,7 +35,8 @@ def operations_in(text: str) -> int:
     for result, kind, left, right, attributes in _PRODUCT.findall(text):
         count = _of_product if kind == "dot" else _of_convolution
         total += 2 * count(_numbers(result), _numbers(left), _numbers(right), attributes)
-    return total
+    kernels = filter(None, map(work_in, text.splitlines()))
+    return total + cores * sum(kernel.operations for kernel in kernels)
 
 
 def _of_product(result: Shape, left: Shape, right: Shape, attributes: str) -> int:

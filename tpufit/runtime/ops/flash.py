@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..jax_calls import Computation, lower
+from ..kernel_work import KernelWork, mark
 from ..placement import CorePlacement
 
 _LANES = 128
@@ -112,7 +113,8 @@ def _kernel(shape: _Shape) -> _Kernel:
             interpret=shape.interpreted,
         )
         segments = splash.SegmentIds(*ids) if ids else None
-        return jax.vmap(kernel)(query, key, value, segments)
+        with jax.named_scope(mark(_work(shape))):
+            return jax.vmap(kernel)(query, key, value, segments)
 
     known: list[int | None] = []  # of what the backward pass takes: which of the arguments it is, or None
     trees: list[Any] = []
@@ -146,6 +148,39 @@ def _kernel(shape: _Shape) -> _Kernel:
         return _Kernel(there)
     back, _ = lower(backward, [results[0], *arguments, *results[1:]], platform, "flash_attention_backward")
     return _Kernel(there, back)
+
+
+def _work(shape: _Shape) -> list[KernelWork]:
+    """What the kernels compute and move: forward, and backward for queries, and for keys and values."""
+    block_q, block_kv = _block(shape.queries), _block(shape.keys)
+    ends = range(block_q, shape.queries + 1, block_q)  # of the blocks of queries
+    seen = [min(-(-end // block_kv) * block_kv, shape.keys) if shape.causal else shape.keys for end in ends]
+    heads = shape.rows * shape.heads
+    scores = heads * block_q * sum(seen)
+    width, of_value = shape.width, shape.of_value
+    # In memory a row is of whole lanes.
+    row = (_lanes(width) + _lanes(of_value)) * (2 if shape.dtype == "bfloat16" else 4)
+    queries, keys = heads * shape.queries, shape.rows * shape.shared * shape.keys
+    whole = 4 * _LANES * queries  # a number in 32 bits for each query, which takes all lanes of a row
+    beside = whole * (shape.causal + shape.segmented)  # the places and segments of queries
+    again = scores // block_q * row  # keys and values, for each block of queries
+    return [
+        KernelWork(
+            "splash_mha_fwd", 2 * scores * (width + of_value), width, queries * row + again + whole + beside, True
+        ),
+        KernelWork("splash_mha_dq", 2 * scores * (2 * width + of_value), width, 2 * queries * row + again + beside),
+        KernelWork(
+            "splash_mha_dkv",
+            4 * scores * (width + of_value),
+            width,
+            # Queries and gradients for each block of keys, which every head of queries reads.
+            scores // block_kv * (row + 2 * 8 * 4) + heads * shape.keys * row + 2 * keys * row,
+        ),
+    ]
+
+
+def _lanes(width: int) -> int:
+    return -(-width // _LANES) * _LANES
 
 
 def flash(

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from ...backend.attention import AttentionForms
 from ...utils import releases
 from ...utils.users_code import warn
-from ..kinds import kind_of
+from ..kinds import has_flash, kind_of
 from ..placement import CorePlacement
 from .flash import is_interpreted
 
-# Their compilers refuse such kernels.
-_WITHOUT = ("TPU v2", "TPU v3")
 # From so many scores of a head and so many keys on it is worth it.
 _WORTH_KEYS = 2048
 
@@ -80,7 +78,7 @@ def _obstacle(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -
     kind = kind_of(query.device)
     if find_spec("jax") is None:
         return f"its kernel is JAX's, which is not installed: {releases.command(releases.compiler(), 'jax', 'jaxlib')}"
-    if not is_interpreted() and (not kind.startswith("TPU") or kind.startswith(_WITHOUT)):
+    if not is_interpreted() and not has_flash(kind):
         return f"there is no kernel for a {kind}"
     if dropout:
         return "the kernel drops no weights; set the dropout of attention to 0"
