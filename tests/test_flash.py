@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +18,13 @@ from tpufit.errors import UnknownNameError
 from tpufit.runtime.kinds import traced_for
 from tpufit.runtime.ops import forms as forms_module
 from tpufit.runtime.ops.flash import interpreted
-from tpufit.runtime.ops.forms import choosing, flash_on
+from tpufit.runtime.ops.forms import choosing, flash_form
 from tpufit.runtime.ops.kernels import own_kernels
 
 pytest.importorskip("jax")
 
 F32, BF16 = torch.float32, torch.bfloat16
-# Rows, heads, heads of keys, queries, keys, width, causal, mask and dtype.
+# Rows, heads, heads of keys, queries, keys, width, causal, mask (see `mask_of`) and dtype.
 FORMS = {
     "causal": (2, 2, 2, 128, 128, 64, True, None, F32),
     "of several blocks": (1, 1, 1, 640, 640, 64, True, None, F32),
@@ -33,20 +34,31 @@ FORMS = {
     "keys of one head": (2, 4, 1, 128, 128, 64, False, None, F32),
     "width 128, padding": (3, 2, 2, 100, 100, 128, False, "padding", F32),
     "width 256, padding": (2, 2, 1, 128, 128, 256, False, "padding", F32),
-    "a row of nothing but padding": (2, 2, 2, 128, 128, 64, False, "nothing", F32),
+    "padding and causal": (3, 2, 2, 100, 100, 64, False, "padding, causal", F32),
+    "a window": (1, 2, 1, 640, 640, 64, False, "window", F32),
+    "joined texts": (3, 2, 1, 128, 128, 64, False, "texts", F32),
     "bfloat16": (2, 2, 2, 128, 128, 64, True, None, BF16),
     "bfloat16, grouped, padding": (2, 4, 2, 100, 100, 128, False, "padding", BF16),
 }
 
 
-def mask_of(name, rows, keys):
-    """True for the keys to look at: of each row fewer than of the one before, or of the last one none."""
-    if name is None:
-        return None
-    lengths = torch.tensor([keys - 7 * i for i in range(rows)])
-    if name == "nothing":
-        lengths[-1] = 0
-    return (torch.arange(keys) < lengths[:, None])[:, None, None]
+def numbers_of(rows, keys):
+    """The number of the text of each key, of which the last one is padding: of each row more than of the one before."""
+    lengths = torch.tensor([keys - 7 * i for i in range(rows - 1)] + [0])
+    texts = torch.arange(keys) // 30 + torch.arange(rows)[:, None]
+    return texts.masked_fill(torch.arange(keys) >= lengths[:, None], -1)
+
+
+def mask_of(name, numbers):
+    """A mask, made of the numbers of texts. The last row has nothing but padding."""
+    places = torch.arange(numbers.shape[-1], device=numbers.device)
+    causal, padding = places <= places[:, None], (numbers >= 0)[:, None, None]
+    return {
+        "padding": lambda: padding,
+        "padding, causal": lambda: causal & padding,
+        "window": lambda: causal & (places > places[:, None] - 200),
+        "texts": lambda: (numbers[:, None, :, None] == numbers[:, None, None]) & causal & padding,
+    }[name]()
 
 
 def attended(query, key, value, upstream, mask, causal):
@@ -71,13 +83,13 @@ def test_the_kernel_has_the_numbers_of_plain_attention(cores, name):
     torch.manual_seed(0)
     shapes = ((rows, heads, queries, width), *((rows, shared, keys, width),) * 2, (rows, heads, queries, width))
     given = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
-    mask = mask_of(masked, rows, keys)
+    numbers = numbers_of(rows, keys)
+    mask = None if masked is None else mask_of(masked, numbers)
     exact = attended(*(x.double() for x in given), mask, causal)
     place = runtime.placement_on(runtime.start(cores, "test"))
-    sent = place.send(given, Sharding.ROWS)
-    there = None if mask is None else place.send([mask], Sharding.ROWS)[0]
+    *sent, there = place.send([*given, numbers], Sharding.ROWS)
     with interpreted(), own_kernels(forms=choosing(AttentionForms("flash"), place)):
-        found = attended(*sent, there, causal)
+        found = attended(*sent, None if masked is None else mask_of(masked, there), causal)
     for ours, theirs in zip(runtime.to_host(found, "test"), exact, strict=True):
         assert ours.dtype is dtype
         assert error_of(ours, theirs) < (4e-6 if dtype is F32 else 1e-2)
@@ -196,16 +208,17 @@ class Asks(nn.Module):
     """A layer that asks for the form of its attention, and computes none."""
 
     def forward(self, *given):
-        flash_on(*given)
+        flash_form(*given)
 
 
 def form_of(asked, kind="TPU v5 lite", *, shape=(1, 2, 4096, 64), dtype=BF16, mask=None, dropout=0.0):
     """The form of an attention on a kind of device, and the warnings."""
     forms, layer, x = AttentionForms(asked), Asks(), torch.empty(shape, dtype=dtype, device="meta")
-    with warnings.catch_warnings(record=True) as told, traced_for(kind), choosing(forms, None):
+    place = SimpleNamespace(device=torch.device("meta"))
+    with warnings.catch_warnings(record=True) as told, traced_for(kind), choosing(forms, place):
         warnings.simplefilter("always")
         for _ in range(2):
-            layer(x, x, mask, dropout)
+            layer(x, x, mask, False, dropout)
     return forms.of_layers.get(layer), [str(one.message) for one in told]
 
 
@@ -222,8 +235,8 @@ PLAIN = {
     "dropout": ({"dropout": 0.1}, "the kernel drops no weights"),
     "float32": ({"dtype": F32}, "the kernel isn't exact in float32"),
     "three dimensions": ({"shape": (2, 4096, 64)}, "got 3 dimensions"),
-    "a bias": ({"mask": torch.zeros(4096, 4096)}, "takes no such mask"),
-    "any mask": ({"mask": torch.ones(4096, 4096, dtype=torch.bool)}, "takes no such mask"),
+    "a bias": ({"mask": torch.ones(64, 64, device="meta")}, "the kernel takes masks of places"),
+    "any mask": ({"mask": torch.ones(64, 64, dtype=torch.bool, device="meta")}, "the kernel takes masks of places"),
 }
 
 
@@ -253,10 +266,71 @@ def test_few_keys_stay_plain_unless_it_is_asked_for():
 
 def test_a_mask_of_keys_is_the_kernels():
     for shape in ((4096,), (1, 4096), (1, 1, 1, 4096)):
-        assert form_of("flash", mask=torch.ones(shape, dtype=torch.bool)) == ("flash", [])
+        assert form_of("flash", mask=torch.ones(shape, dtype=torch.bool, device="meta")) == ("flash", [])
 
 
 def test_compile_knows_the_forms():
     model = tpufit.Model(nn.Linear(1, 1))
     with pytest.raises(UnknownNameError, match="unknown attention 'flsh': did you mean 'flash'"):
         model.compile("sgd", "mse", attention="flsh")
+
+
+class Encoder(nn.Module):
+    """`nn.TransformerEncoder` of texts of several lengths, each word of which sees those before it or all."""
+
+    def __init__(self, causal):
+        super().__init__()
+        self.words, self.causal = nn.Embedding(WORDS, WIDTH), causal
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x):
+        mask = torch.ones(TIME, TIME, dtype=torch.bool, device=x.device).triu(1) if self.causal else None
+        padding = torch.arange(TIME, device=x.device) >= TIME - 5 * x[:, :1]
+        return self.head(self.encoder(self.words(x), mask, padding, is_causal=self.causal)).transpose(1, 2)
+
+
+class Masked(GPT):
+    """Its blocks are given a mask of padding, and put it together with a causal one themselves."""
+
+    class Block(Block):
+        def forward(self, x, padding):
+            places = torch.arange(TIME, device=x.device)
+            q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, (places <= places[:, None]) & padding[:, None, None])
+            return x + self.wide(x + self.out(y.transpose(1, 2).flatten(2)))
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x):
+        padding = torch.arange(TIME, device=x.device) < TIME - 5 * x[:, :1]
+        x = self.words(x) + self.places
+        for block in self.blocks:
+            x = block(x, padding)
+        return self.head(x).transpose(1, 2)
+
+
+MASKED = {
+    "nn.MultiheadAttention": (lambda: Encoder(causal=False), {}),
+    "nn.MultiheadAttention, causal": (lambda: Encoder(causal=True), {}),
+    "blocks that make masks": (Masked, {}),
+    "blocks that make masks, with remat": (Masked, {"remat": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.cores(1, 8, quick=False)
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_that_modules_make_are_understood(cores, name):
+    make, options = MASKED[name]
+    torch.manual_seed(0)
+    net, how = make(), {"rows": 2 * cores, "batch_size": 1} | options
+    losses, weights, model = trained(net, cores, attention="flash", **how)
+    expected, ends, _ = trained(net, cores, attention="plain", **how)
+    assert set(model.report().attention.values()) == {"flash"} and len(model.report().attention) == 2
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    for ours, theirs in zip(weights, ends, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)

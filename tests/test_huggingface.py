@@ -195,3 +195,54 @@ def test_models_of_timm_are_replayed(cores, name):
     model.compile(lambda parameters: torch.optim.AdamW(parameters, 1e-2), "cross_entropy", jit_compile=True)
     losses = model.fit(images, labels, 8 // cores, 6, verbose=0, cores=cores).history["loss"]
     assert losses[-1] < losses[0]
+
+
+WORDS, TIME, ROWS = 64, 64, 8
+TEXTS = np.random.default_rng(0).integers(3, WORDS, (ROWS, TIME))
+FILLED = (np.arange(TIME) < np.array([64, 50, 33, 64, 1, 20, 64, 64])[:, None]).astype("int64")
+JOINED = np.concatenate([np.stack([np.r_[:20, :44], np.r_[:64]]) for _ in range(4)])
+SMALL = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {**SMALL, "intermediate_size": 32, "num_key_value_heads": 1}
+WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# What tells texts apart, the class and its options.
+MASKS = {
+    "a Llama": ({}, "Llama", "ForCausalLM", LLAMA),
+    "a Llama, padding": ({"attention_mask": FILLED}, "Llama", "ForCausalLM", LLAMA),
+    "a Llama, joined texts": ({"position_ids": JOINED}, "Llama", "ForCausalLM", LLAMA),
+    "a Mistral, padding": (
+        {"attention_mask": FILLED},
+        "Mistral",
+        "ForCausalLM",
+        LLAMA | {"sliding_window": 20},
+    ),
+    "a Mistral, joined texts": ({"position_ids": JOINED}, "Mistral", "ForCausalLM", LLAMA | {"sliding_window": 20}),
+    "a BERT, padding": (
+        {"attention_mask": FILLED},
+        "Bert",
+        "ForMaskedLM",
+        SMALL | {"intermediate_size": 32} | WITHOUT_DROPOUT,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_masks_of_transformers_are_those_of_a_kernel(cores, name):
+    """Flash attention, by an interpreter, takes what transformers makes of padding, windows and joined texts."""
+    import transformers
+
+    from tpufit.runtime.ops.flash import interpreted
+
+    given, family, task, options = MASKS[name]
+    losses, x = {}, {"input_ids": TEXTS, "labels": TEXTS} | given
+    for attention in ("flash", "plain"):
+        torch.manual_seed(0)
+        net = getattr(transformers, family + task)(getattr(transformers, f"{family}Config")(**options))
+        model = tpufit.Model(net)
+        model.compile(torch.optim.SGD(net.parameters(), 0.1), scale_lr=None, attention=attention)
+        with interpreted():
+            history = model.fit(x, batch_size=ROWS // cores, epochs=2, shuffle=False, verbose=0, cores=cores)
+        losses[attention] = history.history["loss"]
+        if attention == "flash":
+            forms = model.report().attention
+            assert len(forms) == 2 and set(forms.values()) == {"flash"}
+    assert losses["flash"] == pytest.approx(losses["plain"], abs=1e-5)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..utils.replaced import replaced
 from . import unsharding
 from .lazy import behind_barrier
+from .ops.masks import seeing_again
 from .trace_seeds import TraceSeeds
 
 
@@ -119,7 +120,10 @@ class _Region:
         weights = {name: next(inputs) for name in names}
         args, kwargs = tree_unflatten(leaves, self._spec)
         whole = self._unsharding
-        with nullcontext() if whole is None else whole.computing_again(self._weights, weights):
+        with (
+            nullcontext() if whole is None else whole.computing_again(self._weights, weights),
+            seeing_again(zip(apart, tensors, strict=False)),
+        ):
             if self._ended == self._begun:
                 return torch.func.functional_call(self._block, weights, args, kwargs)
             now = self._seeds.position()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..bindings import xla
 from ..kinds import keeps_bfloat16, kind_of
-from .flash import flash, segments_of
-from .forms import flash_on
+from .flash import flash
+from .forms import flash_form
 from .products import product
 from .views import direct
 
@@ -42,12 +42,12 @@ def attention(
     if attn_mask is not None and not _broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2])):
         return None
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    plain = partial(_plain, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
-    placement = flash_on(query, key, attn_mask, dropout_p)
-    if placement is None:
-        return plain(query, key, value)
-    segments = None if attn_mask is None else segments_of(attn_mask, query, key)
-    y = flash(query, key, value, segments, is_causal, scale, placement, plain)
+    plain = partial(_plain, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+    taken = flash_form(query, key, attn_mask, is_causal, dropout_p)
+    if taken is None:
+        return plain(query, key, value, attn_mask)
+    placement, pattern = taken
+    y = flash(query, key, value, pattern, attn_mask, scale, placement, plain)
     blind = _blind(attn_mask)
     return y if blind is None else y.masked_fill(blind, 0)
 

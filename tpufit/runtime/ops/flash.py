@@ -23,12 +23,11 @@ from torch.nn import functional as F
 from ..jax_calls import Computation, lower
 from ..kernel_work import KernelWork, mark
 from ..placement import CorePlacement
+from .masks import BLIND, FILLING, Pattern
 
 _LANES = 128
 # Those of a block, as far as they go: larger ones read keys and values less often.
 _BLOCKS = (512, 384, 256, 128)
-# The segment of keys that only fill up a block, and the one of queries that may look at nothing.
-_FILLING, _BLIND = -1, -2
 
 _interpreted = False
 
@@ -62,7 +61,8 @@ class _Shape:
         width: The width of a head of queries and keys.
         of_value: The width of a head of values.
         dtype: The format, e.g. `"bfloat16"`.
-        causal: True if a query looks at keys up to its own place only.
+        left: The number of places before its own that a query looks at; None: all.
+        right: The number of places after it; None: all.
         segmented: True if it takes segments.
         learns: True if there will be a backward pass.
         interpreted: True for Pallas' interpreter on a CPU.
@@ -76,7 +76,8 @@ class _Shape:
     width: int
     of_value: int
     dtype: str
-    causal: bool
+    left: int | None
+    right: int | None
     segmented: bool
     learns: bool
     interpreted: bool
@@ -96,7 +97,11 @@ def _kernel(shape: _Shape) -> _Kernel:
     splash, masks = import_module(f"{folder}_kernel"), import_module(f"{folder}_mask")
 
     lengths = shape.queries, shape.keys
-    mask = masks.CausalMask(lengths) if shape.causal else masks.FullMask(lengths)
+    limits = shape.left, shape.right
+    if limits == (None, None):
+        mask = masks.FullMask(lengths)
+    else:
+        mask = masks.CausalMask(lengths) if limits == (None, 0) else masks.LocalMask(lengths, limits, offset=0)
     block_q, block_kv = (_block(length) for length in lengths)
     sizes = splash.BlockSizes(
         block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv,
@@ -153,16 +158,20 @@ def _kernel(shape: _Shape) -> _Kernel:
 def _work(shape: _Shape) -> list[KernelWork]:
     """What the kernels compute and move: forward, and backward for queries, and for keys and values."""
     block_q, block_kv = _block(shape.queries), _block(shape.keys)
-    ends = range(block_q, shape.queries + 1, block_q)  # of the blocks of queries
-    seen = [min(-(-end // block_kv) * block_kv, shape.keys) if shape.causal else shape.keys for end in ends]
+    blocks = 0
+    for begin in range(0, shape.queries, block_q):
+        first = 0 if shape.left is None else max(0, begin - shape.left) // block_kv
+        end = shape.keys if shape.right is None else min(begin + block_q + shape.right, shape.keys)
+        blocks += max(0, -(-end // block_kv) - first)
     heads = shape.rows * shape.heads
-    scores = heads * block_q * sum(seen)
+    scores = heads * block_q * block_kv * blocks
     width, of_value = shape.width, shape.of_value
     # In memory a row is of whole lanes.
     row = (_lanes(width) + _lanes(of_value)) * (2 if shape.dtype == "bfloat16" else 4)
     queries, keys = heads * shape.queries, shape.rows * shape.shared * shape.keys
     whole = 4 * _LANES * queries  # a number in 32 bits for each query, which takes all lanes of a row
-    beside = whole * (shape.causal + shape.segmented)  # the places and segments of queries
+    limited = (shape.left, shape.right) != (None, None)
+    beside = whole * (limited + shape.segmented)  # the places and segments of queries
     again = scores // block_q * row  # keys and values, for each block of queries
     return [
         KernelWork(
@@ -187,43 +196,34 @@ def flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: tuple[Tensor, Tensor] | None,
-    is_causal: bool,
+    pattern: Pattern,
+    mask: Tensor | None,
     scale: float,
     placement: CorePlacement,
-    plain: Callable[[Tensor, Tensor, Tensor], Tensor],
+    plain: Callable[..., Tensor],
 ) -> Tensor:
-    """Attention of a query to keys up to its own place, or to all, in its own segment.
+    """Attention by the kernel. A query that looks at nothing gets anything.
 
     Args:
         query: Shape (rows, heads, queries, width).
         key: Shape (rows, heads or fewer, keys, width).
         value: Shape (rows, heads of `key`, keys, any width).
-        segments: The segment of each query, shape (rows, queries), and of each key, shape (rows, keys), from 0 on, in
-            int32; a key of a negative one is seen by no query. None: all are of one.
-        is_causal: True for keys up to a query's own place.
+        pattern: What queries look at.
+        mask: The mask that this stands for.
         scale: What scores are multiplied by.
         placement: The cores.
-        plain: The same attention in PyTorch, for second derivatives.
+        plain: The same attention in PyTorch, of query, key, value and mask, for second derivatives.
     """
     result: Tensor = _Flash.apply(  # type: ignore[no-untyped-call]
-        query, key, value, *(segments or (None, None)), is_causal, scale, placement, plain
+        query,
+        key,
+        value,
+        mask,
+        pattern.of_queries,
+        pattern.of_keys,
+        (pattern.left, pattern.right, scale, placement, plain),
     )
     return result
-
-
-def segments_of(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """The segments that stand for a mask of keys.
-
-    Args:
-        mask: True for keys that all queries may look at; its shape broadcasts to (rows, 1, 1, keys).
-        query: The queries, shape (rows, heads, queries, width).
-        key: The keys, shape (rows, heads, keys, width).
-    """
-    rows, queries, keys = query.shape[0], query.shape[-2], key.shape[-2]
-    of_queries = torch.zeros(rows, queries, dtype=torch.int32, device=mask.device)
-    of_keys = mask.to(torch.int32).reshape(-1, mask.shape[-1]).expand(rows, keys) - 1
-    return of_queries, of_keys
 
 
 class _Flash(torch.autograd.Function):
@@ -233,27 +233,27 @@ class _Flash(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        mask: Tensor | None,
         of_queries: Tensor | None,
         of_keys: Tensor | None,
-        is_causal: bool,
-        scale: float,
-        placement: CorePlacement,
-        plain: Callable[[Tensor, Tensor, Tensor], Tensor],
+        how: tuple[int | None, int | None, float, CorePlacement, Callable[..., Tensor]],
     ) -> Tensor:
+        left, right, scale, placement, plain = how
         queries, keys = query.shape[-2], key.shape[-2]
         filled = _whole(queries), _whole(keys)
-        if of_queries is None and keys < filled[1] and not (is_causal and queries <= keys):
+        if of_queries is None and keys < filled[1] and not (right == 0 and queries <= keys):
             # Else queries would look at keys that only fill up a block.
             of_queries, of_keys = (
                 torch.zeros(x.shape[0], x.shape[-2], dtype=torch.int32, device=x.device) for x in (query, key)
             )
+        lengths = filled[0], filled[1], filled[1]
         given = [
-            F.pad(x, (0, 0, 0, n - x.shape[-2]))
-            for x, n in zip((query * scale, key, value), (filled[0], filled[1], filled[1]), strict=True)
+            F.pad(x, (0, 0, 0, length - x.shape[-2]))
+            for x, length in zip((query * scale, key, value), lengths, strict=True)
         ]
         if of_queries is not None and of_keys is not None:
-            given.append(F.pad(of_queries, (0, filled[0] - queries), value=_BLIND))
-            given.append(F.pad(of_keys, (0, filled[1] - keys), value=_FILLING))
+            given.append(F.pad(of_queries, (0, filled[0] - queries), value=BLIND))
+            given.append(F.pad(of_keys, (0, filled[1] - keys), value=FILLING))
         own = [placement.to_core(x) for x in given]
         kernel = _kernel(
             _Shape(
@@ -265,25 +265,26 @@ class _Flash(torch.autograd.Function):
                 width=query.shape[-1],
                 of_value=value.shape[-1],
                 dtype=str(query.dtype).removeprefix("torch."),
-                causal=is_causal,
+                left=left,
+                right=right,
                 segmented=len(own) > 3,
                 learns=any(ctx.needs_input_grad[:3]),
                 interpreted=_interpreted,
             )
         )
         result, *kept = kernel.forward(*own)
-        ctx.save_for_backward(query, key, value, *own, *kept)
+        ctx.save_for_backward(query, key, value, mask, *own, *kept)
         ctx.kernel, ctx.scale, ctx.placement, ctx.plain = kernel, scale, placement, plain
         return placement.from_core(result, len(query))[:, :, :queries]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, *kept = ctx.saved_tensors
-        rest = (None,) * 6
+        query, key, value, mask, *kept = ctx.saved_tensors
+        rest = (None,) * 4
         if torch.is_grad_enabled():  # of a second derivative
             learns = ctx.needs_input_grad[:3]
             wanted = [x for x, needed in zip((query, key, value), learns, strict=True) if needed]
-            again = torch.autograd.grad(ctx.plain(query, key, value), wanted, gradient, create_graph=True)
+            again = torch.autograd.grad(ctx.plain(query, key, value, mask), wanted, gradient, create_graph=True)
             found = iter(again)
             return *(next(found) if needed else None for needed in learns), *rest
         filled = F.pad(gradient, (0, 0, 0, kept[0].shape[-2] - gradient.shape[-2]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
@@ -18,9 +18,14 @@ from ...utils.users_code import warn
 from ..kinds import has_flash, kind_of
 from ..placement import CorePlacement
 from .flash import is_interpreted
+from .masks import Pattern, pattern_of, seeing_masks
 
 # From so many scores of a head and so many keys on it is worth it.
 _WORTH_KEYS = 2048
+_OTHER_MASK = (
+    "the kernel takes masks of places (causal, a window), of padding, and of texts joined in a row, the same for all "
+    "heads, which the step makes of booleans or of -inf"
+)
 
 
 @dataclass(frozen=True)
@@ -42,27 +47,40 @@ def choosing(forms: AttentionForms, placement: CorePlacement) -> Iterator[None]:
     """
     global _now
     before, _now = _now, _Choosing(forms, placement)
+    # To see masks costs time, which is for those alone who may get the kernel.
+    sees = forms.asked != "plain" and _has_kernel(kind_of(placement.device))
     try:
-        yield
+        with seeing_masks() if sees else nullcontext():
+            yield
     finally:
         _now = before
 
 
-def flash_on(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> CorePlacement | None:
-    """The cores on which an attention is to be computed by the kernel; None if it is to be plain.
+def _has_kernel(kind: str) -> bool:
+    return is_interpreted() or has_flash(kind)
+
+
+def flash_form(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, dropout: float
+) -> tuple[CorePlacement, Pattern] | None:
+    """The cores on which an attention is to be computed by the kernel, and what it looks at; None if it is to be plain.
 
     Args:
         query: Its queries.
         key: Its keys.
         mask: Its mask.
+        is_causal: True if a query looks at keys up to its own place.
         dropout: The share of weights that it drops.
     """
     now = _now
     if now is None or now.forms.asked == "plain":
         return None
-    obstacle = _obstacle(query, key, mask, dropout)
+    obstacle, pattern = _obstacle(query, dropout), Pattern(right=0 if is_causal else None)
     if not obstacle and now.forms.asked == "auto" and key.shape[-2] < _WORTH_KEYS:
         obstacle = f"{key.shape[-2]} keys are few"
+    if not obstacle and mask is not None:
+        found = pattern_of(mask, query, key)
+        obstacle, pattern = ("", found) if found is not None else (_OTHER_MASK, pattern)
     layer = _calling_layer()
     if layer is not None:
         now.forms.of_layers[layer] = f"plain: {obstacle}" if obstacle else "flash"
@@ -70,15 +88,15 @@ def flash_on(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) ->
         now.forms.told.add(obstacle)
         name = "the step" if layer is None else type(layer).__name__
         warn(f"attention='flash', but {name} has plain attention: {obstacle}")
-    return None if obstacle else now.placement
+    return None if obstacle else (now.placement, pattern)
 
 
-def _obstacle(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -> str:
-    """Why the kernel can't compute an attention; nothing if it can."""
+def _obstacle(query: Tensor, dropout: float) -> str:
+    """Why the kernel can't compute an attention, whatever its mask; nothing if it can."""
     kind = kind_of(query.device)
     if find_spec("jax") is None:
         return f"its kernel is JAX's, which is not installed: {releases.command(releases.compiler(), 'jax', 'jaxlib')}"
-    if not is_interpreted() and not has_flash(kind):
+    if not _has_kernel(kind):
         return f"there is no kernel for a {kind}"
     if dropout:
         return "the kernel drops no weights; set the dropout of attention to 0"
@@ -86,14 +104,7 @@ def _obstacle(query: Tensor, key: Tensor, mask: Tensor | None, dropout: float) -
         return f"the kernel takes (rows, heads, time, width), got {query.dim()} dimensions"
     if not is_interpreted() and query.dtype is not torch.bfloat16:
         return f"the kernel isn't exact in {str(query.dtype).removeprefix('torch.')}; compile with precision='bf16'"
-    if mask is not None and (mask.dtype is not torch.bool or not _of_keys(mask)):
-        return "the kernel takes no such mask; it takes is_causal, and a mask of booleans, of (rows, 1, 1, keys)"
     return ""
-
-
-def _of_keys(mask: Tensor) -> bool:
-    """True for a mask that is the same for all heads and queries."""
-    return all(size == 1 for size in mask.shape[-3:-1])
 
 
 def _calling_layer() -> nn.Module | None:
