@@ -3,6 +3,7 @@
 from .backup_and_restore import BackupAndRestore
 from .base import Callback
 from .callback_list import CallbackList
+from .comet_logger import CometLogger
 from .csv_logger import CSVLogger
 from .diagnostics import Diagnostics
 from .early_stopping import EarlyStopping
@@ -11,6 +12,7 @@ from .history import History
 from .lambda_callback import LambdaCallback
 from .learning_rate_scheduler import LearningRateScheduler
 from .lr_scheduler import LRScheduler
+from .mlflow_logger import MLflowLogger
 from .model_checkpoint import ModelCheckpoint
 from .one_cycle import OneCycle
 from .progbar_logger import ProgbarLogger
@@ -19,12 +21,15 @@ from .remote_monitor import RemoteMonitor
 from .swap_ema_weights import SwapEMAWeights
 from .tensorboard import TensorBoard
 from .terminate_on_nan import TerminateOnNaN
+from .trackio_logger import TrackioLogger
+from .wandb_logger import WandbLogger
 
 __all__ = [
     "BackupAndRestore",
     "CSVLogger",
     "Callback",
     "CallbackList",
+    "CometLogger",
     "Diagnostics",
     "EarlyStopping",
     "Freeze",
@@ -32,6 +37,7 @@ __all__ = [
     "LRScheduler",
     "LambdaCallback",
     "LearningRateScheduler",
+    "MLflowLogger",
     "ModelCheckpoint",
     "OneCycle",
     "ProgbarLogger",
@@ -40,4 +46,6 @@ __all__ = [
     "SwapEMAWeights",
     "TensorBoard",
     "TerminateOnNaN",
+    "TrackioLogger",
+    "WandbLogger",
 ]

@@ -110,6 +110,8 @@ class Callback:
         only_writes: True for one that writes files or lines and does nothing to training: on a pod its hooks are called
             on process 0 only (default False: on every host).
         restores: True lets every `fit` go on from the newest of `checkpoints`, as with `resume=True` (default False).
+        loads_first: True has `load_state_dict` called before `on_train_begin` (default False: after it), for one that
+            goes on with something outside of this process.
         save_on_exception: True has `fit` write a checkpoint also after an error between two steps (default False).
 
     Example:
@@ -129,6 +131,7 @@ class Callback:
     checkpoints: AsyncCheckpointWriter | None = None
     only_writes: bool = False
     restores: bool = False
+    loads_first: bool = False
     save_on_exception: bool = False
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -312,6 +315,8 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state: called after `on_train_begin`, and in the middle of an epoch after `on_epoch_begin`.
+
+        With `loads_first` it is called before them.
 
         Args:
             state: The dict that `state_dict` returned; tuples have become lists.

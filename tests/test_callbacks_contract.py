@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import tempfile
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -20,16 +21,30 @@ from tpufit import callbacks, runtime
 from tpufit.callbacks import Callback
 from tpufit.errors import CallbackError
 
-pytestmark = pytest.mark.cores(1, 8)
+# The warning is SQLAlchemy's, of MLflow.
+pytestmark = [pytest.mark.cores(1, 8), pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")]
 
 X = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")  # five batches of 8
 Y = np.random.default_rng(1).integers(0, 3, 40)
 EPOCHS = 2
 
+# Trackio looks for it once, when it is imported.
+os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp(prefix="trackio-"))
+
+
+def tracker(package, kind, **options):
+    """A tracker's callback, if its package is there."""
+    pytest.importorskip(package)
+    return getattr(callbacks, kind)(**options)
+
+
 # How to make each callback, in a folder of its own and beside a server that takes what it is sent.
 FACTORIES = {
     "BackupAndRestore": lambda folder, url: callbacks.BackupAndRestore(folder / "backup"),
     "CallbackList": lambda folder, url: callbacks.CallbackList([callbacks.EarlyStopping(patience=9)]),
+    "CometLogger": lambda folder, url: tracker(
+        "comet_ml", "CometLogger", online=False, offline_directory=str(folder / "comet")
+    ),
     "CSVLogger": lambda folder, url: callbacks.CSVLogger(folder / "log.csv", append=True),
     "Diagnostics": lambda folder, url: callbacks.Diagnostics(),
     "EarlyStopping": lambda folder, url: callbacks.EarlyStopping(patience=9, restore_best_weights=True),
@@ -38,6 +53,7 @@ FACTORIES = {
     "LRScheduler": lambda folder, url: callbacks.LRScheduler(partial(lr_scheduler.StepLR, step_size=1), "step"),
     "LambdaCallback": lambda folder, url: callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
     "LearningRateScheduler": lambda folder, url: callbacks.LearningRateScheduler(lambda epoch, lr: lr / 2),
+    "MLflowLogger": lambda folder, url: callbacks.MLflowLogger(tracking_uri=f"sqlite:///{folder.parent}/mlflow.db"),
     "ModelCheckpoint": lambda folder, url: callbacks.ModelCheckpoint(folder / "{epoch}.safetensors"),
     "OneCycle": lambda folder, url: callbacks.OneCycle(0.1, cycle_momentum=False),
     "ProgbarLogger": lambda folder, url: callbacks.ProgbarLogger(),
@@ -46,6 +62,8 @@ FACTORIES = {
     "SwapEMAWeights": lambda folder, url: callbacks.SwapEMAWeights(),
     "TensorBoard": lambda folder, url: callbacks.TensorBoard(folder / "logs"),
     "TerminateOnNaN": lambda folder, url: callbacks.TerminateOnNaN(),
+    "TrackioLogger": lambda folder, url: tracker("trackio", "TrackioLogger", name=folder.name),
+    "WandbLogger": lambda folder, url: tracker("wandb", "WandbLogger", mode="offline", dir=str(folder)),
 }
 EVERY = sorted(
     name
@@ -140,7 +158,11 @@ class Raising(Callback):
             raise ValueError("on purpose")
 
 
-@pytest.fixture(params=EVERY)
+# Their packages are of the extra `libraries`.
+TRACKERS = {"CometLogger", "TrackioLogger", "WandbLogger"}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] * (name in TRACKERS)) for name in EVERY])
 def make(request, tmp_path, url):
     return partial(FACTORIES[request.param], tmp_path, url)
 

@@ -34,6 +34,7 @@ TpufitError
 |-- StrictError (RuntimeError)          fit(strict=True), and something that makes steps slow
 |-- StateLostError (RuntimeError)       a step failed on the device, and the weights are lost with it
 |-- CallbackError (RuntimeError)        a callback's hook raised; the cause is chained to it
+|-- TrackerError (RuntimeError)         an experiment tracker can't be reached, or refuses
 `-- PreflightError (RuntimeError)       a step can't be compiled for a TPU that isn't there
 """
 
@@ -258,6 +259,10 @@ class StateLostError(TpufitError, RuntimeError):
 
 class CallbackError(TpufitError, RuntimeError):
     """A callback's hook raised; the original error is its `__cause__`."""
+
+
+class TrackerError(TpufitError, RuntimeError):
+    """An experiment tracker can't be reached, or refuses to begin a run."""
 
 
 class PreflightError(TpufitError, RuntimeError):

@@ -216,6 +216,14 @@ class CheckpointManager:
             streams = [self._train] if self._held_out is None else [self._train, self._held_out]
             self._objects = UsersObjects(self._engine, self._callbacks, streams)
 
+    def load_first(self, checkpoint: Checkpoint) -> None:
+        """Give the callbacks their states that want them before they begin (`Callback.loads_first`).
+
+        Args:
+            checkpoint: The checkpoint that `go_on` resumes from later.
+        """
+        self._load_callbacks(checkpoint, first=True)
+
     def note(self, progress: Progress, run: StepRunner | None = None) -> None:
         """Note the point that training has reached, between two steps, and take the requested checkpoints.
 
@@ -235,6 +243,7 @@ class CheckpointManager:
             wanted = self._engine.log.wanted_saves
             self._engine.log.wanted_saves = []
             for writer, score in wanted:
+                self._tell(writer.wait())  # before the next one is written, which may remove it
                 self._tell(writer.submit(self._checkpoint(score)))
                 self._taken[writer] = progress
         else:
@@ -288,7 +297,7 @@ class CheckpointManager:
         restore(self._engine, checkpoint)  # before the callbacks, which count steps from the model's own
         if self._objects is not None:
             self._objects.load_state_dict(state["objects"])
-        self._load_callbacks(state["callbacks"], checkpoint.training)
+        self._load_callbacks(checkpoint, first=False)
         try:
             batches = self._train.load_state_dict(state["data"])
             if self._held_out is not None:
@@ -339,15 +348,21 @@ class CheckpointManager:
                 states.append({"class": name, "state": encode(own, f"callback/{i}/{name}", tensors)})
         return states
 
-    def _load_callbacks(self, states: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> None:
-        """Give each callback the first state of its class that no callback before it has taken."""
-        waiting = list(states)
+    def _load_callbacks(self, checkpoint: Checkpoint, first: bool) -> None:
+        """Give each callback the first state of its class that no callback before it has taken.
+
+        Args:
+            checkpoint: The checkpoint.
+            first: True for the callbacks that want it before they begin, False for the others.
+        """
+        waiting: list[dict[str, Any]] = list(checkpoint.state["callbacks"])
         for callback in self._callbacks:
             own = next((state for state in waiting if state["class"] == type(callback).__name__), None)
             if own is not None and hasattr(callback, "load_state_dict"):
                 waiting.remove(own)
-                callback.load_state_dict(decode(own["state"], tensors))
-        if waiting:
+                if getattr(callback, "loads_first", False) == first:
+                    callback.load_state_dict(decode(own["state"], checkpoint.training))
+        if waiting and not first:
             names = ", ".join(state["class"] for state in waiting)
             warn(f"the checkpoint has the state of callbacks that are no longer there: {names}")
 

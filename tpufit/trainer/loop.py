@@ -88,6 +88,8 @@ def fit(
     model.module.eval()  # `closing` restores this mode at the end, ready for use
     with closing(callbacks, engine), Interruption() as interruption:
         training = _Training(engine, train, validation, callbacks, epochs.stop, limits, interruption)
+        if resumed is not None:
+            training.manager.load_first(resumed)
         # The callbacks begin before the resumption, so that the checkpoint overrides what they begin with.
         callbacks.call("on_train_begin")
         training.manager.begin(resumed is not None)

@@ -1,0 +1,110 @@
+"""`CometLogger`: a training as an experiment of Comet."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from ..errors import TrackerError
+from .tracker_callback import TrackerCallback, in_short, require_reachable
+
+
+class CometLogger(TrackerCallback):
+    """Sends a training to Comet: hyperparameters, the logs of each epoch, pictures and checkpoints.
+
+    The object is one experiment: each `fit` with it goes on in that experiment, and so does a training that is resumed.
+    An experiment that `comet_ml.start` has begun is used, and left open. Logs are by training steps; `epoch` is among
+    them, from 0. On a pod only the first host writes. Comet asks to be imported before torch, to see more by itself;
+    this callback doesn't need it to.
+
+    Args:
+        project: The project (default: Comet's own).
+        name: The experiment's name (default: Comet makes one).
+        config: Hyperparameters by name, beside those that the model and its optimizer tell (default: none).
+        online: False writes an archive, for `comet upload` later (default True).
+        offline_directory: The folder of that archive (default: Comet's own).
+        update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to log the running means of
+            the epoch as well, as `batch_loss`. Each time waits for the device.
+        log_checkpoints: True to send each checkpoint that a `ModelCheckpoint` writes into a run directory, as the
+            model `step-0000000010` (default False).
+        start: Further arguments of `comet_ml.start`: `workspace`, `api_key`, ...
+
+    Raises:
+        ArgumentError: comet_ml isn't installed, or an unknown frequency.
+
+    Example:
+        >>> logger = CometLogger("digits", online=False, offline_directory="runs")  # doctest: +SKIP
+        >>> model.fit(x, y, callbacks=[logger])  # doctest: +SKIP
+
+    Source: `comet_ml.start`, `comet_ml.CometExperiment`.
+    """
+
+    def __init__(
+        self,
+        project: str | None = None,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        *,
+        online: bool = True,
+        offline_directory: str | None = None,
+        update_freq: str | int = "epoch",
+        log_checkpoints: bool = False,
+        **start: Any,
+    ) -> None:
+        super().__init__("comet_ml", config, update_freq, log_checkpoints)
+        self.online = online
+        self._start = {"project_name": project, "online": online, **start}
+        self._settings: dict[str, Any] = {"offline_directory": offline_directory, "name": name}
+        self._owned = True
+        self._experiment: Any = None
+        self._copies: list[TemporaryDirectory[str]] = []
+
+    def open_run(self, run_id: str | None) -> str:
+        """Begin an experiment, or go on with one; see `TrackerCallback`."""
+        comet_ml = self.library
+        running = comet_ml.get_running_experiment()
+        self._owned = running is None or running.ended
+        if not self._owned:
+            self._experiment = running
+            return str(running.get_key())
+        offline = "online=False writes an archive, for `comet upload` later"
+        if self.online:
+            require_reachable(comet_ml.config.get_backend_address(), "Comet", offline)
+        again = {} if run_id is None else {"experiment_key": run_id, "mode": "get"}
+        settings = comet_ml.ExperimentConfig(**self._settings)
+        try:
+            self._experiment = comet_ml.start(experiment_config=settings, **{**self._start, **again})
+        except (ValueError, comet_ml.exceptions.CometException) as error:
+            raise TrackerError(f"Comet begins no experiment: {in_short(error)}. {offline}") from error
+        return str(self._experiment.get_key())
+
+    def write_config(self, values: Mapping[str, Any]) -> None:
+        """Log hyperparameters."""
+        self._experiment.log_parameters(dict(values))
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Log numbers."""
+        self._experiment.log_metrics(dict(values), step=step)
+
+    def write_image(self, tag: str, image: np.ndarray[Any, Any], step: int) -> None:
+        """Log a picture."""
+        self._experiment.log_image(image, name=tag, step=step)
+
+    def write_folder(self, folder: Path, name: str, step: int) -> None:
+        """Log a checkpoint."""
+        copy = TemporaryDirectory(prefix="tpufit-")  # Comet reads the files later
+        self._copies.append(copy)
+        files = shutil.copytree(folder, Path(copy.name, name))
+        self._experiment.log_model(name, str(files), prepend_folder_name=False)
+
+    def close_run(self, failed: bool) -> None:
+        """End the experiment, unless it is the user's own."""
+        experiment, self._experiment = self._experiment, None
+        if self._owned:
+            experiment.end()  # waits until all is sent
+            self._copies.clear()
