@@ -90,6 +90,13 @@ def test_the_gans_digits_come_near_the_real_ones(run_python):
 
 
 @pytest.mark.soak
+def test_augmented_digits_are_learnt_better(run_python):
+    output = run(run_python, "examples/augmented_digits.py")
+    plain, augmented = (float(share) for share in re.findall(r": +([\d.]+)%", output))
+    assert augmented > max(plain, 80)
+
+
+@pytest.mark.soak
 def test_mlflow_keeps_what_the_history_has(run_python):
     output = run(run_python, "examples/mlflow_tracking.py", "--epochs=2")
     printed = re.findall(r" val_accuracy: ([\d.]+)", output)

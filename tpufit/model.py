@@ -295,6 +295,7 @@ class Model(StepMethods):
         validation_freq: int | Container[int] = 1,
         *,
         validation_step_freq: int | float | None = None,
+        device_transform: Callable[[Any], Any] | None = None,
         limit: int | float | None = None,
         validation_limit: int | float | None = None,
         min_epochs: int = 0,
@@ -339,6 +340,8 @@ class Model(StepMethods):
                 next, or as a float their share (`0.25`: four times an epoch). Each validation calls `on_test_begin` to
                 `on_test_end`; the epoch's logs have the `val_*` of the last one. With `steps_per_execution=k` it comes
                 after the step's group.
+            device_transform: A function of a batch to train on, such as a module of `tpufit.data.augment`. It is run on
+                the device inside the step, after the data's own (default: none).
             limit: The number of batches per epoch to train and validate on, or as a float their share (default: all).
             validation_limit: The same for validation alone (default: `limit`).
             min_epochs: The number of epochs before which no callback ends training (default 0): one that wants to must
@@ -374,7 +377,7 @@ class Model(StepMethods):
         """
         return run_fit(
             self._engine,
-            TrainingData(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight),
+            TrainingData(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, device_transform),
             ValidationData(
                 validation_split,
                 validation_data,

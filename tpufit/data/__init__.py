@@ -1,10 +1,12 @@
 """Data: one stream of global batches from any form of data. Nothing here needs a device."""
 
+from . import augment
 from .batches import unpack
 from .cache import CachedDataset
 from .collate import PadToBuckets
 from .images import ImageFolder, presize
 from .parts import PerHost
+from .sources import InTurn, Transform
 from .stream import Stream, stream, train_validation_split
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "PadToBuckets",
     "PerHost",
     "Stream",
+    "augment",
     "presize",
     "stream",
     "train_validation_split",

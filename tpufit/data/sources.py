@@ -573,6 +573,30 @@ def _any_thread(batches: Any) -> bool:
     return not getattr(batches, "num_workers", 0) and not isinstance(batches, Iterator)
 
 
+class InTurn:
+    """Two transforms, one after the other.
+
+    Args:
+        first: The first one.
+        second: The second one, which is given what the first has made.
+
+    Example:
+        >>> InTurn(abs, float)(-1)
+        1.0
+    """
+
+    def __init__(self, first: Transform, second: Transform) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self, batch: Any) -> Any:
+        """Transform a batch."""
+        return self.second(self.first(batch))
+
+    def is_of(self, other: object) -> bool:
+        """True for one of the same two."""
+        return isinstance(other, InTurn) and self.first is other.first and self.second is other.second
+
+
 def _transform_of(dataset: Any) -> Transform | None:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset

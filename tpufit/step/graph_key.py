@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..data import InTurn
 from ..optimizers import RATE_KEYS
 from ..utils.counters import count_capture
 from ..utils.strict import LENIENT, Strict
@@ -160,7 +161,7 @@ class GraphKeys:
 
     def _number_of(self, transform: Any) -> int:
         for number, known in enumerate(self._transforms):
-            if known is transform:
+            if known is transform or (isinstance(known, InTurn) and known.is_of(transform)):
                 return number
         self._transforms.append(transform)
         return len(self._transforms) - 1

@@ -2,7 +2,7 @@
 
 | owner | arguments |
 | --- | --- |
-| `TrainingData` | x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight |
+| `TrainingData` | x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, device_transform |
 | `ValidationData` | validation_split, validation_data, validation_steps, validation_batch_size, validation_freq, \
 validation_step_freq, validation_limit |
 | `Schedule` | epochs, initial_epoch, min_epochs, max_steps, limit, max_time, resume, strict |
@@ -22,7 +22,7 @@ import torch
 from .. import losses
 from ..backend import Cores, Placement
 from ..callbacks import Callback, CallbackList
-from ..data import Stream, stream, train_validation_split
+from ..data import InTurn, Stream, Transform, stream, train_validation_split
 from ..data.stream import brings_batches
 from ..errors import ArgumentError, NotCompiledError, counted, require_whole
 from ..losses import ClassWeight, LossByOutput
@@ -42,6 +42,11 @@ class TrainingData:
     shuffle: bool | str = True
     steps_per_epoch: int | None = None
     class_weight: Mapping[int, float] | str | None = None
+    device_transform: Transform | None = None
+
+    def __post_init__(self) -> None:
+        if self.device_transform is not None and not callable(self.device_transform):
+            raise ArgumentError(f"device_transform must be a function of a batch, got {self.device_transform!r}")
 
     def weigher(self, engine: Engine) -> ClassWeight | None:
         """Return the class weights, checked.
@@ -61,7 +66,11 @@ class TrainingData:
     def stream(self, placement: Placement, cores: Cores, seed: int) -> Stream:
         """Return the stream of the global batches to train on."""
         how = {"shuffle": self.shuffle, "seed": seed, "steps": self.steps_per_epoch}
-        return _stream((self.x, self.y, self.sample_weight), self.batch_size, placement, cores, **how)
+        made = _stream((self.x, self.y, self.sample_weight), self.batch_size, placement, cores, **how)
+        if self.device_transform is not None:
+            own = made.device_transform
+            made.device_transform = self.device_transform if own is None else InTurn(own, self.device_transform)
+        return made
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,213 @@
+"""Augmentation on the device: inside a replayed step, the same on any number of cores, and what its name says."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tpufit
+from tpufit import runtime
+from tpufit.data.augment import (
+    ColorJitter,
+    CutMix,
+    MixUp,
+    RandomAffine,
+    RandomCrop,
+    RandomErasing,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    RandomVerticalFlip,
+)
+from tpufit.errors import ArgumentError
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (40, 3, 8, 8), dtype=np.uint8)  # five batches of 8
+LABELS = np.random.default_rng(1).integers(0, 5, 40)
+ALL = [
+    RandomHorizontalFlip(),
+    RandomVerticalFlip(),
+    RandomCrop(8, padding=2),
+    RandomAffine(20, (0.1, 0.2), (0.8, 1.2), 10),
+    RandomResizedCrop(8),
+    ColorJitter(0.4, 0.4, 0.4),
+    RandomErasing(),
+    MixUp(5, alpha=0.4),
+    CutMix(5),
+]
+
+
+class Photos(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(IMAGES)
+
+    def __getitem__(self, index):
+        return IMAGES[index], LABELS[index]
+
+    def device_transform(self, batch):
+        x, y = batch
+        return x.float() / 255, y
+
+
+def make():
+    torch.manual_seed(0)
+    model = tpufit.Model(nn.Sequential(nn.Flatten(), nn.Linear(192, 5)))
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"], scale_lr=None)
+    return model
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize(
+    "augmentation",
+    [pytest.param(nn.Sequential(*ALL), id="all")]
+    + [pytest.param(one, id=type(one).__name__, marks=pytest.mark.soak) for one in ALL],
+)
+def test_it_is_replayed_and_the_same_on_any_number_of_cores(cores, augmentation):
+    data, losses = Photos(), []
+    for _ in range(2):
+        model, before = make(), runtime.counts()
+        history = model.fit(
+            data,
+            None,
+            8 // cores,
+            3,
+            0,
+            cores=cores,
+            device_transform=augmentation,
+            validation_data=data,
+            shuffle=False,
+        ).history
+        counts = runtime.counts() - before
+        assert counts.host_reads == 0 and not counts.fallbacks and counts.graphs.get("train", 0) <= 2
+        losses.append(history["loss"])
+        assert all(0 <= share <= 1 for share in history["accuracy"] + history["val_accuracy"])
+    assert losses[0] == losses[1] and len(set(losses[0])) == 3
+    plain = make()  # what the labels of the validation say doesn't depend on the augmentation
+    plain.set_weights(model.get_weights())
+    assert plain.evaluate(data, batch_size=8 // cores, verbose=0)[1] == pytest.approx(history["val_accuracy"][-1])
+
+
+@pytest.mark.slow
+def test_one_core_and_eight_draw_the_same(run_python):
+    code = """
+        import sys; sys.path.insert(0, {folder!r})
+        from test_augment import *
+        how = dict(batch_size=8 // {cores}, epochs=3, verbose=0, cores={cores}, shuffle=False)
+        print(*make().fit(Photos(), device_transform=nn.Sequential(*ALL), **how).history["loss"])
+    """
+    said = [run_python(code.format(folder=str(Path(__file__).parent), cores=cores)) for cores in (1, 8)]
+    one, eight = ([float(loss) for loss in process.stdout.split()] for process in said)
+    assert len(one) == 3 and one == pytest.approx(eight, rel=1e-5), said[0].stderr
+
+
+@pytest.mark.cores(1)
+def test_another_fit_with_the_same_two_transforms_needs_no_other_graph(cores):
+    model, flip, data = make(), RandomHorizontalFlip(), Photos()
+    data.device_transform = data.device_transform  # as an attribute it is the same object each time
+    model.fit(data, None, 8, verbose=0, device_transform=flip)
+    before = runtime.counts()
+    model.fit(data, None, 8, verbose=0, device_transform=flip)
+    assert not (runtime.counts() - before).graphs
+    with pytest.raises(ArgumentError, match="device_transform must be a function of a batch, got 'flip'"):
+        model.fit(data, None, 8, verbose=0, device_transform="flip")
+
+
+def of(x, augmentation, seed=0):
+    torch.manual_seed(seed)
+    return augmentation(x)
+
+
+def test_flips_and_crops_keep_pixels():
+    x = torch.from_numpy(IMAGES)
+    assert torch.equal(of(x, RandomHorizontalFlip(1.0)), x.flip(-1))
+    assert torch.equal(of(x, RandomVerticalFlip(1.0)), x.flip(-2))
+    some = of(x, RandomHorizontalFlip())
+    kept = [torch.equal(a, b) for a, b in zip(some, x, strict=True)]
+    assert 5 < sum(kept) < 35
+    assert all(k or torch.equal(a, b.flip(-1)) for k, a, b in zip(kept, some, x, strict=True))
+    cut, padded, places = of(x, RandomCrop((6, 7), padding=2)), F.pad(x, [2] * 4), set()
+    for one, whole in zip(cut, padded, strict=True):
+        found = [(i, j) for i in range(7) for j in range(6) if torch.equal(whole[:, i : i + 6, j : j + 7], one)]
+        assert found
+        places.add(found[0])
+    assert len(places) > 15 and cut.dtype is torch.uint8
+
+
+@pytest.mark.parametrize("form", [(8, 8), (6, 10)])
+def test_affine_warps_as_grid_sample_does(form):
+    x = torch.rand(3, 2, *form)
+    height, width = form
+    angle, scale = 0.3, 1.25
+    # Where pixels come from: turned back, and then scaled back, about the middle.
+    turn = torch.tensor([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]) / scale
+    sides = torch.tensor([width / 2, height / 2], dtype=turn.dtype)
+    theta = (turn * sides / sides[:, None]).float()
+    grid = F.affine_grid(torch.cat([theta, torch.zeros(2, 1)], 1).expand(3, 2, 3), x.shape, align_corners=False)
+    expected = F.grid_sample(x, grid, align_corners=False)
+    fixed = RandomAffine((np.degrees(angle),) * 2, scale=(scale,) * 2)
+    torch.testing.assert_close(fixed(x), expected, rtol=1e-4, atol=1e-5)
+    whole = RandomResizedCrop(form, scale=(1.0, 1.0), ratio=(width / height, width / height))
+    torch.testing.assert_close(whole(x), x, rtol=1e-5, atol=1e-5)
+    half = RandomResizedCrop((height // 2, width // 2), (1.0, 1.0), (width / height, width / height))(x)
+    torch.testing.assert_close(half, F.avg_pool2d(x, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_colours_stay_in_their_range_and_grey_stays_grey():
+    x = torch.from_numpy(IMAGES)
+    for one in (x, x.float() / 255):
+        out = of(one, ColorJitter(0.9, 0.9, 0.9))
+        assert out.dtype is one.dtype and out.min() >= 0 and out.max() <= (255 if one is x else 1)
+    grey = torch.rand(4, 1, 8, 8).expand(4, 3, 8, 8)
+    torch.testing.assert_close(of(grey, ColorJitter(saturation=0.9)), grey, rtol=1e-4, atol=2e-4)
+    mean = of(grey, ColorJitter(contrast=0.3)).mean((1, 2, 3))
+    torch.testing.assert_close(mean, grey.mean((1, 2, 3)), rtol=1e-2, atol=1e-2)
+
+
+def test_erasing_blackens_one_rectangle():
+    out = of(torch.ones(200, 1, 16, 16), RandomErasing(scale=(0.1, 0.2)))
+    black = (out == 0)[:, 0]
+    share = black.flatten(1).float().mean(1)
+    assert 60 < (share > 0).sum() < 140 and share[share > 0].min() > 0.05 and share.max() < 0.3
+    for one in black[share > 0]:
+        rows, columns = one.any(1).sum(), one.any(0).sum()
+        assert rows * columns == one.sum()
+
+
+def test_mixing_mixes_labels_as_it_mixes_images():
+    x, y = torch.rand(8, 3, 8, 8), torch.arange(8) % 5
+    for kind in (MixUp, CutMix):
+        images, targets = of((x, y), kind(5, alpha=0.7), seed=3)
+        share = targets[0, 0].item()  # of the first image, whose label is 0 and that before it 2
+        assert 0 < share < 1 and targets[0, 2].item() == pytest.approx(1 - share)
+        if kind is MixUp:
+            torch.testing.assert_close(images, share * x + (1 - share) * x.roll(1, 0))
+        else:
+            own = (images == x).all(1)
+            assert own.float().mean((1, 2)).tolist() == pytest.approx([share] * 8)
+            assert torch.equal(images[~own[:, None].expand_as(x)], x.roll(1, 0)[~own[:, None].expand_as(x)])
+    torch.testing.assert_close(of((x, y), MixUp(5))[1].sum(1), torch.ones(8))
+    again = MixUp(5)((x, F.one_hot(y, 5).float(), torch.ones(8)))
+    assert len(again) == 3 and again[1].shape == (8, 5)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.5, 1.0, 2.0])
+def test_the_share_is_of_a_beta_distribution(alpha):
+    from tpufit.data.augment import _beta
+
+    torch.manual_seed(0)
+    drawn = torch.stack([_beta(torch.zeros(1), alpha) for _ in range(4000)])
+    assert drawn.mean().item() == pytest.approx(0.5, abs=0.02)
+    assert drawn.var().item() == pytest.approx(0.25 / (2 * alpha + 1), abs=0.008)  # of Beta(a, a)
+
+
+def test_errors_say_what_was_expected():
+    for made, said in (
+        (lambda: RandomHorizontalFlip(2), "p must be from 0 to 1, got 2"),
+        (lambda: MixUp(5, alpha=3), "alpha must be above 0 and at most 2, got 3"),
+        (lambda: MixUp(5)(torch.zeros(2, 3, 4, 4)), "the batch must be .images, labels."),
+        (lambda: RandomCrop(9)(torch.zeros(2, 3, 8, 8)), r"cuts out more than images of \(8, 8\) have"),
+        (lambda: RandomErasing()(torch.zeros(2, 8)), r"shape \(N, C, H, W\), got \(2, 8\)"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            made()
