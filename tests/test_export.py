@@ -92,6 +92,63 @@ def test_what_cant_be_exported_is_one_error(tmp_path, net):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_suffix_is_pytorchs(tmp_path):
-    with pytest.raises(ArgumentError, match=r"a \.pt2 file, got filepath='.*net\.onnx'"):
+def test_the_suffix_says_what_it_is(tmp_path):
+    with pytest.raises(ArgumentError, match=r"a \.pt2 or \.onnx file, got filepath='.*net\.tflite'"):
+        tpufit.Model(nn.Linear(2, 2)).export(tmp_path / "net.tflite", torch.ones(1, 2))
+
+
+def test_onnx_without_its_packages(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
+    with pytest.raises(ArgumentError, match=r"onnxscript: pip install 'tpufit\[onnx\]'"):
         tpufit.Model(nn.Linear(2, 2)).export(tmp_path / "net.onnx", torch.ones(1, 2))
+
+
+class Attention(nn.Module):
+    """Words, attention, a norm, and a mask of the other input's."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, ids, mask):
+        return {"logits": self.layer(self.words(ids), src_key_padding_mask=mask), "rows": ids.sum(1)}
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("named", [False, True])
+def test_onnx_computes_the_same_for_any_number_of_rows(tmp_path, named):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model = tpufit.Model(Attention())
+    ids, mask = torch.randint(0, 10, (1, 6)), torch.zeros(1, 6, dtype=torch.bool)
+    model.export(tmp_path / "net.onnx", {"ids": ids, "mask": mask} if named else (ids, mask))
+    assert [path.name for path in tmp_path.iterdir()] == ["net.onnx"] and model.module.training
+    session = runtime.InferenceSession(tmp_path / "net.onnx")
+    assert [(one.name, one.shape) for one in session.get_inputs()] == [("ids", ["batch", 6]), ("mask", ["batch", 6])]
+    assert [one.shape for one in session.get_outputs()] == [["batch", 6, 8], ["batch"]]
+    for rows in (1, 5):
+        ids, mask = torch.randint(0, 10, (rows, 6)), torch.zeros(rows, 6, dtype=torch.bool)
+        mask[:, 4:] = True
+        logits, sums = session.run(None, {"ids": ids.numpy(), "mask": mask.numpy()})
+        expected = model.module.eval()(ids, mask)
+        torch.testing.assert_close(torch.from_numpy(logits), expected["logits"], rtol=1e-4, atol=1e-5)
+        assert torch.equal(torch.from_numpy(sums), expected["rows"])
+
+
+@pytest.mark.soak
+@pytest.mark.cores(1, 8)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_onnx_of_a_trained_net_predicts_what_the_model_does(cores, tmp_path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    x = torch.randn(32, 1, 6, 6)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(48, 2))
+    model = tpufit.Model(net)
+    model.compile("adam", "mse")
+    model.fit(x, torch.randn(32, 2), batch_size=2, verbose=0, cores=cores)
+    model.export(tmp_path / "net.onnx", x[:1])
+    session = runtime.InferenceSession(tmp_path / "net.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), torch.tensor(model.predict(x, verbose=0)), rtol=1e-4, atol=1e-5)

@@ -1034,18 +1034,20 @@ class Model(StepMethods):
         self.load_state_dict(read_weights(filepath), skip_mismatch)
 
     def export(self, filepath: str | os.PathLike[str], example: Any) -> None:
-        """Write the module as a program that plain PyTorch loads, without tpufit and without the module's class.
+        """Write the module as a program that runs without tpufit and without the module's class.
 
-        `torch.export.load(filepath).module()` computes what `predict` does in float32, with the weights of this moment,
-        for any number of rows. The model's own module stays where and as it is.
+        `torch.export.load(filepath).module()` of a `.pt2` file, or onnxruntime with an `.onnx` file, computes what
+        `predict` does in float32, with the weights of this moment, for any number of rows. The model's own module stays
+        where and as it is.
 
         Args:
-            filepath: A path ending in `.pt2`. The file is replaced atomically, or not at all.
+            filepath: A path ending in `.pt2`, or in `.onnx` with the extra `tpufit[onnx]`. The file is replaced
+                atomically, or not at all.
             example: A batch of inputs: a tensor or array, or several of them in a tuple or dict. Only their types and
                 shapes count. After `compile(precision="bf16-true")` the program's inputs are bfloat16.
 
         Raises:
-            ArgumentError: The path has another suffix, or the module can't be exported.
+            ArgumentError: The path has another suffix, a package is missing, or the module can't be exported.
             OSError: The file system refused.
 
         Example:

@@ -1,11 +1,13 @@
-"""`export`: a module as a program that plain PyTorch loads."""
+"""`export`: a module as a program that plain PyTorch loads, or as one of ONNX."""
 
+import importlib.util
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..data.batches import as_tensors
@@ -17,6 +19,10 @@ from ..step.arguments import arguments_of
 from ..step.precision import inputs
 from ..utils.copied import copied
 from ..utils.files import replacing
+from ..utils.text import size
+
+# The largest message of protocol buffers, less room for the program itself.
+_ONNX_HOLDS = 2_000_000_000
 
 
 def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> None:
@@ -29,8 +35,10 @@ def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> No
     """
     target = Path(filepath)
     module = engine.model.module
-    if target.suffix != ".pt2":
-        raise ArgumentError(f"an exported program is a .pt2 file, got filepath={os.fspath(filepath)!r}")
+    if target.suffix not in (".pt2", ".onnx"):
+        raise ArgumentError(f"an exported program is a .pt2 or .onnx file, got filepath={os.fspath(filepath)!r}")
+    if target.suffix == ".onnx":
+        _require_onnx(module)
     args, named = arguments_of(module, tree_map(_two_rows, inputs(engine.config.precision, as_tensors(example))))
     rows = torch.export.ShapesCollection()
     for leaf in tree_leaves((args, named)):
@@ -52,8 +60,43 @@ def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> No
         ) from error
     if not is_first():  # of a pod only process 0 writes
         return
-    with replacing(target) as draft, draft.open("wb") as file:
-        torch.export.save(program, file)
+    with replacing(target) as draft:
+        if target.suffix == ".onnx":
+            _write_onnx(program, draft)
+            return
+        with draft.open("wb") as file:
+            torch.export.save(program, file)
+
+
+def _require_onnx(module: nn.Module) -> None:
+    """Raise an `ArgumentError` if ONNX can't be written here, or can't hold the module."""
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ArgumentError(f"an .onnx file needs {' and '.join(missing)}: pip install 'tpufit[onnx]'")
+    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    if weights >= _ONNX_HOLDS:
+        raise ArgumentError(
+            f"an .onnx file holds less than 2 GB, and the weights are {size(weights)}: export a .pt2 file"
+        )
+
+
+def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write a program as one of ONNX, whose number of rows is called `batch`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the exporter's own making
+            found: Any = torch.onnx.export(program, (), dynamo=True, verbose=False)
+    except (torch.onnx.OnnxExporterError, RuntimeError) as error:
+        raise ArgumentError(
+            f"the program has an operation that ONNX lacks; a .pt2 file has it. PyTorch says: {error}"
+        ) from error
+    graph = found.model.graph
+    rows = {str(value.shape[0]) for value in graph.inputs if value.shape is not None and len(value.shape)}
+    for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+        for axis, length in enumerate(value.shape or ()):
+            if not isinstance(length, int) and str(length) in rows:
+                value.shape[axis] = "batch"
+    found.save(path)
 
 
 def _two_rows(leaf: Any) -> Any:

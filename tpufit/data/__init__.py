@@ -1,6 +1,5 @@
 """Data: one stream of global batches from any form of data. Nothing here needs a device."""
 
-from . import augment
 from .batches import unpack
 from .cache import CachedDataset
 from .collate import PadToBuckets
@@ -15,7 +14,6 @@ __all__ = [
     "PadToBuckets",
     "PerHost",
     "Stream",
-    "augment",
     "presize",
     "stream",
     "train_validation_split",
