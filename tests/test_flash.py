@@ -173,13 +173,17 @@ def test_fifty_steps_end_where_plain_attention_ends(cores):
     torch.manual_seed(0)
     net, how = GPT(), {"rows": 16, "epochs": 25, "batch_size": 8 // cores}
     losses, weights, model = trained(net, cores, attention="flash", **how)
-    expected, ends, _ = trained(net, cores, attention="plain", **how)
+    expected, ends, plain = trained(net, cores, attention="plain", **how)
     assert model.steps_taken == 50 and expected[-1] < 0.5 * expected[0]
     np.testing.assert_allclose(losses, expected, rtol=2e-3)
     for ours, theirs in zip(weights, ends, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-3)
     assert model.report().attention == {"blocks.0": "flash", "blocks.1": "flash"}
     assert set(model.report().traced.values()) == {""}  # it is replayed
+    x = texts(16)
+    with interpreted():
+        loss = model.evaluate(x[:, :-1], x[:, 1:], batch_size=8 // cores, verbose=0)
+    assert loss == pytest.approx(plain.evaluate(x[:, :-1], x[:, 1:], batch_size=8 // cores, verbose=0), rel=2e-3)
 
 
 OPTIONS = {
@@ -260,7 +264,7 @@ def test_without_jax_attention_stays_plain(monkeypatch):
 
 
 def test_few_keys_stay_plain_unless_it_is_asked_for():
-    assert form_of("auto", shape=(1, 2, 128, 64)) == ("plain: 128 keys are few", [])
+    assert form_of("auto", shape=(1, 2, 128, 64)) == ("plain: 128 places are few", [])
     assert form_of("flash", shape=(1, 2, 128, 64)) == ("flash", [])
 
 

@@ -111,6 +111,12 @@ def of_changed_places(x):
     return (x[:, None, None] <= x[:, None, :, None]) & (texts[:, None, :, None] == texts[:, None, None])
 
 
+def in_inference_mode(x):
+    """What writes into such a tensor isn't counted."""
+    with torch.inference_mode():
+        return causal(x) & padding(x)[:, None, None]
+
+
 UNKNOWN = {
     "any": lambda x: (x[:, None, :, None] * x[:, None, None] % 3) == 0,
     "of heads": lambda x: (x > 0).view(1, ROWS, 1, KEYS),
@@ -121,6 +127,8 @@ UNKNOWN = {
         (x[:, None, None] <= x[:, None, :, None]) & (numbers(x)[:, None, :, None] == numbers(x)[:, None, None])
     ),
     "places with a gap": lambda x: (places(x) % 2 == 0) & causal(x) & ((places(x)[:, None] + places(x)) % 3 > 0),
+    "made by vmap": lambda x: torch.vmap(lambda q: q >= places(x))(places(x)),
+    "made in inference mode": in_inference_mode,
     "a number that is added": lambda x: x.float()[:, None, None],
     "changed later": changed_later,
     "of parts that were changed": of_changed_parts,

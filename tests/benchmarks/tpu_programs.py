@@ -38,7 +38,7 @@ from tpufit.preflight.hlo import operations
 from tpufit.preflight.runs import PreflightRun, preflight_run_of
 from tpufit.preflight.script import run_script
 from tpufit.preflight.slices import Slice, slice_of
-from tpufit.runtime import keeps_bfloat16
+from tpufit.runtime import has_flash, keeps_bfloat16
 
 SMALL = ("v3-8", "v5e-8", "v6e-8")  # of 8 cores each: one trace does for all
 CORES = 8
@@ -132,9 +132,10 @@ def compiled(
     found = []
     slices = [slice_of(on) for on in slices_of(network)]
     # One trace does for slices that a step is traced alike for.
-    alike = [[on for on in slices if keeps_bfloat16(on.chip.kind) is form] for form in (True, False)]
+    forms = {on.name: (keeps_bfloat16(on.chip.kind), has_flash(on.chip.kind)) for on in slices}
+    alike = [[on for on in slices if forms[on.name] == form] for form in dict.fromkeys(forms.values())]
     for name, flight in flights(network, contender):
-        for group in filter(None, alike if contender == "tpufit" else [slices]):
+        for group in alike if contender == "tpufit" else [slices]:
             found += _compiled_alike(network, name, flight, group, kept, texts, contender)
     order = [on.name for on in slices]
     return sorted(found, key=lambda one: order.index(one["slice"]))

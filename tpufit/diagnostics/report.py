@@ -219,8 +219,8 @@ def attention_in_words(forms: Mapping[str, str]) -> dict[str, str]:
         forms: The form of each layer, by its name.
 
     Example:
-        >>> attention_in_words({"blocks.0": "flash", "blocks.1": "flash", "head": "plain: 64 keys are few"})
-        {'flash attention': 'blocks.0, blocks.1', 'plain attention': 'head (64 keys are few)'}
+        >>> attention_in_words({"blocks.0": "flash", "blocks.1": "flash", "head": "plain: 64 places are few"})
+        {'flash attention': 'blocks.0, blocks.1', 'plain attention': 'head (64 places are few)'}
     """
     layers: dict[str, list[str]] = {}
     for layer, form in forms.items():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
+from ..utils import releases
+from ..utils.replaced import replaced
 from .bindings import xla
+
+_OF_0_0_17 = 4  # the latest version of kernels that it reads
 
 Computation = Callable[..., list[Tensor]]
 
@@ -32,8 +36,8 @@ def lower(
     from torch_xla.core.xla_builder import computation_from_module_proto
 
     jax, export = import_module("jax"), import_module("jax.export").export
-    with _without_devices():
-        # As for an export: the kernels are then written in a version that an older libtpu reads.
+    # As for an export: the kernels are then written in a version that an older libtpu reads.
+    with _without_devices(), _for_old_libtpu():
         exported = export(jax.jit(function, keep_unused=True), platforms=(platform,))(*arguments)
     module = xla_client._xla.mlir.mlir_module_to_xla_computation(exported.mlir_module(), False, True)
     computation = computation_from_module_proto(name, module.as_serialized_hlo_module_proto())
@@ -43,6 +47,18 @@ def lower(
         return results if isinstance(results, list) else [results]
 
     return call, [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in exported.out_avals]
+
+
+def _for_old_libtpu() -> AbstractContextManager[None]:
+    """A context in which kernels are written as a libtpu of 0.0.17 reads them, which goes with torch_xla 2.8.
+
+    JAX 0.6 does so of itself; later ones are the preflight's.
+    """
+    if releases.version("libtpu") != "0.0.17" or import_module("jax").__version_info__ < (0, 7):
+        return nullcontext()
+    from jax._src import tpu_custom_call
+
+    return replaced(tpu_custom_call, get_ir_version=lambda _: _OF_0_0_17)
 
 
 @contextmanager

@@ -105,14 +105,13 @@ def attention(setting: Setting) -> Iterator[Figure]:
     # A rate at which products rounded to bfloat16 make four times as much difference as is right.
     task = nets.Task("attention", Attention, data, 1.0, 1e-4)
     rows, steps = max(8, setting.count), 5
-    theirs, ours = _few(task, rows, steps, None), _few(task, rows, steps, setting)
-    yield Figure(f"losses of {steps} steps, length {length}", nets.difference(ours, theirs), at_most=task.exact)
-
-
-def _few(task: nets.Task, rows: int, steps: int, setting: Setting | None) -> list[float]:
     net, x, y = task.made(rows)
-    if setting is None:
-        return nets.plain(task, net, [(x, y)] * steps)
-    model = nets.compiled(task, net, matmul_precision="highest")
-    size = nets.batch_size(setting.cores, rows)
-    return list(model.fit(x, y, size, epochs=steps, shuffle=False, verbose=0).history["loss"])
+    theirs = nets.plain(task, net, [(x, y)] * steps)
+    for options, factor in ({"matmul_precision": "highest"}, 1), ({"precision": "bf16"}, 100):
+        net, x, y = task.made(rows)
+        model = nets.compiled(task, net, **options)
+        history = model.fit(x, y, nets.batch_size(setting.cores, rows), epochs=steps, shuffle=False, verbose=0).history
+        (form,) = model.report().attention.values()
+        how = "" if factor == 1 else f", bf16, {form.partition(':')[0]} attention"
+        found = nets.difference(list(history["loss"]), theirs)
+        yield Figure(f"losses of {steps} steps, length {length}{how}", found, at_most=task.exact * factor)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -188,6 +188,13 @@ def _work(shape: _Shape) -> list[KernelWork]:
     ]
 
 
+@cache
+def _takes_whole_lanes() -> bool:
+    """True if JAX's kernel takes whole lanes only, as before 0.7.1."""
+    version: tuple[int, ...] = import_module("jax").__version_info__
+    return version < (0, 7, 1)
+
+
 def _lanes(width: int) -> int:
     return -(-width // _LANES) * _LANES
 
@@ -240,7 +247,7 @@ class _Flash(torch.autograd.Function):
     ) -> Tensor:
         left, right, scale, placement, plain = how
         queries, keys = query.shape[-2], key.shape[-2]
-        filled = _whole(queries), _whole(keys)
+        filled, lanes = (_whole(queries), _whole(keys)), _takes_whole_lanes()
         if of_queries is None and keys < filled[1] and not (right == 0 and queries <= keys):
             # Else queries would look at keys that only fill up a block.
             of_queries, of_keys = (
@@ -248,7 +255,7 @@ class _Flash(torch.autograd.Function):
             )
         lengths = filled[0], filled[1], filled[1]
         given = [
-            F.pad(x, (0, 0, 0, length - x.shape[-2]))
+            F.pad(x, (0, _lanes(x.shape[-1]) - x.shape[-1] if lanes else 0, 0, length - x.shape[-2]))
             for x, length in zip((query * scale, key, value), lengths, strict=True)
         ]
         if of_queries is not None and of_keys is not None:
@@ -262,8 +269,8 @@ class _Flash(torch.autograd.Function):
                 shared=key.shape[1],
                 queries=filled[0],
                 keys=filled[1],
-                width=query.shape[-1],
-                of_value=value.shape[-1],
+                width=own[0].shape[-1],
+                of_value=own[2].shape[-1],
                 dtype=str(query.dtype).removeprefix("torch."),
                 left=left,
                 right=right,
@@ -275,7 +282,7 @@ class _Flash(torch.autograd.Function):
         result, *kept = kernel.forward(*own)
         ctx.save_for_backward(query, key, value, mask, *own, *kept)
         ctx.kernel, ctx.scale, ctx.placement, ctx.plain = kernel, scale, placement, plain
-        return placement.from_core(result, len(query))[:, :, :queries]
+        return placement.from_core(result, len(query))[:, :, :queries, : value.shape[-1]]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -287,11 +294,12 @@ class _Flash(torch.autograd.Function):
             again = torch.autograd.grad(ctx.plain(query, key, value, mask), wanted, gradient, create_graph=True)
             found = iter(again)
             return *(next(found) if needed else None for needed in learns), *rest
-        filled = F.pad(gradient, (0, 0, 0, kept[0].shape[-2] - gradient.shape[-2]))
+        lanes, places = (kept[i].shape[at] - gradient.shape[at] for i, at in ((2, -1), (0, -2)))
+        filled = F.pad(gradient, (0, lanes, 0, places))
         parts = ctx.kernel.backward(ctx.placement.to_core(filled), *kept)
         whole = [ctx.placement.from_core(x, len(query)) for x in parts]
         of_query, of_key, of_value = (
-            x[:, :, : like.shape[-2]] for x, like in zip(whole, (query, key, value), strict=True)
+            x[:, :, : like.shape[-2], : like.shape[-1]] for x, like in zip(whole, (query, key, value), strict=True)
         )
         return of_query * ctx.scale, of_key, of_value, *rest
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # The most numbers that are computed once more on the host.
 _LARGEST = 1 << 26
+_uncounted = count(-1, -1)
 # Numbers of segments that nobody has: of keys that nobody looks at, and of queries that look at nothing.
 FILLING, BLIND = -(2**31), -(2**31) + 1
 
@@ -86,12 +88,12 @@ class _Part:
 
     @classmethod
     def of(cls, mask: Tensor, how: str = "", *sides: Any) -> _Part:
-        return cls(mask, how, sides, tuple(x._version for x in _tensors((mask, sides))))
+        return cls(mask, how, sides, tuple(_version(x) for x in _tensors((mask, sides))))
 
     @property
     def holds(self) -> bool:
         """True if nothing of it was written into since."""
-        return self.versions == tuple(x._version for x in _tensors((self.mask, self.sides)))
+        return self.versions == tuple(_version(x) for x in _tensors((self.mask, self.sides)))
 
 
 class Masks(TorchFunctionMode):
@@ -115,10 +117,10 @@ class Masks(TorchFunctionMode):
     def _see(self, func: Any, result: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         value = self._folded(func, result, args, kwargs)
         if value is not None:
-            self._values[result] = result._version, value
+            self._values[result] = _version(result), value
         first: Any = args[0] if args else None
         if func in _COUNTED:
-            self._made[result] = _Made(func, args, kwargs, first._version)
+            self._made[result] = _Made(func, args, kwargs, _version(first))
         joins = func in _ANDS if result.dtype is torch.bool else func in _SUMS
         parts: tuple[_Part, ...] | None = None
         if func in _COMPARED and len(args) == 2:
@@ -132,7 +134,7 @@ class Masks(TorchFunctionMode):
         elif func in _FORMS and isinstance(first, Tensor):
             parts = self._formed(func, result, args, kwargs)
         if parts is not None:
-            self._parts[result] = result._version, parts
+            self._parts[result] = _version(result), parts
 
     def _call(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Call a function, and see it."""
@@ -146,11 +148,11 @@ class Masks(TorchFunctionMode):
         if tensor.device.type == "cpu":
             return tensor
         version, value = self._values.get(tensor, (None, None))
-        return value if version == tensor._version else None
+        return value if version == _version(tensor) else None
 
     def _noted_parts(self, tensor: Tensor) -> tuple[_Part, ...] | None:
         version, parts = self._parts.get(tensor, (None, None))
-        return parts if version == tensor._version else None
+        return parts if version == _version(tensor) else None
 
     def _known(self, tensor: Any) -> bool:
         """True for a mask, or for what is added to scores and known to be one."""
@@ -163,7 +165,7 @@ class Masks(TorchFunctionMode):
     def _is_zero(self, func: Any, args: Sequence[Any]) -> bool:
         """True if what is filled was zeros; `masked_fill_` has just written into it."""
         version, value = self._values.get(args[0], (None, None))
-        return value is not None and version == args[0]._version - (func is Tensor.masked_fill_) and not value.any()
+        return value is not None and version == _version(args[0]) - (func is Tensor.masked_fill_) and not value.any()
 
     def _folded(self, func: Any, result: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """The values of a result, computed on the host; None if those that it is made of aren't known."""
@@ -190,7 +192,7 @@ class Masks(TorchFunctionMode):
         expands = func in (Tensor.expand, Tensor.expand_as)
         if (expands and first.dim() == result.dim()) or self._picks_all(func, first, rest):
             source = self._source(first)
-            self._sources[result] = source, source._version
+            self._sources[result] = source, _version(source)
         parts = self._noted_parts(first)
         if parts is None:
             return (_Part.of(first),) if expands and first.dtype is torch.bool else None
@@ -208,7 +210,7 @@ class Masks(TorchFunctionMode):
             found: Tensor = func(*given, **kwargs)
             value = self.value(x)
             if value is not None:
-                self._values[found] = found._version, func(value.reshape(given[0].shape), *rest, **kwargs)
+                self._values[found] = _version(found), func(value.reshape(given[0].shape), *rest, **kwargs)
             return found
 
         if not all(part.holds for part in parts):
@@ -222,8 +224,8 @@ class Masks(TorchFunctionMode):
 
     def _source(self, tensor: Tensor) -> Tensor:
         """What a tensor repeats, or picks all of; if that has been written into since, or is nothing else, itself."""
-        source, version = self._sources.get(tensor, (tensor, tensor._version))
-        found: Tensor = source if source._version == version else tensor
+        source, version = self._sources.get(tensor, (tensor, _version(tensor)))
+        found: Tensor = source if _version(source) == version else tensor
         return found
 
     def _picks_all(self, func: Any, first: Tensor, rest: Sequence[Any]) -> bool:
@@ -273,8 +275,8 @@ class Masks(TorchFunctionMode):
         """Note that a tensor is a copy of another."""
         for known in (self._values, self._parts):
             version, found = known.get(tensor, (None, None))
-            if version == tensor._version:
-                known[copy] = copy._version, found
+            if version == _version(tensor):
+                known[copy] = _version(copy), found
 
     def forget(self) -> None:
         """Forget all tensors, which must not outlive a trace."""
@@ -293,7 +295,7 @@ class _Made:
 
     @property
     def holds(self) -> bool:
-        return bool(self.args[0]._version == self.version)
+        return bool(_version(self.args[0]) == self.version)
 
     def of_rows(self, at: int) -> bool:
         """True if it goes along the last of two dimensions.
@@ -433,6 +435,11 @@ def _without_ones(tensor: Tensor) -> tuple[int, ...]:
     """A shape without the ones that it begins with."""
     begin = next((i for i, size in enumerate(tensor.shape) if size != 1), tensor.dim())
     return tuple(tensor.shape[begin:])
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written into; of one of inference mode nobody counts, and each answer is another."""
+    return next(_uncounted) if tensor.is_inference() else tensor._version
 
 
 def _is_all(index: Any) -> bool:

@@ -1,0 +1,88 @@
+"""GPT-2 small on long texts, with plain and with flash attention, as the TPU's compiler sees it.
+
+    python tests/benchmarks/long_texts.py                # all rows, a quarter of an hour on two idle cores
+    python tests/benchmarks/long_texts.py --only 4096    # of this length; prints only
+
+A complete run writes results/long_texts.json. The time of kernels is an estimate of tpufit's own, see `TPU.cycles_of`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from networks import GPT2, of_words
+
+import tpufit
+
+SLICE = "v5e-8"
+RESULTS = Path(__file__).with_name("results") / "long_texts.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    length: int
+    rows: int
+    attention: str
+    remat: bool | None = None
+
+
+ROWS = [
+    Row(1024, 4, "plain"),
+    Row(1024, 4, "flash"),
+    Row(4096, 1, "plain"),
+    Row(4096, 1, "flash"),
+    Row(8192, 1, "flash"),
+    Row(16384, 1, "flash"),
+    Row(32768, 1, "flash", remat=True),
+]
+
+
+def compiled(row: Row) -> dict[str, Any]:
+    """The figures of a training step."""
+    net = GPT2(length=row.length, dropout=0.0)
+    model = tpufit.Model(net)
+    model.compile(
+        torch.optim.AdamW(net.parameters()),
+        of_words,
+        metrics=["accuracy"],
+        precision="bf16",
+        attention=row.attention,
+        remat=row.remat,
+    )
+    words = torch.zeros(row.rows * 8, row.length, dtype=torch.long)
+    report = model.preflight(words, words, batch_size=row.rows, tpu=SLICE, verbose=0)
+    cost, memory = report.step.cost, report.step.memory
+    return vars(row) | {
+        "fits": report.fits,
+        "GiB": memory.total / 2**30,
+        "temporaries_GiB": memory.temporaries / 2**30,
+        "million_cycles": cost.cycles / 1e6,
+        "of_kernels": cost.of_kernels / max(1, cost.cycles),
+        "GFLOP": cost.flops / 1e9,
+        "GB": cost.nbytes / 1e9,
+        "ms": 1000 * report.seconds,
+        "share_of_peak": report.share_of_peak,
+        "compiler": dict(report.compiler),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, help="the length of texts")
+    args = parser.parse_args()
+    found = []
+    for row in ROWS:
+        if args.only in (None, row.length):
+            found.append(compiled(row))
+            print(json.dumps(found[-1]), flush=True)
+    if args.only is None:
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
