@@ -55,6 +55,37 @@ class Shared(nn.Module):
         return self.head(x)
 
 
+class Attending(nn.Module):
+    """Words that attend to each other, with dropout inside of attention, and what is written into a product."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
+        self.pooled = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.wide(x)
+        y.mul_(y.sigmoid())
+        return x + self.narrow(y) + self.pooled(x[:, 0]).tanh()[:, None]
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 16), nn.ModuleList(Attending() for _ in range(2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.unflatten(1, (4, 4)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
 class Outside(nn.Module):
     """A block that is given a tensor by an attribute."""
 
@@ -82,13 +113,17 @@ def trained(net: nn.Module, cores: int, remat: object, **options: object) -> tup
     return model.history.history, model.state_dict(), model.report().counts.graphs
 
 
-def assert_same_training(net: nn.Module, cores: int, remat: object, atol: float = 2e-6, **options: object) -> None:
-    kept, again = trained(net, cores, None, **options), trained(net, cores, remat, **options)
-    for name, values in kept[0].items():
-        np.testing.assert_allclose(again[0][name], values, rtol=1e-6 + atol)
-    for name, tensor in kept[1].items():
-        torch.testing.assert_close(again[1][name], tensor, rtol=0, atol=atol, msg=name)
-    assert again[2] == kept[2]
+def assert_same_training(
+    net: nn.Module, cores: int, *remats: object, atol: float = 2e-6, **options: object
+) -> None:
+    kept = trained(net, cores, None, **options)
+    for remat in remats:
+        again = trained(net, cores, remat, **options)
+        for name, values in kept[0].items():
+            np.testing.assert_allclose(again[0][name], values, rtol=1e-6 + atol)
+        for name, tensor in kept[1].items():
+            torch.testing.assert_close(again[1][name], tensor, rtol=0, atol=atol, msg=f"{name} by {remat}")
+        assert again[2] == kept[2]
 
 
 @pytest.fixture
@@ -116,6 +151,23 @@ def test_training_is_the_same(net: Net, cores: int) -> None:
 )
 def test_training_is_the_same_with_other_options(net: Net, cores: int, options: dict) -> None:
     assert_same_training(net, cores, True, **options)
+
+
+@pytest.mark.cores(1, 8)
+def test_training_is_the_same_by_each_policy(cores: int) -> None:
+    torch.manual_seed(0)
+    assert_same_training(Words(), cores, "attention", "dots", optimizer="sgd")
+
+
+@pytest.mark.slow
+@pytest.mark.cores(8)
+def test_training_is_the_same_with_weights_that_are_split(cores: int) -> None:
+    torch.manual_seed(0)
+    net = Words()
+    net.blocks[1].wide = nn.Linear(16, 1024)  # large enough to be split
+    net.blocks[1].narrow = nn.Linear(1024, 16, bias=False)
+    mixed = {"blocks.0": "attention", "blocks.*": "dots"}
+    assert_same_training(net, cores, mixed, "nothing", optimizer="sgd", shard="fsdp")
 
 
 @pytest.mark.cores(1, 8)
@@ -169,10 +221,14 @@ def test_eagerly_it_changes_nothing(net: Net, cores: int) -> None:
     ("remat", "net", "words"),
     [
         (True, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "finds none: name them, as in remat=\\['0'\\]"),
-        ("blocks.*", nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "has no such module; it has 0, 1"),
+        ("dots", nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "finds none: name them, as in remat=\\{'0': 'dots'\\}"),
+        ("dotz", nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "no such module, and is no policy \\(attention, dots"),
+        ({"0": "dotz"}, nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "policies are 'attention', .*, got 'dotz'"),
+        ({"0": ["dots"]}, nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "policies are 'attention', .*, got \\['dots'\\]"),
+        ("blocks.*", nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "has no such module, .*; it has 0, 1"),
         (["0", "layers.*"], nn.Sequential(nn.Linear(2, 2)), "names 'layers"),
-        (3, nn.Linear(2, 2), "must be None, True or patterns of module names, .* got 3"),
-        ([nn.Linear(2, 2)], nn.Linear(2, 2), "must be None, True or patterns"),
+        (3, nn.Linear(2, 2), "must be None, True, 'attention', .* patterns of module names, .* got 3"),
+        ([nn.Linear(2, 2)], nn.Linear(2, 2), "must be None, True, 'attention'"),
     ],
 )
 def test_what_it_cannot_find_is_an_error(remat: object, net: nn.Module, words: str) -> None:

@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     compiled.add_argument("--tpu", default="v5e-8", help="a slice, or several with commas: v3-8,v6e-8 (default: v5e-8)")
     size = "rows per core in place of the script's; auto: the largest that fits"
     compiled.add_argument("--batch-size", type=_rows, metavar="ROWS", help=size)
+    policy = "auto: of the policies of compile(remat=...), the one that costs the least of those that fit"
+    compiled.add_argument("--remat", choices=["auto"], help=policy)
     compiled.add_argument("--timeout", type=float, default=3600.0, help="seconds for each process (default: 3600)")
     compiled.add_argument("--save", type=Path, metavar="FOLDER", help="write report.json and the programs there")
     compiled.add_argument("script", type=Path)
@@ -79,6 +81,8 @@ def preflight(chosen: argparse.Namespace) -> int:
     options = {"tpu": tpus if len(tpus) > 1 else tpus[0], "timeout": chosen.timeout}
     if chosen.batch_size is not None:
         options["batch_size"] = chosen.batch_size
+    if chosen.remat is not None:
+        options["remat"] = chosen.remat
     try:
         reports = run_script(chosen.script, chosen.arguments, Model, options, console.print)
     except TpufitError as error:

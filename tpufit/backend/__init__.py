@@ -24,4 +24,4 @@ from .load import Load
 from .placement import Placement, Sharding, Shardings
 from .program import Body, Program, Sums
 from .state import DeviceState
-from .verbs import Backend
+from .verbs import REMAT_POLICIES, Backend

@@ -17,7 +17,7 @@ class Load:
         batch: The size of the batches.
         precision: The `precision` of `compile`.
         split: True if weights and optimizer state are split over the cores (default False).
-        remat: True if activations are computed again in the backward pass (default False).
+        remat: True if blocks keep their inputs alone for the backward pass (default False).
     """
 
     role: str

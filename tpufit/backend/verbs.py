@@ -17,6 +17,13 @@ from .placement import Names, Placement, Sharding, Shardings
 from .program import Program, Sums
 from .state import DeviceState
 
+# What a block keeps for its backward pass, the most first. The rest is computed again.
+REMAT_POLICIES: Mapping[str, str] = {
+    "attention": "all but the inside of attention",
+    "dots": "products with weights, and what attention has come to",
+    "nothing": "its inputs alone",
+}
+
 
 class Backend(Protocol):
     """A device and its runtime.
@@ -149,8 +156,8 @@ class Backend(Protocol):
     def tracing_since(self) -> float | None:
         """The time when the capture under way began."""
 
-    def recomputing(self, blocks: Iterable[Any], seeds: object) -> AbstractContextManager[None]:
-        """A context in which blocks are computed again in the backward pass."""
+    def recomputing(self, blocks: Mapping[Any, str], seeds: object) -> AbstractContextManager[None]:
+        """A context in which blocks are computed again in the backward pass, each by a policy of `REMAT_POLICIES`."""
 
     def has_kernel(self, operation: str) -> bool:
         """True if the device computes an operation itself."""

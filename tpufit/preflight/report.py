@@ -54,6 +54,7 @@ class PreflightReport:
         precision: The argument of `compile`.
         steps_per_execution: The argument of `compile` (default 1).
         compiler: The versions of the compiler and of what goes with it, by their names (default: not told).
+        remat: The argument of `compile`, or what `remat="auto"` has come to (default None).
 
     Example:
         >>> from tpufit.preflight.analysis import Cost, Memory
@@ -71,6 +72,7 @@ class PreflightReport:
     precision: str
     steps_per_execution: int | str = 1
     compiler: Mapping[str, str] = field(default_factory=dict)
+    remat: Any = None
 
     @property
     def step(self) -> CompiledProgram:
@@ -149,7 +151,7 @@ class PreflightReport:
             "share_of_peak": self.share_of_peak,
         }
         own = {"tpu": asdict(self.tpu), "batch_size": self.batch_size, "precision": self.precision, "fits": self.fits}
-        own |= {"steps_per_execution": self.steps_per_execution, "compiler": dict(self.compiler)}
+        own |= {"steps_per_execution": self.steps_per_execution, "compiler": dict(self.compiler), "remat": self.remat}
         return own | {"estimates": estimates, "programs": programs}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -215,7 +217,8 @@ class PreflightReport:
         chip = self.tpu.chip
         hosts = f" on {self.tpu.hosts} hosts" if self.tpu.hosts > 1 else ""
         cores = f"{counted(self.tpu.devices, 'core')}{hosts}"
-        head = f"{self.tpu.name}: {cores}, {self._work.rows:.0f} rows a step, {self.precision}\n"
+        remat = f", remat={self.remat!r}" if self.remat else ""
+        head = f"{self.tpu.name}: {cores}, {self._work.rows:.0f} rows a step, {self.precision}{remat}\n"
         share = step.memory.total / chip.memory
         verdict = "fits" if self.fits else "does NOT fit"
         memory = f": {size(step.memory.total)} of {size(chip.memory)} a core ({share:.0%})\n"

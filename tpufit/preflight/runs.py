@@ -14,7 +14,7 @@ from .. import errors
 from ..data.stream import DEFAULT_BATCH_SIZE, brings_batches
 from ..errors import ArgumentError, PreflightError, counted
 from ..runtime import has_flash, keeps_bfloat16
-from ..step import Engine
+from ..step import Engine, policies_for
 from ..trainer.arguments import TrainingData, ValidationData
 from ..utils import releases
 from ..utils.users_code import warn
@@ -43,6 +43,7 @@ class PreflightRun:
         timeout: The seconds that one process may take.
         verbose: True to show a clock.
         compiler: The versions of the TPU's compiler, and of what goes with it (default: not known).
+        remat: `"auto"` to find the policy that costs the least of those with which all fits, or None.
     """
 
     engine: Engine
@@ -52,6 +53,7 @@ class PreflightRun:
     timeout: float
     verbose: bool
     compiler: Mapping[str, str] = field(default_factory=dict)
+    remat: str | None = None
 
     def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
         """Compile everything that `fit` would compile on slices. Steps that are the same on several are traced once.
@@ -68,9 +70,21 @@ class PreflightRun:
         found: dict[int, PreflightReport] = {}
         for group in alike.values():
             one = sized[group[0]]
-            those = [slices[i] for i in group]
-            found |= zip(group, one.compiled(one.plan(those[0]), those), strict=True)
+            found |= one._fitting({i: slices[i] for i in group})
         return [found[i] for i in range(len(slices))]
+
+    def _fitting(self, slices: Mapping[int, Slice]) -> dict[int, PreflightReport]:
+        """A report for each slice: with `remat="auto"` by the first policy with which all fits, or by the last."""
+        left, found = dict(slices), {}
+        plan = self.plan(next(iter(slices.values())))
+        given = plan.config.remat
+        for remat in [given] if self.remat is None else policies_for(given):
+            tried = replace(plan, config=plan.config.with_remat(remat, plan.model.module))
+            found |= zip(left, self.compiled(tried, list(left.values())), strict=True)
+            left = {i: on for i, on in left.items() if not found[i].fits}
+            if not left:
+                break
+        return found
 
     def plan(self, on: Slice) -> PreflightPlan:
         """Plan the steps for a slice.
@@ -105,6 +119,7 @@ class PreflightRun:
                     config.precision,
                     config.steps_per_execution,
                     self.compiler,
+                    config.remat,
                 )
                 for on in slices
             ]
@@ -249,14 +264,23 @@ def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightR
     """
     own = {one.name for one in fields(TrainingData)}
     held = {f"validation_{one.name}" for one in fields(ValidationData)}
-    unknown = sorted(arguments.keys() - own - held - _WITHOUT_EFFECT - {"limit", "timeout", "verbose"})
+    unknown = sorted(arguments.keys() - own - held - _WITHOUT_EFFECT - {"limit", "timeout", "verbose", "remat"})
     if unknown:
-        raise ArgumentError(f"preflight takes the arguments of fit, tpu and timeout, got {', '.join(unknown)}")
+        raise ArgumentError(f"preflight takes the arguments of fit, tpu, remat and timeout, got {', '.join(unknown)}")
+    remat = arguments.get("remat")
+    if remat not in (None, "auto"):
+        raise ArgumentError(f"preflight's remat must be 'auto' or None, got {remat!r}: compile takes the others")
+    if remat and arguments.get("batch_size") == "auto":
+        raise ArgumentError("remat='auto' is for a batch that doesn't fit: give its batch_size, and not 'auto' too")
     train = TrainingData(**{name: value for name, value in arguments.items() if name in own})
     given = {name.removeprefix("validation_"): value for name, value in arguments.items() if name in held}
     timeout = arguments.get("timeout", 3600.0)
     verbose = bool(arguments.get("verbose", True))
-    return PreflightRun(engine, train, ValidationData(**given), arguments.get("limit"), timeout, verbose, checked())
+    if remat:  # names that are missing are told before anything is compiled
+        for one in policies_for(engine.config.remat):
+            engine.config.with_remat(one, engine.model.module)
+    validation = ValidationData(**given)
+    return PreflightRun(engine, train, validation, arguments.get("limit"), timeout, verbose, checked(), remat)
 
 
 def checked() -> dict[str, str]:

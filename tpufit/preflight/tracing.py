@@ -91,7 +91,7 @@ class Tracer:
         state = [names.get(id(tensor), "") for tensor in device.tensors]
         lines = list(self._scopes.lines)
         precision = self._engine.config.precision
-        remat = bool(self._engine.blocks)
+        remat = self._engine.keeps_inputs_alone
         attention = self._engine.attention.named(self._plan.model.module)
         return {
             str(number): {

@@ -1,8 +1,8 @@
-"""`recomputing`: blocks of a module keep their inputs alone, and compute the rest again in the backward pass."""
+"""`recomputing`: blocks of a module keep only some of their activations, and compute the rest again when needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -14,22 +14,25 @@ from torch.utils.checkpoint import checkpoint
 from ..utils.replaced import replaced
 from . import unsharding
 from .lazy import behind_barrier
+from .ops.attention import attending_in
 from .ops.masks import seeing_again
+from .ops.residuals import Residuals
 from .trace_seeds import TraceSeeds
 
 
 @contextmanager
-def recomputing(blocks: Iterable[nn.Module], seeds: object) -> Iterator[None]:
+def recomputing(blocks: Mapping[nn.Module, str], seeds: object) -> Iterator[None]:
     """A context of a trace in which each call of a block is computed again when its gradients are needed.
 
     Results and gradients are those of the block as it is: the second time it draws the same random numbers, sees its
-    buffers as they were before the first, and leaves them alone. Its Python runs twice.
+    buffers as they were before the first, and leaves them alone. Its Python runs twice, unless only its attention is
+    computed again.
 
     Args:
-        blocks: Modules, none of them inside of another.
+        blocks: Modules, none of them inside of another, each with the policy on what is kept; see `REMAT_POLICIES`.
         seeds: The random numbers of the trace, `seed` of its body; on the host it is a function: nothing to do.
 
-    Source: `torch.utils.checkpoint`.
+    Source: `torch.utils.checkpoint`, and the policies of `jax.checkpoint`.
     """
     if not isinstance(seeds, TraceSeeds):
         yield
@@ -38,12 +41,13 @@ def recomputing(blocks: Iterable[nn.Module], seeds: object) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(replaced(torch, xla=torch_xla))  # `checkpoint` looks for a module by the device's name
-        for block in blocks:
-            stack.enter_context(replaced(block, forward=_in_regions(block, seeds)))
+        for block, policy in blocks.items():
+            forward = _with_attention_in_regions if policy == "attention" else _in_regions
+            stack.enter_context(replaced(block, forward=forward(block, seeds, policy)))
         yield
 
 
-def _in_regions(block: nn.Module, seeds: TraceSeeds) -> Callable[..., Any]:
+def _in_regions(block: nn.Module, seeds: TraceSeeds, policy: str) -> Callable[..., Any]:
     """Return another `forward` for a block, each call of which is a region."""
     itself = _AsItIs(block)
 
@@ -51,10 +55,37 @@ def _in_regions(block: nn.Module, seeds: TraceSeeds) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return itself(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        region = _Region(itself, spec, seeds)
-        # The random numbers are the region's own matter: PyTorch knows no generator of this device.
-        outputs = checkpoint(region, *leaves, use_reentrant=False, preserve_rng_state=False)
-        return tree_map_only(Tensor, region.leave, outputs)
+        weights: dict[str, Tensor] = dict(itself.named_parameters())
+        # Copies: what the call writes into a buffer isn't what its repetition begins with.
+        weights |= {name: buffer.clone() for name, buffer in itself.named_buffers()}
+
+        def compute(leaves: Sequence[Any], weights: dict[str, Tensor] | None = None) -> Any:
+            args, kwargs = tree_unflatten(leaves, spec)
+            if weights is None:
+                return itself(*args, **kwargs)
+            return torch.func.functional_call(itself, weights, args, kwargs)
+
+        return _Region(compute, weights, seeds, keeps=policy == "dots").call(leaves)
+
+    return forward
+
+
+def _with_attention_in_regions(block: nn.Module, seeds: TraceSeeds, policy: str) -> Callable[..., Any]:
+    """Return another `forward` for a block, each attention of which is a region that keeps its result."""
+    own = block.forward
+
+    def in_region(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attended(*args: Any) -> Tensor:
+            if not torch.is_grad_enabled():
+                return attend(*args)
+            y: Tensor = _Region(lambda leaves, weights=None: attend(*leaves), {}, seeds, keeps=True).call(args)
+            return y
+
+        return attended
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with attending_in(in_region):
+            return own(*args, **kwargs)
 
     return forward
 
@@ -71,38 +102,46 @@ class _AsItIs(nn.Module):
 
 
 class _Region:
-    """One call of a block, and its repetitions in the backward pass.
+    """One computation, and its repetitions in the backward pass.
 
     Args:
-        block: The block.
-        spec: The nest of its arguments.
+        compute: Computes it of tensors and other arguments, and of other weights than its own, if it is given some.
+        weights: Its weights and buffers.
         seeds: The random numbers of the trace.
+        keeps: True if the repetitions are given the products, and what attention has come to.
 
     Attributes:
         gradients: Those of its outputs, once the backward pass has come to them.
     """
 
-    def __init__(self, block: nn.Module, spec: Any, seeds: TraceSeeds) -> None:
-        self._block, self._spec, self._seeds = block, spec, seeds
-        self._weights: dict[str, Tensor] = dict(block.named_parameters())
-        # Copies: what the call writes into a buffer isn't what its repetition begins with.
-        self._weights |= {name: buffer.clone() for name, buffer in block.named_buffers()}
+    def __init__(
+        self, compute: Callable[..., Any], weights: dict[str, Tensor], seeds: TraceSeeds, keeps: bool
+    ) -> None:
+        self._compute, self._weights, self._seeds = compute, weights, seeds
+        self._residuals = Residuals() if keeps else None
         self._begun = self._ended = seeds.position()
         self._called = False
         self._unsharding = unsharding.current()
         self.gradients: list[Tensor] = []
 
-    def __call__(self, *leaves: Any) -> Any:
+    def call(self, leaves: Sequence[Any]) -> Any:
+        """Compute it for the first time."""
+        # The random numbers are the region's own matter: PyTorch knows no generator of this device.
+        outputs = checkpoint(self._run, *leaves, use_reentrant=False, preserve_rng_state=False)
+        return tree_map_only(Tensor, self._leave, outputs)
+
+    def _run(self, *leaves: Any) -> Any:
         if self._called:
             return self._again(leaves)
         self._called = True
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        with nullcontext() if self._unsharding is None else self._unsharding.in_block():
-            outputs = self._block(*args, **kwargs)
+        whole, residuals = self._unsharding, self._residuals
+        in_block = nullcontext() if whole is None else whole.in_block()
+        with in_block, nullcontext() if residuals is None else residuals.keeping():
+            outputs = self._compute(leaves)
         self._ended = self._seeds.position()
         return outputs
 
-    def leave(self, output: Tensor) -> Tensor:
+    def _leave(self, output: Tensor) -> Tensor:
         """Return an output of the call, whose gradient is noted on its way back."""
         if not output.requires_grad:
             return output
@@ -113,23 +152,23 @@ class _Region:
         # Behind a barrier, or the compiler would find that it has all of this already, and keep it. The gradients are
         # behind it too, or this could be computed long before it is needed.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(self._weights.values())
-        names = list(self._weights)
-        apart = behind_barrier([*tensors, *self.gradients])
+        kept = [] if self._residuals is None else self._residuals.tensors
+        apart = behind_barrier([*tensors, *kept, *self.gradients])
         inputs = iter([copy.requires_grad_(t.requires_grad) for copy, t in zip(apart, tensors, strict=False)])
         leaves = tuple(next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        weights = {name: next(inputs) for name in names}
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        whole = self._unsharding
-        with (
-            nullcontext() if whole is None else whole.computing_again(self._weights, weights),
-            seeing_again(zip(apart, tensors, strict=False)),
-        ):
+        weights = {name: next(inputs) for name in self._weights}
+        with ExitStack() as stack:
+            if self._unsharding is not None:
+                stack.enter_context(self._unsharding.computing_again(self._weights, weights))
+            if self._residuals is not None:
+                stack.enter_context(self._residuals.giving(apart[len(tensors) : len(tensors) + len(kept)]))
+            stack.enter_context(seeing_again(zip(apart, tensors, strict=False)))
             if self._ended == self._begun:
-                return torch.func.functional_call(self._block, weights, args, kwargs)
+                return self._compute(leaves, weights)
             now = self._seeds.position()
             self._seeds.return_to(self._begun)
             try:
-                return torch.func.functional_call(self._block, weights, args, kwargs)
+                return self._compute(leaves, weights)
             finally:
                 self._seeds.return_to(now)
 

@@ -4,7 +4,7 @@ CONTRIBUTING.md has a glossary: role, pass, capture, replay, hold and the like.
 """
 
 from .batch import DeviceGroup, joined
-from .blocks import RematArgument
+from .blocks import RematArgument, policies_for
 from .config import CompileConfig
 from .engine import Engine, FitOptions, UserModel
 from .methods import CompileOption, StepMethods

@@ -17,7 +17,7 @@ from ..metrics import build as build_metrics
 from ..optimizers import NAMES, EMAConfig, GradientConfig
 from ..utils.json_codec import is_json
 from . import precision as precisions
-from .blocks import blocks
+from .blocks import RematArgument, blocks
 from .sharding import ShardConfig
 
 if TYPE_CHECKING:
@@ -119,6 +119,25 @@ class CompileConfig:
         """
         changed: dict[str, Any] = {name: value}
         return replace(self, **changed, arguments=self.arguments and self.arguments | changed)
+
+    @property
+    def remat(self) -> RematArgument:
+        """The argument as given."""
+        found: RematArgument = (self.arguments or {}).get("remat")
+        return found
+
+    def with_remat(self, remat: RematArgument, module: nn.Module) -> CompileConfig:
+        """Return the same arguments with other blocks that compute activations again.
+
+        Args:
+            remat: The argument.
+            module: The module.
+
+        Raises:
+            ArgumentError: There are no such blocks.
+        """
+        blocks(remat, module)
+        return replace(self, arguments=(self.arguments or {}) | {"remat": remat})
 
     @property
     def loss_modules(self) -> list[nn.Module]:

@@ -183,10 +183,15 @@ class Engine:
             role.program = None
 
     @property
-    def blocks(self) -> list[nn.Module]:
-        """The modules that compute their activations again in the backward pass."""
-        module, given = self.model.module, self.config.arguments or {}
-        return [module.get_submodule(name) for name in blocks(given.get("remat"), module)]
+    def blocks(self) -> dict[nn.Module, str]:
+        """The modules that compute activations again in the backward pass, each with the policy on what it keeps."""
+        module = self.model.module
+        return {module.get_submodule(name): policy for name, policy in blocks(self.config.remat, module).items()}
+
+    @property
+    def keeps_inputs_alone(self) -> bool:
+        """True if blocks compute all their activations again."""
+        return set(self.blocks.values()) == {"nothing"}
 
     def place_on(self, cores: Cores, recorder: Recorder | None = None) -> Placement:
         """Return the placement of steps on these cores; with `run_eagerly`, the host.
@@ -321,7 +326,7 @@ class Engine:
             batch=0 if group is None else group.nbytes // cores,
             precision=self.config.precision,
             split=bool(self.state.device.shardings),
-            remat=bool(self.blocks),
+            remat=self.keeps_inputs_alone,
         )
 
     def _python_state(self, role: Role, deep: bool) -> dict[str, Any]:

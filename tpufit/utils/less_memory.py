@@ -61,7 +61,7 @@ def measures(state: int, needs: int, rows: int, cores: int, split: bool, remat: 
         rows: The rows of a core.
         cores: The number of cores.
         split: True if the state is split over the cores already.
-        remat: True if activations are computed again already.
+        remat: True if blocks keep their inputs alone already.
 
     Example:
         >>> measures(8 << 30, 20 << 30, rows=8, cores=8, split=False, remat=True)
@@ -73,7 +73,10 @@ compile(accumulate_steps=2)']
         least = size(state / cores)
         found.append(f"compile(shard='fsdp'), with {least} instead of {size(state)} of state on a core")
     if not remat and (needs - state) * _WORTH >= needs:
-        found.append("compile(remat=True), which keeps less of the activations")
+        found.append(
+            "compile(remat=True), which keeps less of the activations (preflight(remat='auto') finds out whether a "
+            "policy that costs less does)"
+        )
     if rows > 1:
         found.append(f"a smaller batch_size ({rows // 2}) with compile(accumulate_steps=2)")
     return found

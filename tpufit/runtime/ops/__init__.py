@@ -7,6 +7,7 @@
 | `multihead` | `nn.MultiheadAttention`, whose Python has to be another too |
 | `flattened` | rows that were flattened for a product |
 | `words` | embeddings, whose Python has to be another too |
+| `residuals` | results that are kept where the rest is computed again |
 | `views` | the same elements straight from the tensor that a view is of |
 | `lowerings` | which operations the device has, and one that it lacks |
 """

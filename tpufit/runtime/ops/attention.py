@@ -1,6 +1,8 @@
 """Attention as products that keep their dimensions, with scores and their softmax in float32."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from string import ascii_lowercase
 from typing import Any
@@ -13,6 +15,7 @@ from ..kinds import keeps_bfloat16, kind_of
 from .flash import flash
 from .forms import flash_form
 from .products import product
+from .residuals import residual
 from .views import direct
 
 
@@ -60,13 +63,40 @@ def _plain(
         query = query.unflatten(-3, (key.shape[-3], -1))
         if attn_mask is not None and attn_mask.dim() > 2:
             attn_mask = attn_mask.unflatten(-3, (1, 1) if attn_mask.shape[-3] == 1 else query.shape[-4:-2])
-    kept = None
-    if dropout_p > 0:
-        ones = torch.ones((*query.shape[:-1], key.shape[-2]), dtype=query.dtype, device=query.device)
-        kept = torch.dropout(ones, dropout_p, True)
-    form = _Narrow if _gains_by_bfloat16(query, key) else _Attention
-    y: Tensor = form.apply(query, key, value, attn_mask, kept, is_causal, scale)  # type: ignore[no-untyped-call]
+    attend = _attend if _region is None else _region(_attend)
+    y = attend(query, key, value, attn_mask, dropout_p, is_causal, scale)
     return y.flatten(-4, -3) if shared else y
+
+
+Attend = Callable[..., Tensor]
+_region: Callable[[Attend], Attend] | None = None
+
+
+@contextmanager
+def attending_in(region: Callable[[Attend], Attend]) -> Iterator[None]:
+    """A context in which each attention is a region of its own.
+
+    Args:
+        region: Makes a function one whose calls are regions.
+    """
+    global _region
+    before, _region = _region, region
+    try:
+        yield
+    finally:
+        _region = before
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float
+) -> Tensor:
+    kept = None
+    if dropout > 0:
+        ones = torch.ones((*query.shape[:-1], key.shape[-2]), dtype=query.dtype, device=query.device)
+        kept = torch.dropout(ones, dropout, True)
+    form = _Narrow if _gains_by_bfloat16(query, key) else _Attention
+    y: Tensor = form.apply(query, key, value, mask, kept, is_causal, scale)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _Attention(torch.autograd.Function):
@@ -84,7 +114,7 @@ class _Attention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         shares, blind = _shares(query, key, mask, is_causal, scale), _blind(mask)
-        y = _mean(shares, kept, value, blind)
+        (y,), _ = residual(lambda: [_mean(shares, kept, value, blind)])
         ctx.save_for_backward(query, key, value, mask, kept, blind, shares, y)
         ctx.is_causal, ctx.scale = is_causal, scale
         return y
@@ -132,7 +162,7 @@ class _Narrow(torch.autograd.Function):
         if weights.is_xla:  # type: ignore[attr-defined]
             # Or the compiler would take the rounding back, and keep the weights in float32.
             xla()._xla_optimization_barrier_([weights])
-        y = _quotient(weights, total, kept, value, blind)
+        (y,), _ = residual(lambda: [_quotient(weights, total, kept, value, blind)])
         ctx.save_for_backward(query, key, value, mask, kept, blind, weights, total, y)
         ctx.is_causal, ctx.scale = is_causal, scale
         return y

@@ -4,11 +4,14 @@ torch_xla flattens them to matrices. Rows that the cores don't share evenly can'
 core first gathers all of them; and the compiler copies what it then has to lay out anew.
 """
 
+from collections.abc import Callable
 from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .residuals import keeps, residual
 
 
 class _Product(torch.autograd.Function):
@@ -18,46 +21,53 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, equation: str, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, equation: str, a: Tensor, b: Tensor, kept: bool) -> Tensor:
         ctx.equation = equation
-        _, needs_a, needs_b = ctx.needs_input_grad
+        _, needs_a, needs_b, _ = ctx.needs_input_grad
         # As PyTorch's: what no gradient needs may be written into after this.
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
-        return torch.einsum(equation, a, b)
+        if not kept:
+            return torch.einsum(equation, a, b)
+        (result,), _ = residual(lambda: [torch.einsum(equation, a, b)])
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         a, b = ctx.saved_tensors
         of_a, of_b, of_result = ctx.equation.replace("->", ",").split(",")
-        _, needs_a, needs_b = ctx.needs_input_grad
+        _, needs_a, needs_b, _ = ctx.needs_input_grad
         return (
             None,
             product(f"{of_result},{of_b}->{of_a}", gradient, b) if needs_a else None,
             product(f"{of_a},{of_result}->{of_b}", a, gradient) if needs_b else None,
+            None,
         )
 
 
-def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
+def product(equation: str, a: Tensor, b: Tensor, kept: bool = False) -> Tensor:
     """Multiply two tensors and add up, in one operation of XLA.
 
     Args:
         equation: As in `torch.einsum`, without an ellipsis. Each index is of two of the three tensors.
         a: The first.
         b: The second.
+        kept: True if a region that keeps products keeps this one (default False).
 
     Example:
         >>> product("ij,jk->ik", torch.ones(2, 3), torch.ones(3, 4)).shape
         torch.Size([2, 4])
     """
-    result: Tensor = _Product.apply(equation, a, b)  # type: ignore[no-untyped-call]
+    result: Tensor = _Product.apply(equation, a, b, kept)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Given(NamedTuple):
-    """What a result of `linear` is made of, and the versions of these tensors, which count the writes into each."""
+    """What a result of `linear` is made of, the versions of these tensors, which count the writes into each, and what
+    to call if it is computed in parts instead."""
 
     tensors: tuple[Tensor, Tensor, Tensor | None]
     versions: list[int]
+    forget: Callable[[], None]
 
 
 class _Linear(torch.autograd.Function):
@@ -71,10 +81,12 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> tuple[Tensor, ...]:
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
-        ctx.given = _Given((input, weight, bias), _versions(input, weight, bias))
         ctx.dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
         rows = ascii_lowercase[: input.dim() - 1]
-        parts = [torch.einsum(f"{rows}y,zy->{rows}z", input, part) for part in weight.split(sizes)]
+        parts, forget = residual(
+            lambda: [torch.einsum(f"{rows}y,zy->{rows}z", input, part) for part in weight.split(sizes)]
+        )
+        ctx.given = _Given((input, weight, bias), _versions(input, weight, bias), forget)
         if bias is None:
             return tuple(parts)
         return tuple(part + own for part, own in zip(parts, bias.split(sizes), strict=True))
@@ -100,10 +112,11 @@ class _Linear(torch.autograd.Function):
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """`torch.nn.functional.linear`; of more than a matrix, in our own words."""
-    if bias is not None and input.dim() == 2:  # PyTorch's own words, to which the way back is long
+    matrix = input.dim() == 2 and not keeps()
+    if bias is not None and matrix:  # PyTorch's own words, to which the way back is long
         flat: Tensor = torch.ops.aten.addmm(bias, input, weight.t())
         return flat
-    fits = input.dim() > 2 and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and input.numel()
+    fits = input.dim() >= 2 and not matrix and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and input.numel()
     if not fits or not _alike(input, weight) or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     y: tuple[Tensor] = _Linear.apply(input, weight, bias, [len(weight)])  # type: ignore[no-untyped-call]
@@ -126,6 +139,7 @@ def divided(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...] | None:
         return None
     if x._backward_hooks or x.retains_grad:
         return None
+    given.forget()
     parts: tuple[Tensor, ...] = _Linear.apply(*given.tensors, sizes)  # type: ignore[no-untyped-call]
     return parts
 
@@ -142,7 +156,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor | None:
         return None
     rows = ascii_lowercase[: input.dim() - 2]
     if other.dim() == 2:
-        return product(f"{rows}xy,yz->{rows}xz", input, other)
+        return product(f"{rows}xy,yz->{rows}xz", input, other, kept=True)
     if other.shape[:-2] == input.shape[:-2]:
         return product(f"{rows}xy,{rows}yz->{rows}xz", input, other)
     return None
