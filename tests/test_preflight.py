@@ -317,12 +317,18 @@ def test_an_unknown_tpu_and_an_unknown_argument():
         made().preflight(X, Y, tpu="v5e-7")
     with pytest.raises(ArgumentError, match="got none"):
         made().preflight(X, Y, tpu=[])
-    with pytest.raises(ArgumentError, match="preflight takes the arguments of fit, tpu and timeout, got epoch"):
+    with pytest.raises(ArgumentError, match="preflight takes the arguments of fit, tpu, remat and timeout, got epoch"):
         made().preflight(X, Y, epoch=3)
     with pytest.raises(ArgumentError, match="whole number or 'auto', got 'large'"):
         made().preflight(X, Y, batch_size="large")
     with pytest.raises(ArgumentError, match="'auto' goes with arrays"):
         made().preflight(BATCHES, batch_size="auto")
+    with pytest.raises(ArgumentError, match="remat must be 'auto' or None, got 'dots': compile takes the others"):
+        made().preflight(X, Y, remat="dots")
+    with pytest.raises(ArgumentError, match="give its batch_size, and not 'auto' too"):
+        made().preflight(X, Y, batch_size="auto", remat="auto")
+    with pytest.raises(ArgumentError, match="remat='attention' looks for blocks"):
+        made().preflight(X, Y, remat="auto")
 
 
 # On its way to another process
@@ -750,6 +756,20 @@ def test_the_largest_batch_if_all_rows_are_in_one():
     model, x, y = wide()
     few = model.preflight(x[:100], y[:100], "auto", tpu="v2-8", verbose=0)
     assert few.fits and few.step.rows == 100 and few.batch_size == 13  # a core
+
+
+@pytest.mark.soak
+def test_the_cheapest_policy_that_fits():
+    """Two slices, of which the larger one needs none."""
+    with torch.device("meta"):
+        blocks = (nn.Sequential(nn.Linear(4096, 4096), nn.Tanh(), nn.Linear(4096, 4096)) for _ in range(8))
+        model = tpufit.Model(nn.Sequential(nn.Linear(8, 4096), nn.Sequential(*blocks), nn.Linear(4096, 8)))
+    model.compile("sgd", "mse")
+    x = torch.zeros(100_000, 8)
+    small, large = model.preflight(x, x, 100_000, remat="auto", tpu=["v5e-1", "v6e-1"], verbose=0).reports
+    assert small.fits and small.remat == "nothing"
+    assert "1 core, 100000 rows a step, fp32, remat='nothing'" in str(small)
+    assert large.fits and large.remat is None
 
 
 class Noted(nn.Linear):

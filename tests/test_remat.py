@@ -113,9 +113,7 @@ def trained(net: nn.Module, cores: int, remat: object, **options: object) -> tup
     return model.history.history, model.state_dict(), model.report().counts.graphs
 
 
-def assert_same_training(
-    net: nn.Module, cores: int, *remats: object, atol: float = 2e-6, **options: object
-) -> None:
+def assert_same_training(net: nn.Module, cores: int, *remats: object, atol: float = 2e-6, **options: object) -> None:
     kept = trained(net, cores, None, **options)
     for remat in remats:
         again = trained(net, cores, remat, **options)

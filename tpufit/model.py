@@ -248,14 +248,14 @@ class Model(StepMethods):
                 `{"head.weight": None, "blocks.*.weight": 0}`: the dimension, or None, for patterns of parameter names.
                 The first pattern that matches counts; a parameter that none matches stays whole. On one core nothing is
                 split.
-            remat: Compute activations of these blocks again in the backward pass, instead of keeping them from the forward
-                pass, which takes less memory and more work (default None). True: all but the inputs of the blocks that
-                the module repeats in a `ModuleList` or `Sequential`, such as a transformer's. By a policy, named as
-                JAX names some, less is computed again: `"attention"`, what is inside of attention; `"dots"`, all but
-                the products with weights (linear layers) and what attention has come to; `"nothing"` is True. Or a
-                pattern of module names, such as `"encoder.layer.*"`, a list of them, or a dict of a policy for each
-                (`{"encoder.layer.*": "dots"}`), of which the first that matches counts. Results stay the same; the
-                blocks' Python runs twice when the step is traced, unless the policy is `"attention"`.
+            remat: Compute activations of these blocks again in the backward pass, instead of keeping them from the
+                forward pass, which takes less memory and more work (default None). True: all but the inputs of the
+                blocks that the module repeats in a `ModuleList` or `Sequential`, such as a transformer's. By a policy,
+                named as JAX names some, less is computed again: `"attention"`, what is inside of attention; `"dots"`,
+                all but the products with weights (linear layers) and what attention has come to; `"nothing"` is True.
+                Or a pattern of module names, such as `"encoder.layer.*"`, a list of them, or a dict of a policy for
+                each (`{"encoder.layer.*": "dots"}`), of which the first that matches counts. Results stay the same;
+                the blocks' Python runs twice when the step is traced, unless the policy is `"attention"`.
 
         Raises:
             UnknownNameError: A name is unknown; the nearest ones are suggested.

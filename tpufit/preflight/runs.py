@@ -75,7 +75,8 @@ class PreflightRun:
 
     def _fitting(self, slices: Mapping[int, Slice]) -> dict[int, PreflightReport]:
         """A report for each slice: with `remat="auto"` by the first policy with which all fits, or by the last."""
-        left, found = dict(slices), {}
+        left = dict(slices)
+        found: dict[int, PreflightReport] = {}
         plan = self.plan(next(iter(slices.values())))
         given = plan.config.remat
         for remat in [given] if self.remat is None else policies_for(given):

@@ -49,7 +49,8 @@ class Scopes(TorchFunctionMode):
         with ExitStack() as stack:
             for handle in (
                 register_module_forward_pre_hook(self._enter_layer),
-                register_module_forward_hook(self._leave_layer),
+                # Also where `torch.utils.checkpoint` ends a block early, by an exception.
+                register_module_forward_hook(self._leave_layer, always_call=True),
                 register_optimizer_step_pre_hook(lambda *_: self._layers.append("")),
                 register_optimizer_step_post_hook(self._leave_optimizer),
             ):
@@ -104,14 +105,23 @@ class Scopes(TorchFunctionMode):
             if _NAMED in known:
                 continue
             known[_NAMED] = name
-            node.register_prehook(lambda *_: self._enter(name))
-            node.register_hook(lambda *_: self._open.pop().close())
+            self._name_node(node, name)
             nodes += [following for following, _ in node.next_functions]
 
-    def _enter(self, name: str) -> None:
+    def _name_node(self, node: Any, name: str) -> None:
         stack = ExitStack()
-        stack.enter_context(scope(name))
-        self._open.append(stack)
+
+        def enter(*_: Any) -> None:
+            stack.enter_context(scope(name))
+            self._open.append(stack)
+
+        def leave(*_: Any) -> None:
+            # PyTorch forgets the first hook of a leaf that a checkpointed function has saved.
+            if self._open and self._open[-1] is stack:
+                self._open.pop().close()
+
+        node.register_prehook(enter)
+        node.register_hook(leave)
 
 
 def _tensors(nest: Any) -> list[Tensor]:

@@ -114,9 +114,7 @@ class _Region:
         gradients: Those of its outputs, once the backward pass has come to them.
     """
 
-    def __init__(
-        self, compute: Callable[..., Any], weights: dict[str, Tensor], seeds: TraceSeeds, keeps: bool
-    ) -> None:
+    def __init__(self, compute: Callable[..., Any], weights: dict[str, Tensor], seeds: TraceSeeds, keeps: bool) -> None:
         self._compute, self._weights, self._seeds = compute, weights, seeds
         self._residuals = Residuals() if keeps else None
         self._begun = self._ended = seeds.position()

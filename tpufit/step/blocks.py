@@ -15,8 +15,8 @@ from ..utils.blocks import outermost, repeated
 RematArgument: TypeAlias = "bool | str | list[str] | tuple[str, ...] | Mapping[str, str] | None"
 
 _FORMS = (
-    f"True, {', '.join(map(repr, REMAT_POLICIES))}, patterns of module names, as in ['blocks.*'], or a policy for each, "
-    "as in {'blocks.*': 'dots'}"
+    f"True, {', '.join(map(repr, REMAT_POLICIES))}, patterns of module names, as in ['blocks.*'], or a policy for "
+    "each, as in {'blocks.*': 'dots'}"
 )
 
 

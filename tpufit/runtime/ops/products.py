@@ -116,7 +116,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor 
     if bias is not None and matrix:  # PyTorch's own words, to which the way back is long
         flat: Tensor = torch.ops.aten.addmm(bias, input, weight.t())
         return flat
-    fits = input.dim() >= 2 and not matrix and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and input.numel()
+    rows = input.dim() > 2 or (input.dim() == 2 and not matrix)
+    fits = rows and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and input.numel()
     if not fits or not _alike(input, weight) or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     y: tuple[Tensor] = _Linear.apply(input, weight, bias, [len(weight)])  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""`residual`: results that a region keeps for its repetition in the backward pass, though it computes the rest again."""
+"""`residual`: results that a region keeps for its repetition in the backward pass, which computes the rest again."""
 
 from __future__ import annotations
 
