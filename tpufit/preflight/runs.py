@@ -70,11 +70,19 @@ class PreflightRun:
         found: dict[int, PreflightReport] = {}
         for group in alike.values():
             one = sized[group[0]]
-            found |= one._fitting({i: slices[i] for i in group})
+            found |= one.fitting({i: slices[i] for i in group})
         return [found[i] for i in range(len(slices))]
 
-    def _fitting(self, slices: Mapping[int, Slice]) -> dict[int, PreflightReport]:
-        """A report for each slice: with `remat="auto"` by the first policy with which all fits, or by the last."""
+    def fitting(self, slices: Mapping[int, Slice]) -> dict[int, PreflightReport]:
+        """Compile everything for slices that the steps are traced alike for.
+
+        Args:
+            slices: The slices, each by a number.
+
+        Returns:
+            A report for each, by its number: with `remat="auto"` by the first policy with which all fits, or by the
+            last.
+        """
         left = dict(slices)
         found: dict[int, PreflightReport] = {}
         plan = self.plan(next(iter(slices.values())))
