@@ -174,7 +174,13 @@ def check(place, make, values):
     assert found is not None
     (mask,) = runtime.to_host([mask], "test")
     allowed = mask if mask.dtype is torch.bool else mask == 0
-    assert torch.equal(seen_by(found), allowed.expand(ROWS, 1, TIME, KEYS)[:, 0])
+    allowed = allowed.expand(ROWS, 1, TIME, KEYS)[:, 0]
+    assert torch.equal(seen_by(found), allowed)
+    if found.tells_blind:
+        hidden = ~allowed.any(-1)
+        (blind,) = (torch.zeros_like(hidden),) if found.blind is None else runtime.to_host([found.blind], "test")
+        assert torch.equal(blind, hidden)
+    return found
 
 
 @pytest.mark.cores(1, quick=True)
@@ -187,7 +193,10 @@ def test_what_is_found_out_of_a_mask_is_what_it_says(place, name):
 @pytest.mark.cores(1, quick=True)
 @pytest.mark.parametrize("name", PACKED)
 def test_places_of_joined_texts_are_understood(place, name):
-    check(place, PACKED[name], torch.tensor([[*range(12)], [*range(5), *range(4), *range(3)], [3, 4, 5, *range(9)]]))
+    found = check(
+        place, PACKED[name], torch.tensor([[*range(12)], [*range(5), *range(4), *range(3)], [3, 4, 5, *range(9)]])
+    )
+    assert found.tells_blind and found.blind is None  # each word looks at itself
 
 
 @pytest.mark.cores(1, quick=True)

@@ -51,7 +51,10 @@ def attention(
         return plain(query, key, value, attn_mask)
     placement, pattern = taken
     y = flash(query, key, value, pattern, attn_mask, scale, placement, plain)
-    blind = _blind(attn_mask)
+    if pattern.tells_blind:
+        blind = None if pattern.blind is None else pattern.blind[:, None, :, None]
+    else:
+        blind = _blind(attn_mask)
     return y if blind is None else y.masked_fill(blind, 0)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
@@ -62,12 +63,16 @@ class Pattern:
         right: The number of places after its own; None (default): all.
         of_queries: The segment of each query, shape (rows, queries), int32; None (default): there is but one.
         of_keys: The segment of each key, shape (rows, keys), int32. A query looks at those of its own.
+        blind: True for a query that looks at nothing, shape (rows, queries); None (default): there is none.
+        tells_blind: False if `blind` isn't known, which only the mask tells then (default True).
     """
 
     left: int | None = None
     right: int | None = None
     of_queries: Tensor | None = None
     of_keys: Tensor | None = None
+    blind: Tensor | None = None
+    tells_blind: bool = True
 
 
 @dataclass(frozen=True)
@@ -271,6 +276,10 @@ class Masks(TorchFunctionMode):
         made = self._made.get(tensor)
         return made if made is not None and made.func in _both(*names) and made.holds else None
 
+    def are_one(self, a: Tensor, b: Tensor) -> bool:
+        """True if two tensors have picked all of the same one."""
+        return self._source(a) is self._source(b)
+
     def same(self, copy: Tensor, tensor: Tensor) -> None:
         """Note that a tensor is a copy of another."""
         for known in (self._values, self._parts):
@@ -385,6 +394,8 @@ class _Seen:
             if not self._masks.counts(self._numbers[1], of_key) or queries != keys:
                 return None
             self._high = np.minimum(self._high, np.arange(1, queries + 1))
+        if not (self._low < self._high).all():
+            return None
         right, left = int(self._high[0]) - 1, queries - 1 - int(self._low[-1])
         places = np.arange(queries)
         whole = bool((self._high == keys).all()), bool((self._low == 0).all())
@@ -404,7 +415,33 @@ class _Seen:
             of_keys = of_keys.masked_fill(~_rows_of(mask).expand(rows, keys), FILLING)
         for mask in self._of_queries:
             of_queries = of_queries.masked_fill(~_rows_of(mask).expand(rows, queries), BLIND)
-        return Pattern(*limits, of_queries, of_keys)
+        if self._numbers is not None and (self._of_keys or not self._sees_itself()):
+            return Pattern(*limits, of_queries, of_keys, tells_blind=False)
+        blind = None if self._numbers is not None else self._count(of_keys != FILLING, *limits) == 0
+        for mask in self._of_queries:
+            hidden = ~_rows_of(mask).expand(rows, queries)
+            blind = hidden if blind is None else blind | hidden
+        return Pattern(*limits, of_queries, of_keys, blind)
+
+    def _sees_itself(self) -> bool:
+        """True if each query looks at the key of its own place, which has its number."""
+        places, (_, queries, keys) = np.arange(len(self._low)), self._shape
+        seen = queries == keys and bool((self._low <= places).all() and (places < self._high).all())
+        return seen and self._numbers is not None and self._masks.are_one(*self._numbers)
+
+    def _count(self, seen: Tensor, left: int | None, right: int | None) -> Tensor:
+        """The number of keys that each query looks at, of those that are seen at all."""
+        _, queries, keys = self._shape
+        below = F.pad(seen.to(torch.int32).cumsum(-1, dtype=torch.int32), (1, 0))  # of the keys before each place
+        if right is None:
+            end = below[:, -1:].expand(-1, queries)
+        else:
+            more = max(0, 1 + right + queries - (keys + 1))
+            last = below[:, -1:].expand(-1, more)
+            end = torch.cat([below, last], -1)[:, 1 + right : 1 + right + queries]
+        if left is None:
+            return end
+        return end - F.pad(below, (left, 0))[:, :queries]
 
 
 def _sides(part: _Part) -> tuple[Tensor, Tensor, str] | None:
