@@ -97,6 +97,15 @@ def test_augmented_digits_are_learnt_better(run_python):
 
 
 @pytest.mark.soak
+def test_only_the_first_trial_of_a_sweep_compiles(run_python):
+    pytest.importorskip("optuna")
+    output = run(run_python, "examples/optuna_sweep.py")
+    compiled = [int(count) for count in re.findall(r"(\d+) programs compiled", output)]
+    assert len(compiled) == 12 and compiled[0] > 0 and not any(compiled[1:])
+    assert re.search(r"^[1-9]\d* of 12 trials were pruned$", output, re.M)
+
+
+@pytest.mark.soak
 def test_mlflow_keeps_what_the_history_has(run_python):
     output = run(run_python, "examples/mlflow_tracking.py", "--epochs=2")
     printed = re.findall(r" val_accuracy: ([\d.]+)", output)
