@@ -252,3 +252,51 @@ json.dump([model.steps_taken, [v.tolist() for v in model.state_dict().values()]]
         assert [host.code for host in ended] == [0, 0], said(ended)
     first, second = (json.loads((tmp_path / f"end{host}.json").read_text()) for host in (0, 1))
     assert first == second and first[0] == 16
+
+
+@pytest.mark.soak
+def test_a_training_goes_on_from_the_hub(run_python):
+    pytest.importorskip("huggingface_hub")
+    from hub_server import Hub
+
+    code = """
+        import torch, tpufit
+        from torch import nn
+        from tpufit.callbacks import ModelCheckpoint
+
+        def compiled():
+            torch.manual_seed(3)
+            model = tpufit.Model(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.1), nn.Linear(6, 2)))
+            model.compile("adamw", "cross_entropy")
+            return model
+
+        def fit(epochs, place):
+            model = compiled()
+            saves = ModelCheckpoint(place, monitor="loss", keep_last=1, keep_best=0)
+            model.fit(X, Y, batch_size=8, epochs=epochs, verbose=0, callbacks=[saves], resume=True)
+            return model
+
+        torch.manual_seed(0)
+        X, Y = torch.randn(48, 4), torch.randint(0, 2, (48,))
+        whole = fit(3, "here")
+        fit(2, "hf://me/digits/run")
+        resumed = fit(3, "hf://me/digits/run")
+        assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values()))
+        resumed.save("hf://me/digits/model")
+        again = tpufit.load("hf://me/digits/model", compiled().module)
+        resumed.save_weights("hf://me/digits/model.safetensors")
+        other = compiled()
+        other.load_weights("hf://me/digits/model.safetensors")
+        for model in (again, other):
+            assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), model.state_dict().values()))
+        print("done")
+    """
+    hub = Hub()
+    try:
+        process = run_python(code, env={"HF_ENDPOINT": hub.address, "HF_TOKEN": "hf_token", "HF_HUB_OFFLINE": None})
+    finally:
+        hub.shutdown()
+        hub.server_close()
+    assert process.stdout == "done\n", process.stderr
+    steps = {name.split("/")[1] for name in hub.files if name.startswith("run/")}
+    assert steps == {"step-0000000018"} and "model.safetensors" in hub.files

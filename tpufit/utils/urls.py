@@ -1,4 +1,4 @@
-"""Folders and files behind URLs, through fsspec: `gs://bucket/run`, `s3://bucket/run`, `memory://run`.
+"""Folders and files behind URLs, through fsspec: `gs://bucket/run`, `s3://bucket/run`, `hf://me/model/run`.
 
 In an object store nothing can be appended to, renamed or locked. So whoever writes does it in a local folder, and the
 files are sent as they are, in an order that matters where a reader must not take half of them for all.
@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import ArgumentError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
-_EXTRAS = {"gs": "tpufit[gcs]", "gcs": "tpufit[gcs]", "s3": "s3fs"}
+_EXTRAS = {"gs": "tpufit[gcs]", "gcs": "tpufit[gcs]", "s3": "s3fs", "hf": "huggingface_hub"}
 
 
 def is_url(path: str | os.PathLike[str] | Url) -> bool:
