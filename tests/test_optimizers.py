@@ -115,7 +115,7 @@ def test_rates_are_scaled_once():
 @pytest.mark.parametrize("form", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta])
 def test_a_rate_in_a_tensor_gives_what_the_number_gives(form, monkeypatch):
     # The CPU can't count in a graph.
-    monkeypatch.setattr("tpufit.optimizers.device_rates.counts_on_device", lambda optimizer: False)
+    monkeypatch.setattr("tpufit.optimizers.device_rates.keeps_count", lambda optimizer: False)
     ours, theirs = net(), net()
     optimizer = form(ours.parameters(), lr=0.05)
     rates = optimizers.DeviceRates(optimizer, HOST)

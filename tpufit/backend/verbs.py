@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..utils.counters import Counts
 from .attention import AttentionForms
@@ -32,11 +34,13 @@ class Backend(Protocol):
         Recorder: Takes the place of a device that isn't there, and keeps the programs of steps, for a preflight.
         Recorded: A program that it keeps.
         KernelWork: What a kernel of a program computes and moves.
+        COUNTS: The type for the classes and the counts of one batch: integers that the device computes at full speed.
     """
 
     Recorder: Any
     Recorded: Any
     KernelWork: Any
+    COUNTS: torch.dtype
 
     # Cores
 
@@ -124,6 +128,11 @@ class Backend(Protocol):
         self, targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement, shardings: Shardings = ...
     ) -> None:
         """Give tensors new values in place, without waiting."""
+
+    # Numbers
+
+    def keeps_count(self, optimizer: Optimizer) -> bool:
+        """True if an optimizer can keep its step counter on the device."""
 
     # Steps
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torchmetrics import classification
 
 from ..errors import ArgumentError, UnknownNameError
+from ..runtime import COUNTS
 from .weighted import WeightedMean, best_class, by_class, is_correct
 
 
@@ -134,9 +135,9 @@ class MetricName:
             return y_pred.reshape(y.shape), y.long()
         if not self._compares_classes:  # scores can't be told from the best class
             return y_pred, y
-        # The gathered logits of a language model would be huge. A TPU emulates 64 bits, which classes don't need.
-        fits = not y.is_floating_point() and abs(self._ignored or 0) < 2**31
-        return best_class(y_pred), y.to(torch.int32) if fits else y
+        # The gathered logits of a language model would be huge.
+        fits = not y.is_floating_point() and abs(self._ignored or 0) < torch.iinfo(COUNTS).max
+        return best_class(y_pred), y.to(COUNTS) if fits else y
 
     def counted(self, y: Tensor) -> Tensor | None:
         """The mask of the labels that count, where weights of 0 leave out the others; probabilities all count."""

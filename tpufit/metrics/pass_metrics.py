@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..backend import Placement
 from ..errors import ArgumentError, DataError
-from ..runtime import to_device, to_host
+from ..runtime import COUNTS, to_device, to_host
 from .lazy_logs import LazyLogs
 from .sums import Key, SumTable
 from .tracked import TrackedMetric, one_by_one
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _FINITE: Key = (None, "finite")
 
 # What sums begin with.
-_ZERO, _NONE = torch.zeros(()), torch.zeros((), dtype=torch.int32)
+_ZERO, _NONE = torch.zeros(()), torch.zeros((), dtype=COUNTS)
 
 
 class PassMetrics(SumTable):

@@ -12,6 +12,7 @@ from torchmetrics.utilities.compute import normalize_logits_if_needed
 
 from ..errors import ArgumentError
 from ..losses import spread
+from ..runtime import COUNTS
 
 
 class WeightedMean(torchmetrics.Metric):
@@ -58,8 +59,7 @@ class WeightedMean(torchmetrics.Metric):
                 "a weighted metric compares an output and a target of one shape, got "
                 f"{tuple(y_pred.shape)} and {tuple(y.shape)}"
             )
-        # A TPU emulates 64 bits, which the count of one batch doesn't need.
-        dtype = torch.int32 if self._sum_dtype is torch.int64 else self._sum_dtype
+        dtype = COUNTS if self._sum_dtype is torch.int64 else self._sum_dtype
         values = self._value(y_pred, y).to(dtype)
         weight = torch.ones_like(values) if weight is None else spread(weight, values)
         self.total = self.total + (values * weight).sum(dtype=dtype)
@@ -128,15 +128,14 @@ class _Counting(MulticlassStatScores):
     def update(self, preds: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch of classes; those of weight 0 don't count."""
         preds, target = preds.flatten(), target.flatten()
-        # A TPU emulates 64 bits, which the counts of one batch don't need.
-        count = partial(torch.sum, dtype=torch.int32)
-        counts = torch.ones_like(target, dtype=torch.int32) if weight is None else weight.flatten().to(torch.int32)
+        count = partial(torch.sum, dtype=COUNTS)
+        counts = torch.ones_like(target, dtype=COUNTS) if weight is None else weight.flatten().to(COUNTS)
         if self.average == "micro":
             tp = count((preds == target) * counts)
             fp = fn = count((preds != target) * counts)
             total = counts.sum() * (self.num_classes or 0)  # may be too large for 32 bits
         else:
-            classes = torch.arange(self.num_classes or 0, dtype=torch.int32, device=preds.device)
+            classes = torch.arange(self.num_classes or 0, dtype=COUNTS, device=preds.device)
             predicted, labelled = (preds[:, None] == classes), (target[:, None] == classes) * counts[:, None]
             tp = count(predicted * labelled, 0)
             fp, fn = count(predicted * counts[:, None], 0) - tp, count(labelled, 0) - tp
@@ -175,4 +174,4 @@ def best_class(scores: Tensor) -> Tensor:
     classes = scores.shape[-1]
     left = torch.arange(classes, 0, -1, dtype=torch.float32, device=scores.device)
     best = left.masked_fill(scores != scores.amax(-1, keepdim=True), 0).amax(-1)
-    return (classes - best).to(torch.int32)
+    return (classes - best).to(COUNTS)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, UnknownNameError, counted
+from ..runtime import keeps_count
 from .groups import GroupConfig
 from .rates import rates, set_rate
 from .shared_counters import CountsTogether
@@ -131,7 +132,7 @@ def device_state(optimizer: Optimizer) -> list[Tensor]:
 
     The step counter of an optimizer that can't count on the device stays on the host, where reading it costs nothing.
     """
-    counts_there = counts_on_device(optimizer)
+    counts_there = keeps_count(optimizer)
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     if isinstance(optimizer, CountsTogether):
         values = [*optimizer.counters(), *values]
@@ -140,7 +141,7 @@ def device_state(optimizer: Optimizer) -> list[Tensor]:
 
 def share_counters(optimizer: Optimizer) -> None:
     """Let parameters that step together share their step counter, where the optimizer counts on the device."""
-    if isinstance(optimizer, CountsTogether) and counts_on_device(optimizer):
+    if isinstance(optimizer, CountsTogether) and keeps_count(optimizer):
         optimizer.share()
 
 
@@ -160,12 +161,6 @@ def drop_gradients(optimizer: Optimizer) -> None:
     """Drop the gradients of the optimizer's parameters. Its own `zero_grad` also reports itself to a profiler."""
     for parameter in parameters(optimizer):
         parameter.grad = None
-
-
-def counts_on_device(optimizer: Optimizer) -> bool:
-    """True if the optimizer can keep its step counter on an XLA device (PyTorch calls that capturable)."""
-    # Adadelta has the option, but not for XLA.
-    return "capturable" in optimizer.param_groups[0] and not isinstance(optimizer, torch.optim.Adadelta)
 
 
 class PerParameter:

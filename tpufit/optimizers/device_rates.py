@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..backend import Placement
-from ..runtime import to_device
+from ..runtime import keeps_count, to_device
 from ..utils.replaced import replaced
-from .build import counts_on_device
 from .shared_counters import CountsTogether, SharedCounterMode
 
 
@@ -61,7 +60,7 @@ class DeviceRates:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """A context in which the optimizer takes tensors for its rates, and counts its steps on the device."""
-        ours = {"foreach": False, "fused": False, "capturable": counts_on_device(self._optimizer)}
+        ours = {"foreach": False, "fused": False, "capturable": keeps_count(self._optimizer)}
         together = isinstance(self._optimizer, CountsTogether)
         with self._restoring(*ours), replaced(self._optimizer, mode=_OnDevice) if together else _OnDevice():
             for group in self._optimizer.param_groups:

@@ -22,6 +22,7 @@ It fulfils the contract in `tpufit/backend/`: the classes there are what the res
 | `capture` | one trace of a step, its proof, and its undoing |
 | `program` | trace a step once, then replay its graph |
 | `trace_seeds` | the random numbers of a trace |
+| `numbers` | what optimizers, metrics and losses must know of the device's numbers |
 | `recompute` | blocks that are computed again in the backward pass |
 | `trace_watch` | sees what a traced step reads, draws and leaves to the host |
 | `recorder` | takes the place of a device that isn't there |
@@ -52,6 +53,7 @@ from .kernel_work import KernelWork, work_in
 from .kinds import has_flash, keeps_bfloat16
 from .lowering import set_matmul_precision
 from .make import program_at, state_at
+from .numbers import COUNTS, keeps_count
 from .ops.lowerings import falls_back, has_kernel
 from .placement import placement_on
 from .profiler import scope, start_profile, stop_profile
