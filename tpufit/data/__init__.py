@@ -7,13 +7,16 @@ from .images import ImageFolder, presize
 from .parts import PerHost
 from .sources import InTurn, Transform
 from .stream import Stream, stream, train_validation_split
+from .texts import PackedDataset, TokenFile
 
 __all__ = [
     "CachedDataset",
     "ImageFolder",
+    "PackedDataset",
     "PadToBuckets",
     "PerHost",
     "Stream",
+    "TokenFile",
     "presize",
     "stream",
     "train_validation_split",

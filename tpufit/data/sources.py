@@ -6,7 +6,7 @@ batches.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
@@ -26,6 +26,7 @@ from .batches import as_tensors, count_rows, is_plain, join, rows_in
 from .cache import CachedDataset
 from .parts import Part, PerHost, Share, without_rows
 from .sampling import order
+from .texts import RowsOfTokens
 from .worker_states import WorkerStates
 from .workers import read
 
@@ -54,6 +55,7 @@ class Source(ABC):
         generators: The user's own random generators that are drawn from.
         stride: The offsets between two global batches.
         per_host: True if each host has batches of its own.
+        facts: What a report says of the data, by name.
     """
 
     batch_size: int | None = None
@@ -64,6 +66,7 @@ class Source(ABC):
     generators: Sequence[torch.Generator] = ()
     stride: int
     per_host: bool = False
+    facts: Mapping[str, str] = {}
 
     @abstractmethod
     def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
@@ -277,13 +280,14 @@ class Samples(_Rows):
 
 
 class Cached(_Rows):
-    """A `CachedDataset`, or some rows of one, read a batch at a time."""
+    """A data set that reads a batch at a time, or some rows of one."""
 
-    def __init__(self, dataset: CachedDataset, plan: Plan, some: Sequence[int] | None = None) -> None:
+    def __init__(self, dataset: CachedDataset | RowsOfTokens, plan: Plan, some: Sequence[int] | None = None) -> None:
         super().__init__(len(dataset) if some is None else len(some), plan)
         self.dataset = dataset
         self.some = None if some is None else np.asarray(some, dtype=np.int64)
         self.device_transform = dataset.device_transform
+        self.facts = getattr(dataset, "facts", {})
 
     def take(self, rows: Rows, index: int) -> Any:
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows

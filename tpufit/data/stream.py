@@ -27,6 +27,7 @@ from .inline import Pace
 from .parts import PerHost, Share
 from .position import Position, PositionLog
 from .sources import Arrays, Cached, Iteration, Plan, Samples, Source, Transform, of_loader
+from .texts import RowsOfTokens
 
 DEFAULT_BATCH_SIZE = 32  # Keras's
 
@@ -99,9 +100,9 @@ def stream(
             f"y and sample_weight go with arrays; {name} is a {type(x).__name__}, which must yield them itself, "
             "as (x, y) or (x, y, sample_weight)"
         )
-    elif isinstance(x, CachedDataset):
+    elif isinstance(x, (CachedDataset, RowsOfTokens)):
         source = Cached(x, plan)
-    elif isinstance(x, Subset) and isinstance(x.dataset, CachedDataset):
+    elif isinstance(x, Subset) and isinstance(x.dataset, (CachedDataset, RowsOfTokens)):
         source = Cached(x.dataset, plan, x.indices)
     elif isinstance(x, Dataset) and not isinstance(x, IterableDataset):
         source = Samples(x, plan)
@@ -173,6 +174,11 @@ class Stream:
     def generators(self) -> Sequence[Generator]:
         """The user's own random generators that the data draw from."""
         return self._source.generators
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What a report says of the data, by name."""
+        return self._source.facts
 
     @property
     def per_host(self) -> bool:

@@ -64,6 +64,7 @@ class Report:
         predicted: The seconds of a training step that the model's last preflight has estimated; None without one.
         attention: How each layer's attention is computed, by its name: `"flash"`, or `"plain"` with the reason; empty
             with `attention="plain"`.
+        data: What the training data say of themselves, such as their padding, by name.
 
     Example:
         >>> seconds = {"wait: batch logs": 2.0, "compile": 0.5}
@@ -85,6 +86,7 @@ hundredth batch, or in on_epoch_end']
     peak: float | None = None
     predicted: float | None = None
     attention: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -198,6 +200,7 @@ def _facts(report: Report) -> Table:
         "rows a second": f"{speed:,.0f}" if speed else "",
         "tokens a second": f"{tokens:,.0f}" if tokens else "",
         "share of the peak": "" if share is None else f"{share:.1%} of {report.peak:.3g} operations a second",
+        **report.data,
         "a step": _beside_predicted(report),
         **{f"{role} step": f"traced: {cause}" if cause else "replayed" for role, cause in report.traced.items()},
         **attention_in_words(report.attention),

@@ -103,6 +103,7 @@ class RunLog:
         first_bad_step: The first step of the last `fit` whose logs were not finite; None if none is known.
         training: The tally of the last pass of training; None before the first.
         predicted: The seconds of a training step that the last preflight has estimated; None without one.
+        data: What the data of the last `fit` say of themselves, by name.
         last_saved: The path of the last saved weights or checkpoint.
         wanted_saves: The checkpoints that callbacks have requested: pairs of a writer and a score.
     """
@@ -112,6 +113,7 @@ class RunLog:
     first_bad_step: int | None = None
     training: Tally | None = None
     predicted: float | None = None
+    data: Mapping[str, str] = field(default_factory=dict)
     last_saved: str | None = None
     wanted_saves: list[Any] = field(default_factory=list)
 
@@ -385,4 +387,5 @@ class Engine:
             peak=self.state.placement.peak,
             predicted=self.log.predicted,
             attention=self.attention.named(self.model.module),
+            data=self.log.data,
         )

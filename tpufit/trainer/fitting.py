@@ -92,6 +92,7 @@ def run_fit(
     all_callbacks = callback_list(engine, callbacks, params, history)
     # Last: an error above leaves the history and the report of the `fit` before.
     engine.begin_fit(history, options, seed)
+    engine.log.data = data.facts
     epochs = range(schedule.initial_epoch, course["epochs"] or 0)
     limits = loop.Limits(schedule.min_epochs, schedule.max_steps, schedule.seconds)
     try:

@@ -1,0 +1,221 @@
+"""Texts packed into rows: each is computed as if alone, each token counts once, the same on any number of cores."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Subset
+
+import tpufit
+from tpufit import runtime
+from tpufit.callbacks import ModelCheckpoint
+from tpufit.data import PackedDataset, TokenFile, stream
+from tpufit.data.texts import pack
+from tpufit.errors import ArgumentError, DataError
+
+VOCABULARY = 40
+
+
+def texts(count=30, longest=16):
+    draw = np.random.default_rng(0)
+    return [draw.integers(1, VOCABULARY, draw.integers(2, longest + 1)) for _ in range(count)]
+
+
+def test_every_text_is_in_one_row_in_order_and_padding_is_little():
+    given = texts(300)
+    data = PackedDataset(given, 16)
+    found = []
+    for row in range(len(data)):
+        sample = data[row]
+        ids, segments = sample["input_ids"].numpy(), sample["segment_ids"].numpy()
+        assert not ids[segments == 0].any() and sample["input_ids"].shape == (16,)
+        for number in range(1, segments.max() + 1):
+            own = segments == number
+            found.append(tuple(ids[own]))
+            assert sample["position_ids"][torch.from_numpy(own)].tolist() == [*range(own.sum())]
+            assert sample["labels"][torch.from_numpy(own)].tolist() == [-100, *ids[own][1:]]
+        assert (sample["labels"][torch.from_numpy(segments == 0)] == -100).all()
+    assert sorted(found) == sorted(map(tuple, given))
+    tokens = sum(map(len, given))
+    assert data.padding == pytest.approx(1 - tokens / (16 * len(data))) and data.padding < 0.05
+    assert data.padding_before == pytest.approx(1 - tokens / (16 * 300))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_as_full_as_first_fit_decreasing_makes_them(seed):
+    sizes = np.random.default_rng(seed).integers(1, 65, 500)
+    rows = pack(sizes, 64)
+    assert sorted(np.concatenate(rows)) == [*range(500)] and all(sizes[row].sum() <= 64 for row in rows)
+    rooms = []
+    for size in sorted(sizes, reverse=True):
+        fitting = next((i for i, room in enumerate(rooms) if room >= size), None)
+        if fitting is None:
+            rooms.append(64)
+            fitting = -1
+        rooms[fitting] -= size
+    assert len(rows) <= len(rooms)
+
+
+def test_long_texts_and_labels_of_some_tokens():
+    long = {"input_ids": [*range(1, 8)], "labels": [-100, -100, 3, 4, 5, 6, 7]}
+    data = PackedDataset([long, {"input_ids": torch.tensor([9, 8])}], 5)
+    assert {tuple(data[i]["input_ids"].tolist()) for i in range(2)} == {(1, 2, 3, 4, 5), (9, 8, 6, 7, 0)} or {
+        tuple(data[i]["input_ids"].tolist()) for i in range(2)
+    } == {(1, 2, 3, 4, 5), (6, 7, 9, 8, 0)}
+    assert data[0]["labels"].tolist() == [-100, -100, 3, 4, 5]
+    assert len(PackedDataset([long], 5, too_long="truncate")) == 1
+    x, y = PackedDataset([[4, 5, 6], [7, 8]], 6, shift=True)[0]
+    assert x["input_ids"].tolist() == [4, 5, 6, 7, 8, 0] and y.tolist() == [5, 6, -100, 8, -100, -100]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: PackedDataset([[1, 2]], 1), ArgumentError, "length must be a whole number of at least 2"),
+        (lambda: PackedDataset([[1]], 4, too_long="drop"), ArgumentError, "'split' or 'truncate', got 'drop'"),
+        (lambda: PackedDataset([], 4), DataError, "needs texts"),
+        (lambda: PackedDataset([[0.5]], 4), DataError, "text 0 must be token numbers in one dimension, got float64"),
+        (lambda: PackedDataset([{"input_ids": [1, 2], "labels": [1]}], 4), DataError, "2 tokens and 1 label"),
+        (
+            lambda: PackedDataset([[1, 2], [3, 50]], 4, vocab_size=40),
+            DataError,
+            "text 1 has token 50, and vocab_size is 40: the tokens are of another tokenizer",
+        ),
+    ],
+)
+def test_what_is_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_file_of_tokens(tmp_path):
+    tokens = np.arange(1000, dtype="uint16") % VOCABULARY
+    tokens.tofile(tmp_path / "train.bin")
+    np.save(tmp_path / "train.npy", tokens.astype("int32"))
+    for name in ("train.bin", "train.npy"):
+        data = TokenFile(tmp_path / name, 99)
+        assert len(data) == 10 and data[3]["input_ids"].tolist() == tokens[297:396].tolist()
+        x, y = TokenFile(tmp_path / name, 100, shift=True)[8]
+        assert x.tolist() == tokens[800:900].tolist() and y.tolist() == tokens[801:901].tolist()
+        assert len(TokenFile(tmp_path / name, 100, shift=True)) == 9  # nothing comes after the last token
+    with pytest.raises(DataError, match="no whole number of uint16"):
+        (tmp_path / "odd.bin").write_bytes(b"abc")
+        TokenFile(tmp_path / "odd.bin", 2)
+    with pytest.raises(DataError, match="1,?000 tokens, too few for a row of 2000"):
+        TokenFile(tmp_path / "train.bin", 2000)
+    with pytest.raises(DataError, match="has token 39, and vocab_size is 30: the tokens are of another tokenizer"):
+        next(stream(TokenFile(tmp_path / "train.bin", 50, vocab_size=30), batch_size=2).epoch(0))
+
+
+def test_hosts_read_rows_of_their_own_that_together_are_all():
+    data = PackedDataset(texts(100), 16)
+    whole = [batch["input_ids"] for batch in stream(data, batch_size=2, cores=4, shuffle=True).epoch(1)]
+    hosts = [
+        stream(data, batch_size=2, cores=4, shuffle=True, local_shards=shards).epoch(1) for shards in ((0, 1), (2, 3))
+    ]
+    for batch, *parts in zip(whole, *hosts, strict=True):
+        assert torch.equal(torch.cat([part.batch["input_ids"] for part in parts]), batch)
+
+
+def causal(kind, attention="sdpa"):
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+        config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        net = transformers.GPT2LMHeadModel
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY, **sizes, num_key_value_heads=1, max_position_embeddings=16
+        )
+        net = transformers.LlamaForCausalLM
+    config._attn_implementation = attention
+    config.use_cache = False
+    return net(config)
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_a_model_of_hugging_face_sees_each_text_alone(cores, kind, precision):
+    given = texts()
+    data = PackedDataset(given, 16, vocab_size=VOCABULARY)
+    net, model = causal(kind), tpufit.Model(causal(kind))
+    model.compile("sgd", "module", jit_compile=True, precision=precision)
+    loss = model.evaluate(data, batch_size=len(data), verbose=0, cores=cores)  # of one batch, so a mean over all tokens
+    with torch.no_grad():
+        logits = [net(input_ids=torch.from_numpy(text)[None]).logits[0, :-1] for text in given]
+    labels = torch.cat([torch.from_numpy(text[1:]) for text in given])
+    expected = F.cross_entropy(torch.cat(logits), labels)
+    tolerance = {"rtol": 0, "atol": 1e-5 if precision == "fp32" else 2e-2}
+    torch.testing.assert_close(torch.tensor(loss), expected, **tolerance)
+    before = runtime.counts()
+    model.fit(data, batch_size=8 // cores, epochs=2, verbose=0)
+    counts = runtime.counts() - before
+    assert counts.host_reads == 0 and not counts.fallbacks and counts.graphs["train"] <= 3
+    assert "padding" in str(model.report()) and f"{data.padding:.0%}, {data.padding_before:.0%} without" in str(
+        model.report()
+    )
+
+
+@pytest.mark.cores(1)
+def test_eager_attention_takes_the_mask_too(cores):
+    data = PackedDataset(texts(), 16)
+    losses = []
+    for attention in ("sdpa", "eager"):
+        model = tpufit.Model(causal("gpt2", attention))
+        model.compile("sgd", "module")
+        losses.append(model.evaluate(data, batch_size=8, verbose=0))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+class Own(nn.Module):
+    """A net of one's own, which makes its mask of segments."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 16), nn.Embedding(16, 16)
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids, position_ids, segment_ids):
+        x = self.tokens(input_ids) + self.places(position_ids)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        mask = (segment_ids[:, :, None] == segment_ids[:, None]).tril()
+        return self.head(x + F.scaled_dot_product_attention(q, k, v, mask)).mT  # classes before places, as PyTorch's
+
+
+@pytest.mark.cores(1, 8)
+def test_a_net_of_ones_own_takes_pairs_and_segments_and_goes_on_from_a_checkpoint(cores, tmp_path):
+    data = PackedDataset(texts(100), 16, shift=True, mask=False)
+    make = partial(torch.optim.SGD, lr=0.1)
+
+    def fit(epochs, folder, **options):
+        model = tpufit.Model(Own())
+        model.compile(make, "cross_entropy", metrics=["accuracy"], scale_lr=None, jit_compile=True)
+        how = {"batch_size": 8 // cores, "epochs": epochs, "verbose": 0, "cores": cores}
+        model.fit(data, **how, callbacks=[ModelCheckpoint(folder, save_freq=5, keep_last=None)], **options)
+        return model
+
+    tpufit.set_random_seed(0)
+    whole = fit(2, tmp_path / "a")
+    again = fit(2, tmp_path / "b", resume=tmp_path / "a" / "step-0000000005")
+    assert all(map(np.array_equal, whole.get_weights(), again.get_weights()))
+    # One row is as its texts alone.
+    row, net = data[0], Own()
+    model = tpufit.Model(net)
+    model.compile(make, "cross_entropy", scale_lr=None)
+    loss = model.evaluate(Subset(data, [0]), batch_size=1, verbose=0)
+    ids, segments = row[0]["input_ids"], row[0]["segment_ids"]
+    logits, labels = [], []
+    for number in range(1, int(segments.max()) + 1):
+        own = ids[segments == number][None]
+        with torch.no_grad():
+            logits.append(Own()(own, torch.arange(own.shape[1])[None], torch.ones_like(own))[0].T[:-1])
+        labels.append(own[0, 1:])
+    assert loss == pytest.approx(F.cross_entropy(torch.cat(logits), torch.cat(labels)).item(), abs=1e-5)
