@@ -45,6 +45,8 @@ class ModelCheckpoint(MonitorCallback):
         on_exception: Save also when `fit` breaks off with an error between two steps (default False).
         max_save_failures: The number of checkpoints in a row that may fail, with a warning, before training ends
             (default 3).
+        save_frozen: False to leave the parameters that don't learn out of a run directory, such as all but LoRA's
+            adapters (default True). To resume, or to load, build the net with them.
 
     Attributes:
         best: The best value so far, or None.
@@ -84,6 +86,7 @@ class ModelCheckpoint(MonitorCallback):
         keep_best: int | None = None,
         on_exception: bool = False,
         max_save_failures: int = 3,
+        save_frozen: bool = True,
     ) -> None:
         self._rule = SaveRule(save_freq)
         if self._rule.between_batches and save_best_only and monitor.startswith("val_"):
@@ -111,6 +114,11 @@ class ModelCheckpoint(MonitorCallback):
             best = 1 if keep_best is None else keep_best
             self.checkpoints = AsyncCheckpointWriter(
                 CheckpointDirectory(self._path.run, keep_last, best), max_save_failures
+            )
+            self.checkpoints.save_frozen = save_frozen
+        elif not save_frozen:
+            raise ArgumentError(
+                f"save_frozen=False goes with a run directory: filepath must have no suffix, got {self.filepath!r}"
             )
 
     @property

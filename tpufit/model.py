@@ -1152,14 +1152,16 @@ def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> 
     """
     checkpoint = named_checkpoint(path)
     model, own = Model(net), named_tensors(net)
+    left_out = checkpoint.state["model"].get("left_out", [])
+    weights = {name: own[name].detach().clone() for name in left_out if name in own} | dict(checkpoint.weights)
     arguments = checkpoint.state.get("compile") if compile else None
     if arguments is None:
-        check_weights(own, checkpoint.weights, dtypes=False)
-        model.load_state_dict(checkpoint.weights)
+        check_weights(own, weights, dtypes=False)
+        model.load_state_dict(weights)
         return model
     # Before `compile`, so that a refused net is as it was; "bf16-true" has to change its dtypes first.
     if arguments["precision"] != "bf16-true":
-        check_weights(own, checkpoint.weights)
+        check_weights(own, weights)
     options = checkpoint.state["optimizers"]["optimizer"]
     as_saved = {"exclude_from_weight_decay": None, "layer_decay": None}  # the saved groups are split already
     model.compile(optimizer=lambda parameters: _rebuilt(net, options), **(arguments | as_saved))

@@ -60,7 +60,11 @@ _FIELDS = [field.name for field in fields(Progress)]
 
 
 def take_checkpoint(
-    engine: Engine, state: Mapping[str, Any], extra: Mapping[str, Tensor] | None = None, score: Score | None = None
+    engine: Engine,
+    state: Mapping[str, Any],
+    extra: Mapping[str, Tensor] | None = None,
+    score: Score | None = None,
+    save_frozen: bool = True,
 ) -> Checkpoint:
     """Copy all that training changes to the host. **This waits** for the device, once.
 
@@ -71,20 +75,29 @@ def take_checkpoint(
         state: The other entries of the checkpoint's `state`, as JSON holds them.
         extra: Further tensors, on the host or the device, by name (default: none).
         score: The score, if known (default: none).
+        save_frozen: False to leave out the parameters that don't learn; their names are kept (default True).
 
     Raises:
         WeightsError: The module keeps something in its state that isn't a tensor.
     """
     own = engine.state.state_dict()
     training = {**own.training, **(extra or {})}
-    host = _on_host(engine, [*own.weights.values(), *training.values()], "checkpoint")
     learned = {id(parameter) for parameter in engine.model.module.parameters() if parameter.requires_grad}
+    frozen = set() if save_frozen else {id(p) for p in engine.model.module.parameters()} - learned
+    weights = {name: tensor for name, tensor in own.weights.items() if id(tensor) not in frozen}
+    left_out = {} if save_frozen else {"left_out": [name for name in own.weights if name not in weights]}
+    host = _on_host(engine, [*weights.values(), *training.values()], "checkpoint")
     return Checkpoint(
         step=engine.state.numbers.step,
-        weights={name: host[id(tensor)] for name, tensor in own.weights.items()},
+        weights={name: host[id(tensor)] for name, tensor in weights.items()},
         training={name: host[id(tensor)] for name, tensor in training.items()},
-        state={**state, "model": own.numbers, "optimizers": own.optimizers, "settings": settings(engine)},
-        learned=[name for name, tensor in own.weights.items() if id(tensor) in learned],
+        state={
+            **state,
+            "model": {**own.numbers, **left_out},
+            "optimizers": own.optimizers,
+            "settings": settings(engine),
+        },
+        learned=[name for name, tensor in weights.items() if id(tensor) in learned],
         metric=score,
         mesh={"cores": engine.state.placement.count},
     )
@@ -244,7 +257,7 @@ class CheckpointManager:
             self._engine.log.wanted_saves = []
             for writer, score in wanted:
                 self._tell(writer.wait())  # before the next one is written, which may remove it
-                self._tell(writer.submit(self._checkpoint(score)))
+                self._tell(writer.submit(self._checkpoint(score, writer.save_frozen)))
                 self._taken[writer] = progress
         else:
             for writer in self._taken:
@@ -318,11 +331,11 @@ class CheckpointManager:
         used = list(writers)
         for writer in used:
             if self._taken.get(writer) != self._progress:  # else it is writing this one already
-                self._tell(writer.submit(self._checkpoint(None)))
+                self._tell(writer.submit(self._checkpoint(None, writer.save_frozen)))
         for writer in used:  # only now, so that all write at the same time
             self._tell(writer.finish())
 
-    def _checkpoint(self, score: Score | None) -> Checkpoint:
+    def _checkpoint(self, score: Score | None, save_frozen: bool) -> Checkpoint:
         progress = self._progress
         run = self._run
         assert progress is not None
@@ -337,7 +350,7 @@ class CheckpointManager:
         if run is not None:
             state["metrics"], sums = run.sums()
             extra |= {f"metric/{name}": tensor for name, tensor in sums.items()}
-        return take_checkpoint(self._engine, state, extra, score)
+        return take_checkpoint(self._engine, state, extra, score, save_frozen)
 
     def _callback_states(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
         states = []

@@ -25,10 +25,12 @@ class AsyncCheckpointWriter:
 
     Attributes:
         run: The run's folder.
+        save_frozen: False if its checkpoints are to leave out the parameters that don't learn.
     """
 
     def __init__(self, run: CheckpointDirectory, max_failures: int = 3) -> None:
         self.run = run
+        self.save_frozen = True
         self._max_failures = max_failures
         self._written: Future[Path | Url] | None = None  # of the checkpoint under way
         self._thread: threading.Thread | None = None  # that writes it; None if this one did
