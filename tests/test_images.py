@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -114,6 +114,7 @@ def test_sizes_that_cannot_be(tmp_path, size):
     assert not (tmp_path / "cache").exists()
 
 
+@settings(deadline=None)
 @given(
     width=st.integers(1, 70),
     height=st.integers(1, 70),
