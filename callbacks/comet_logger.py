@@ -107,4 +107,6 @@ class CometLogger(TrackerCallback):
         experiment, self._experiment = self._experiment, None
         if self._owned:
             experiment.end()  # waits until all is sent
+            for copy in self._copies:
+                copy.cleanup()
             self._copies.clear()

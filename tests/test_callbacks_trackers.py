@@ -5,6 +5,7 @@ import os
 import random
 import sqlite3
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -67,7 +68,7 @@ class Wandb:
     def read(cls, folder, run_id):
         config, points, saved = {}, {}, []
         for file in sorted(Path(folder, "wandb").glob(f"offline-run-*-{run_id}*/*.wandb"), key=os.path.getmtime):
-            for record in cls.records(file):
+            for record in cls.ended(file):
                 config |= {item.key: str(json.loads(item.value_json)) for item in record.config.update}
                 row = {"/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
                 for name, value in row.items():
@@ -75,6 +76,15 @@ class Wandb:
                 saved += [alias for alias in record.artifact.aliases if alias != "latest"]
         assert all(file.stem == f"run-{run_id}" for file in Path(folder, "wandb").glob("*/*.wandb"))
         return config, points, len(points.get("picture/path", [])), saved
+
+    @classmethod
+    def ended(cls, file):
+        """The records of an offline run once all are written, which W&B's own process does after the run's end."""
+        deadline = time.monotonic() + 60
+        while not any(record.HasField("exit") for record in cls.records(file)):
+            assert time.monotonic() < deadline, f"the end of the run was never written to {file}"
+            time.sleep(0.05)
+        return cls.records(file)
 
     @staticmethod
     def records(file):
@@ -88,6 +98,8 @@ class Wandb:
                 at += left
                 continue
             size, form = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            if at + 7 + size > len(data):  # it is being written
+                return
             whole += data[at + 7 : at + 7 + size]
             at += 7 + size
             if form in (1, 4):  # a whole record, or the end of one
