@@ -139,9 +139,10 @@ def causal(kind, attention="sdpa"):
     return net(config)
 
 
+@pytest.mark.soak
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_of_hugging_face_sees_each_text_alone(cores, kind, precision):
     given = texts()
     data = PackedDataset(given, 16, vocab_size=VOCABULARY)
@@ -163,6 +164,7 @@ def test_a_model_of_hugging_face_sees_each_text_alone(cores, kind, precision):
     )
 
 
+@pytest.mark.soak
 @pytest.mark.cores(1)
 def test_eager_attention_takes_the_mask_too(cores):
     data = PackedDataset(texts(), 16)
