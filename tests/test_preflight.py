@@ -760,16 +760,30 @@ def test_the_largest_batch_if_all_rows_are_in_one():
 
 @pytest.mark.soak
 def test_the_cheapest_policy_that_fits():
-    """Two slices, of which the larger one needs none."""
+    """Few rows need none; the scores of many don't fit."""
     with torch.device("meta"):
-        blocks = (nn.Sequential(nn.Linear(4096, 4096), nn.Tanh(), nn.Linear(4096, 4096)) for _ in range(8))
-        model = tpufit.Model(nn.Sequential(nn.Linear(8, 4096), nn.Sequential(*blocks), nn.Linear(4096, 8)))
-    model.compile("sgd", "mse")
-    x = torch.zeros(100_000, 8)
-    small, large = model.preflight(x, x, 100_000, remat="auto", tpu=["v5e-1", "v6e-1"], verbose=0).reports
-    assert small.fits and small.remat == "nothing"
-    assert "1 core, 100000 rows a step, fp32, remat='nothing'" in str(small)
-    assert large.fits and large.remat is None
+        blocks = nn.Sequential(*(Attending() for _ in range(4)))
+        model = tpufit.Model(nn.Sequential(nn.Linear(8, 64), blocks, nn.Linear(64, 8)))
+    model.compile("sgd", "mse", attention="plain")
+    few, many = (
+        model.preflight(x, x, len(x), remat="auto", tpu="v5e-1", verbose=0)
+        for x in (torch.zeros(1, 4096, 8), torch.zeros(16, 4096, 8))
+    )
+    assert few.fits and few.remat is None
+    assert many.fits and many.remat == "attention"
+    assert "1 core, 16 rows a step, fp32, remat='attention'" in str(many)
+
+
+class Attending(nn.Module):
+    """Attention with four heads, beside what it attends to."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(2, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Noted(nn.Linear):
