@@ -403,13 +403,13 @@ class TrainState:
         """
         # All checks come before the first change.
         weights, names, named = named_tensors(self._owner.module), self._names(), self.named_optimizers()
-        left_out = saved.numbers.get("left_out", [])
+        left_out = dict.fromkeys(saved.numbers.get("left_out", []))
         unknown = [name for name in left_out if name not in weights]
         if unknown:
             raise CheckpointMismatchError(
                 f"the checkpoint's net had frozen weights that this one lacks: {few(unknown)}"
             )
-        weights = {name: tensor for name, tensor in weights.items() if name not in {*left_out}}
+        weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
         check_weights(weights, saved.weights)
         if named.keys() != saved.optimizers.keys():
             raise CheckpointMismatchError(
