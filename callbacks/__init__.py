@@ -14,6 +14,7 @@ from .learning_rate_scheduler import LearningRateScheduler
 from .lr_scheduler import LRScheduler
 from .mlflow_logger import MLflowLogger
 from .model_checkpoint import ModelCheckpoint
+from .monitor_callback import MonitorCallback
 from .one_cycle import OneCycle
 from .progbar_logger import ProgbarLogger
 from .reduce_lr_on_plateau import ReduceLROnPlateau
@@ -39,6 +40,7 @@ __all__ = [
     "LearningRateScheduler",
     "MLflowLogger",
     "ModelCheckpoint",
+    "MonitorCallback",
     "OneCycle",
     "ProgbarLogger",
     "ReduceLROnPlateau",

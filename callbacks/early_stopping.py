@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
 from ..utils.terminal import say
-from ._support.monitor import Monitor
 from .base import Logs
 from .monitor_callback import MonitorCallback
 
@@ -70,7 +69,8 @@ class EarlyStopping(MonitorCallback):
         for name, epochs in (("patience", patience), ("start_from_epoch", start_from_epoch)):
             if epochs < 0:
                 raise ArgumentError(f"{name} must be a number of epochs, 0 or more, got {epochs!r}")
-        super().__init__(Monitor(monitor, mode, min_delta, baseline))
+        super().__init__(monitor, mode, min_delta=min_delta)
+        self.baseline = baseline
         self.patience = patience
         self.verbose = verbose
         self.start_from_epoch = start_from_epoch
@@ -83,16 +83,20 @@ class EarlyStopping(MonitorCallback):
         """The value that must be beaten too, or None."""
         return self._followed.baseline
 
+    @baseline.setter
+    def baseline(self, value: float | None) -> None:
+        self._followed.baseline = value
+
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the training before."""
         self.stopped_epoch = self.best_epoch = 0
         self.best_weights = None
         self._followed.reset()
-        self._followed.settle(self.model.higher_is_better(self.monitor), self.model.metrics_names)
+        self._set_monitor_op()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Look at the log, and end training if patience has run out."""
-        value = self._followed.read(logs, "EarlyStopping")
+        value = self.get_monitor_value(logs)
         if value is None or epoch < self.start_from_epoch:
             return
         # The first epoch looked at is kept even if its value is NaN: there are no others to go back to.

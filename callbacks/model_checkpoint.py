@@ -12,7 +12,6 @@ from ..utils.terminal import say
 from ..utils.users_code import warn
 from ._support.checkpoint_path import CheckpointPath
 from ._support.frequency import SaveRule
-from ._support.monitor import Monitor
 from ._support.scalars import as_scalar, as_text
 from .base import Logs
 from .monitor_callback import MonitorCallback
@@ -97,7 +96,7 @@ class ModelCheckpoint(MonitorCallback):
         for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
             if value is not None and value < least:
                 raise ArgumentError(f"{name} must be a whole number of at least {least}, or None, got {value!r}")
-        super().__init__(Monitor(monitor, mode, best=initial_value_threshold))
+        super().__init__(monitor, mode, initial_value_threshold)
         self.filepath = os.fspath(filepath)
         self.verbose = verbose
         self.save_best_only = save_best_only
@@ -129,7 +128,7 @@ class ModelCheckpoint(MonitorCallback):
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Learn from the metric which values are better, and make sure that the run directory can be written to."""
         if self.save_best_only or self.checkpoints is not None:
-            self._followed.settle(self.model.higher_is_better(self.monitor), self.model.metrics_names)
+            self._set_monitor_op()
         self._rule.saved(monotonic())
         if self.checkpoints is not None:
             self.checkpoints.run.open()
@@ -171,7 +170,7 @@ class ModelCheckpoint(MonitorCallback):
     def _save(self, epoch: int, batch: int | None, logs: Logs) -> None:
         reason = ""
         if self.save_best_only:
-            value = self._followed.read(logs, "ModelCheckpoint")
+            value = self.get_monitor_value(logs)
             if value is None:
                 return
             best = "none" if self.best is None else as_text(self.best)

@@ -5,7 +5,6 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..utils.terminal import say
-from ._support.monitor import Monitor
 from .base import Logs, RateCallback
 from .monitor_callback import MonitorCallback
 
@@ -61,7 +60,7 @@ class ReduceLROnPlateau(MonitorCallback, RateCallback):
     ) -> None:
         if not 0 <= factor < 1:
             raise ArgumentError(f"factor must be at least 0 and below 1, or the rate would not get smaller: {factor!r}")
-        super().__init__(Monitor(monitor, mode, min_delta))
+        super().__init__(monitor, mode, min_delta=min_delta)
         self.factor = factor
         self.patience = patience
         self.verbose = verbose
@@ -71,14 +70,14 @@ class ReduceLROnPlateau(MonitorCallback, RateCallback):
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Forget the training before."""
-        self._followed.settle(self.model.higher_is_better(self.monitor), self.model.metrics_names)
+        self._set_monitor_op()
         self._followed.reset()
         self.cooldown_counter = 0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Look at the log, and reduce the rate if it is time to."""
         super().on_epoch_end(epoch, logs)
-        value = self._followed.read(logs, type(self).__name__)
+        value = self.get_monitor_value(logs)
         if value is None:
             return
         self.cooldown_counter = max(0, self.cooldown_counter - 1)

@@ -55,6 +55,7 @@ FACTORIES = {
     "LearningRateScheduler": lambda folder, url: callbacks.LearningRateScheduler(lambda epoch, lr: lr / 2),
     "MLflowLogger": lambda folder, url: callbacks.MLflowLogger(tracking_uri=f"sqlite:///{folder.parent}/mlflow.db"),
     "ModelCheckpoint": lambda folder, url: callbacks.ModelCheckpoint(folder / "{epoch}.safetensors"),
+    "MonitorCallback": lambda folder, url: callbacks.MonitorCallback("val_accuracy"),
     "OneCycle": lambda folder, url: callbacks.OneCycle(0.1, cycle_momentum=False),
     "ProgbarLogger": lambda folder, url: callbacks.ProgbarLogger(),
     "ReduceLROnPlateau": lambda folder, url: callbacks.ReduceLROnPlateau(patience=1),

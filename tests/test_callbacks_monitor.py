@@ -5,7 +5,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from fake_model import FakeModel
 
+import tpufit
+from tpufit.callbacks import EarlyStopping, ModelCheckpoint, MonitorCallback
 from tpufit.callbacks._support.monitor import Monitor
 from tpufit.errors import ArgumentError
 
@@ -131,3 +135,85 @@ def test_a_typing_error_is_answered_with_the_nearest_log():
         Monitor("val_accurcy").settle(None, ["loss", "accuracy"])
     with pytest.warns(UserWarning, match=r"without it\. Available: loss\."):  # what is missing is the validation
         Monitor("val_loss").read({"loss": 1.0}, "EarlyStopping")
+
+
+class StopBelow(MonitorCallback):
+    """As one is written for Keras's class."""
+
+    def __init__(self, *args, patience=1, **how):
+        super().__init__(*args, **how)
+        self.patience = patience
+        self.wait = 0
+        self.better = []
+
+    def on_train_begin(self, logs=None): ...
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.monitor_op is None:
+            self._set_monitor_op()
+        value = logs.get(self.monitor)
+        self.wait += 1
+        if self._is_improvement(value, self.best):
+            self.best, self.wait = value, 0
+            self.better.append(epoch)
+        if self.wait >= self.patience:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize(
+    ("given", "how", "better"),
+    [
+        (("score", "max"), {}, [0, 1, 3]),
+        (("score", "min", 0.65), {}, [0, 4]),
+        (("score", "max", None, 0.15), {}, [0, 1]),
+        (("score",), {"baseline": 0.55}, [1, 3]),
+    ],
+)
+def test_a_subclass_of_keras_monitor_callback(given, how, better):
+    callback = StopBelow(*given, patience=2, **how)
+    assert callback.monitor_op is None and callback.best == how.get("baseline", (*given, None, None)[2])
+    callback.set_model(FakeModel({"score": True}))
+    callback.on_train_begin()
+    for epoch, value in enumerate([0.5, 0.7, 0.6, 0.71, 0.4]):
+        callback.on_epoch_end(epoch, {"score": value})
+    assert callback.better == better
+    assert callback.monitor_op(2, 1) is (callback.mode != "min")
+
+
+def test_what_it_follows_may_be_set():
+    callback = MonitorCallback("val_loss")
+    callback.monitor, callback.mode, callback.min_delta, callback.best = "score", "max", -0.2, 1.0
+    assert (callback.monitor, callback.mode, callback.min_delta, callback.best) == ("score", "max", 0.2, 1.0)
+    callback.set_model(FakeModel())
+    callback.on_train_begin()
+    assert callback.get_monitor_value({"score": 2}) == 2.0 and callback.monitor_op(2, 1)
+    with pytest.raises(ArgumentError, match="mode must be"):
+        callback.mode = "up"
+    with pytest.warns(UserWarning, match="MonitorCallback can't find 'score'"):
+        assert callback.get_monitor_value({"loss": 1.0}) is None
+
+
+def test_early_stopping_reads_by_a_method_that_a_subclass_may_change():
+    class OfSum(EarlyStopping):
+        def get_monitor_value(self, logs):
+            return logs["a"] + logs["b"]
+
+    stopping = OfSum("a", mode="max", patience=1)
+    stopping.set_model(FakeModel())
+    stopping.on_train_begin()
+    for epoch, b in enumerate([0.0, 1.0, 0.5]):
+        stopping.on_epoch_end(epoch, {"a": 0.0, "b": b})
+    assert (stopping.best, stopping.stopped_epoch) == (1.0, 2)
+
+
+@pytest.mark.cores(1)
+def test_a_resumed_fit_goes_on_from_the_best_so_far(cores, tmp_path):
+    x = torch.ones(4, 1)
+    counted = []
+    for epochs in (1, 2):
+        callback = StopBelow("loss", patience=9)
+        model = tpufit.Model(torch.nn.Linear(1, 1))
+        model.compile("sgd", "mse", run_eagerly=True)
+        model.fit(x, x, epochs=epochs, verbose=0, resume=True, callbacks=[ModelCheckpoint(tmp_path / "run"), callback])
+        counted.append((callback.better, callback.best))
+    assert counted[1][0] == [0, 1] and counted[1][1] < counted[0][1]

@@ -31,6 +31,8 @@ class Monitor:
     Attributes:
         best: The best value so far, or None.
         wait: Values in a row since the last that was better than `best` and `baseline`.
+        rising: True if more is better.
+        settled: True once the metric has had its say.
 
     Raises:
         ArgumentError: An unknown mode.
@@ -51,16 +53,29 @@ class Monitor:
         baseline: float | None = None,
         best: float | None = None,
     ) -> None:
-        if mode not in ("auto", "min", "max"):
-            raise ArgumentError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
-        self.name = name
-        self.mode = mode
         self.baseline = baseline
         self.best = best
         self.min_delta = abs(min_delta)
         self.wait = 0
-        self.rising = mode == "max" or (mode == "auto" and _rises(name) is True)
         self._warned = False
+        self.follow(name, mode)
+
+    def follow(self, name: str, mode: str) -> None:
+        """Follow another log, or in another mode.
+
+        Args:
+            name: The log.
+            mode: See the class.
+
+        Raises:
+            ArgumentError: An unknown mode.
+        """
+        if mode not in ("auto", "min", "max"):
+            raise ArgumentError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
+        self.name = name
+        self.mode = mode
+        self.rising = mode == "max" or (mode == "auto" and _rises(name) is True)
+        self.settled = False
 
     def settle(self, higher_is_better: bool | None, known: Sequence[str] = ()) -> None:
         """Let the metric decide the direction, if the mode is `"auto"`.
@@ -83,6 +98,7 @@ class Monitor:
                     "mode='min'"
                 )
             self.rising = rising
+        self.settled = True
 
     def reset(self, best: float | None = None) -> None:
         """Forget the values so far.
