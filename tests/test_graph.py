@@ -208,7 +208,8 @@ def test_hooks_of_batches_come_once_for_k_steps(cores):
     assert seen == [("begin", 0), ("end", 1), ("begin", 2), ("end", 3), ("begin", 4), ("end", 4)]
 
 
-def test_hooks_of_batches_come_once_for_those_that_are_left_at_the_end(cores):
+@pytest.mark.parametrize("how", [{}, {"run_eagerly": True}], ids=["joined", "eager"])
+def test_hooks_of_batches_come_once_for_those_that_are_left_at_the_end(cores, how):
     class Hooks(Callback):
         def on_train_batch_begin(self, batch, logs=None):
             seen.append(("begin", batch))
@@ -220,7 +221,8 @@ def test_hooks_of_batches_come_once_for_those_that_are_left_at_the_end(cores):
             seen.append(("end", batch))
 
     seen = []
-    train(cores, rows=64, epochs=1, steps_per_execution=3, callbacks=[Hooks()])  # the last of 5 batches is short
+    model, *_ = train(cores, rows=64, epochs=1, steps_per_execution=3, callbacks=[Hooks()], **how)  # the last is short
+    assert model.steps_taken == 5
     assert seen == [("begin", 0), 0, 1, 2, ("end", 2), ("begin", 3), 3, 4, ("end", 4)]
 
 

@@ -188,10 +188,11 @@ class BatchSender:
 def joined(groups: list[DeviceGroup], size: int) -> list[DeviceGroup]:
     """The batches that run as one graph: all of them, if they are `size` and alike, else each by itself.
 
-    Batches that don't fill a group run one by one: each smaller size would need a graph of its own.
+    Batches that don't fill a group run one by one: each smaller size would need a graph of its own. So do all on the
+    host, where steps aren't joined.
     """
     signature = groups[0].forms[0].signature
-    if len(groups) < max(size, 2) or any(group.forms[0].signature != signature for group in groups):
+    if size == 1 or len(groups) < max(size, 2) or any(group.forms[0].signature != signature for group in groups):
         return groups
     return [
         DeviceGroup(

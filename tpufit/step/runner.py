@@ -101,7 +101,7 @@ class StepRunner:
             batches: The batches: `group_size` of them to run as one graph, if they are alike.
             labels: The range of their class labels, if it is known (default: it is looked for).
         """
-        return self._sender(batches, len(batches) >= self.group_size, labels)
+        return self._sender(batches, 1 < self.group_size <= len(batches), labels)
 
     def __call__(
         self,
@@ -218,6 +218,12 @@ class StepRunner:
         if pace is not None and self._program.captures:
             chosen.setdefault(self._role.name, steps_worth_joining(pace))
         return chosen.get(self._role.name, 1)
+
+    @property
+    def batches_per_hook(self) -> int:
+        """The number of batches from one call of the batch hooks to the next, which eager steps keep to as well."""
+        wanted = self._engine.config.steps_per_execution
+        return wanted if isinstance(wanted, int) else self.group_size
 
     # Logs
 

@@ -4,7 +4,7 @@ pass
     for each group of `steps_per_execution` steps, or as many as are left
         on_*_batch_begin
         on_train_step_begin             for each of the steps
-        steps                           one graph, started and not waited for; each its own if they can't be joined
+        steps                           one graph, started and not waited for; each by itself if they can't be joined
         on_*_batch_end                  its logs wait only if one is read
         leave if asked to stop
 """
@@ -96,11 +96,11 @@ class PassLoop:
                 left = ceil((data.steps - run.tally.batches - len(part.forms)) / run.group_size)
             return step(part, feed.paused, last, left) or ()
 
-        batches = _groups(islice(data.epoch(epoch), self.most), lambda: run.group_size)
+        batches = _groups(islice(data.epoch(epoch), self.most), lambda: run.batches_per_hook)
         feed: BatchReader[list[DeviceGroup]] = (
             InlineReader(batches, run.send, data.pace)
             if inline
-            else Prefetcher(batches, run.send, max(2, 4 // run.group_size))
+            else Prefetcher(batches, run.send, max(2, 4 // run.batches_per_hook))
         )
         with feed, _ending(feed, self.interruption):
             groups: Iterator[list[DeviceGroup]] = feed
