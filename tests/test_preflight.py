@@ -159,6 +159,98 @@ def test_a_program_is_analysed():
     assert found.warnings["float32"] == "1 matrix product in float32, with precision='bf16': 0 at train.py:7"
 
 
+# A loop in another, whose counter of 64 bits is in two halves, and one that ends by a number that it computes.
+LOOPED = """\
+HloModule step, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+%inner (s: (u32[], f32[8], s32[])) -> (u32[], f32[8], s32[]) {
+  %s = (u32[], f32[8]{0}, s32[]) parameter(0)
+  %i = u32[] get-tuple-element(%s), index=0
+  %one = u32[] constant(1)
+  %x = f32[8]{0} get-tuple-element(%s), index=1
+  %half = s32[] get-tuple-element(%s), index=2
+  %next = u32[] add(%i, %one)
+  %y = f32[8]{0} all-reduce(%x), channel_id=3, to_apply=%sum, backend_config={"estimated_cycles":"10"}
+  ROOT %t = (u32[], f32[8]{0}, s32[]) tuple(%next, %y, %half)
+}
+
+%goes_on (s: (u32[], f32[8], s32[])) -> pred[] {
+  %s.1 = (u32[], f32[8]{0}, s32[]) parameter(0)
+  %i.1 = u32[] get-tuple-element(%s.1), index=0
+  %half.1 = s32[] get-tuple-element(%s.1), index=2
+  %four = u32[] constant(4)
+  %zero = s32[] constant(0)
+  %low = pred[] compare(%i.1, %four), direction=LT
+  %none = pred[] compare(%half.1, %zero), direction=EQ
+  %both = pred[] and(%low, %none)
+  %less = pred[] compare(%half.1, %zero), direction=LT
+  ROOT %or = pred[] or(%less, %both)
+}
+
+%outer (s: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {
+  %s.2 = (s32[], f32[8]{0}, s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%s.2), index=0
+  %minus = s32[] constant(-2)
+  %x.2 = f32[8]{0} get-tuple-element(%s.2), index=1
+  %begin = s32[] get-tuple-element(%s.2), index=2
+  %from = u32[] convert(%begin)
+  %high = s32[] constant(0)
+  %t.2 = (u32[], f32[8]{0}, s32[]) tuple(%from, %x.2, %high)
+  %w = (u32[], f32[8]{0}, s32[]) while(%t.2), condition=%goes_on, body=%inner
+  %y.2 = f32[8]{0} get-tuple-element(%w), index=1
+  %z = f32[8]{0} fusion(%y.2), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"1000"}
+  %next.2 = s32[] add(%j, %minus)
+  ROOT %t.3 = (s32[], f32[8]{0}, s32[]) tuple(%next.2, %z, %begin)
+}
+
+%positive (s: (s32[], f32[8], s32[])) -> pred[] {
+  %s.3 = (s32[], f32[8]{0}, s32[]) parameter(0)
+  %j.1 = s32[] get-tuple-element(%s.3), index=0
+  %zero.1 = s32[] constant(0)
+  ROOT %more = pred[] compare(%j.1, %zero.1), direction=GT
+}
+
+%body (s: (f32[8])) -> (f32[8]) {
+  %s.4 = (f32[8]{0}) parameter(0)
+  %x.4 = f32[8]{0} get-tuple-element(%s.4), index=0
+  %z.4 = f32[8]{0} fusion(%x.4), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"100000"}
+  ROOT %t.4 = (f32[8]{0}) tuple(%z.4)
+}
+
+%large (s: (f32[8])) -> pred[] {
+  %s.5 = (f32[8]{0}) parameter(0)
+  %x.5 = f32[8]{0} get-tuple-element(%s.5), index=0
+  %limit = f32[] constant(1)
+  %total = f32[] fusion(%x.5), kind=kLoop, calls=%sums
+  ROOT %larger = pred[] compare(%total, %limit), direction=GT
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %five = s32[] constant(5)
+  %two = s32[] constant(2)
+  %copied = s32[] copy(%five)
+  %t.6 = (s32[], f32[8]{0}, s32[]) tuple(%copied, %p, %two)
+  %w.6 = (s32[], f32[8]{0}, s32[]) while(%t.6), condition=%positive, body=%outer
+  %y.6 = f32[8]{0} get-tuple-element(%w.6), index=1
+  %t.7 = (f32[8]{0}) tuple(%y.6)
+  %w.7 = (f32[8]{0}) while(%t.7), condition=%large, body=%body
+  ROOT %out = f32[8]{0} get-tuple-element(%w.7), index=0
+}
+"""
+
+
+def test_what_is_in_a_loop_counts_as_often_as_it_turns():
+    """The outer loop turns at 5, 3 and 1, the inner one at 2 and 3; of the last one nobody knows."""
+    bodies = {"inner": 10.0, "outer": 1010.0, "body": 100_000.0}
+    compiled = FIGURES | {"loops": {name: {"flops": n, "bytes": 2 * n} for name, n in bodies.items()}}
+    compiled |= {"flops": 101_010.0, "bytes": 202_020.0}
+    found = analyse(TRACED | {"arguments": [argument()]}, compiled, "", LOOPED, slice_of("v5e-8"))
+    expected = 6 * 10 + 3 * 1000 + 100_000
+    assert found.cost == Cost(expected, 2 * expected, expected, loops=1)
+    assert [(one.kind, one.count, one.nbytes) for one in found.collectives] == [("all-reduce", 6, 6 * 32)]
+
+
 def test_what_does_not_fit_is_said_and_another_refusal_is_an_error():
     words = (
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 24.50G of "

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 import tpufit
+from tpufit.preflight.analysis import analyse
 from tpufit.preflight.children import run
 from tpufit.preflight.hlo import operations, products_of
 from tpufit.preflight.pickling import pickled
@@ -310,3 +311,59 @@ def test_blocks_that_are_computed_again_need_less_memory(run_python):
         """
     ended = run_python(code, timeout=900)
     assert ended.returncode == 0, ended.stderr
+
+
+LOOPS = """
+    import json, os
+    from pathlib import Path
+    from tpufit.preflight.compiling import NO_HOST, annotated, as_text, compile_for, figures
+
+    os.environ |= NO_HOST
+    import jax
+    from jax import lax, numpy as jnp
+    from jax.experimental import topologies
+
+    def once(x, w):
+        return jnp.tanh(x @ w)
+
+    def apart(x, ws, stop):
+        for _ in range(3):
+            for w in ws:
+                x = once(x, w)
+        return x
+
+    def looped(x, ws, stop):  # one loop inside of another
+        return lax.fori_loop(0, 3, lambda _, x: lax.scan(lambda x, w: (once(x, w), None), x, ws)[0], x)
+
+    def endless(x, ws, stop):  # until a value is reached
+        return lax.while_loop(lambda x: x.sum() > stop, lambda x: once(x, ws[0]), x)
+
+    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=(1, 1, 1))
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 256), (5, 256, 256), ())]
+    for function in (apart, looped, endless):
+        hlo = jax.jit(function, keep_unused=True).lower(*given).compiler_ir("hlo").as_serialized_hlo_module_proto()
+        arguments = [{"shape": list(one.shape), "donated": False, "axis": None} for one in given]
+        program = compile_for(chips.devices[:1], annotated(hlo, arguments, 1))
+        found = figures(program) | {"seconds": 1.0, "text": program.hlo_modules()[0].to_string()}
+        Path(f"{function.__name__}.json").write_text(json.dumps(found))
+    """
+
+
+def test_what_is_in_a_loop_counts_as_often_as_it_turns(run_python, tmp_path):
+    ended = run_python(LOOPS, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    arguments = [{"source": "state", "name": ""}] * 3
+    facts = {"role": "train", "cause": "", "rows": 512, "steps": 1, "lines": [], "precision": "fp32"}
+    costs, within = {}, {}
+    for name in ("apart", "looped", "endless"):
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        program = analyse(facts | {"arguments": arguments}, found, "", found["text"], slice_of("v5e-1"))
+        assert (" while(" in program.text) == (name != "apart")
+        costs[name] = program.cost
+        within[name] = max((one.cycles for one, entry in operations(program.text) if not entry), default=0)
+    product = 2 * 512 * 256 * 256
+    apart, looped, endless = costs.values()
+    assert apart.flops == pytest.approx(15 * product, rel=0.01) and looped.flops == pytest.approx(apart.flops, rel=0.01)
+    assert apart.loops == looped.loops == 0 and endless.loops == 1
+    assert looped.cycles >= 15 * within["looped"] > 0 and looped.nbytes > 15 * 256 * 256 * 4
+    assert endless.flops == pytest.approx(product, rel=0.01)

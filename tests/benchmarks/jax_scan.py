@@ -9,13 +9,13 @@ The compiler counts the cycles of a loop's body once, so they are multiplied by 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
-from collections import Counter
 from typing import Any
 
 from tpufit.preflight.compiling import NO_HOST, compile_for, figures
+from tpufit.preflight.hlo import operations
+from tpufit.preflight.loops import Loops
 
 os.environ |= NO_HOST
 import jax
@@ -80,18 +80,10 @@ def step(weights: Any, means: Any, squares: Any, x: Any, y: Any) -> Any:
     return weights, means, squares, loss
 
 
-def cycles(program: str, turns: int) -> int:
+def cycles(program: str) -> int:
     """The estimated cycles of a program, those of a loop's body as often as it turns."""
-    by_part: Counter[str] = Counter()
-    bodies, part = set(), ""
-    for line in program.splitlines():
-        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
-            part = head[1]
-        if (found := re.search(r'"estimated_cycles":"(\d+)"', line)) and int(found[1]) < 2**62:
-            by_part[part] += int(found[1])
-        if loop := re.search(r" while\(.*body=%?([\w.\-]+)", line):
-            bodies.add(loop[1])
-    return sum(count * (turns if name in bodies else 1) for name, count in by_part.items())
+    turns = Loops(program).turns
+    return sum(one.cycles * turns.get(one.part, 1) for one, _ in operations(program))
 
 
 def main(kind: str, depth: int = 12, width: int = 512) -> None:
@@ -110,7 +102,7 @@ def main(kind: str, depth: int = 12, width: int = 512) -> None:
     compiled = compile_for(chips.devices[:1], code)
     seconds = time.perf_counter() - traced
     memory = figures(compiled)["memory"]
-    estimated = cycles(compiled.hlo_modules()[0].to_string(), depth)
+    estimated = cycles(compiled.hlo_modules()[0].to_string())
     print(
         f"{kind} {depth} x {width}: {estimated / 1e6:.2f} million cycles, {memory['temp'] / 2**20:.0f} MiB of "
         f"temporaries, {memory['generated_code'] / 2**20:.1f} MiB of code; traced in {traced - began:.1f} s, compiled "

@@ -7,12 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import counted, few
 from ..utils.less_memory import measures, shortage
 from ..utils.text import bytes_of, size
 from .hlo import COLLECTIVES, Array, Operation, arguments_of, operations, products_of, scopes_of
+from .loops import Loops
 from .slices import Slice
 
 _PRODUCTS = ("dot", "convolution")
@@ -72,6 +74,7 @@ class Cost:
         cycles: The estimate of its cycles, without the time on the links between chips.
         kernels: The number of kernels in it that the compiler counts nothing of, such as flash attention.
         of_kernels: The cycles among all that are theirs, an estimate of tpufit's own, see `TPU.cycles_of`.
+        loops: The number of loops whose turns aren't known, so that what is in them counts once.
     """
 
     flops: float = 0.0
@@ -79,6 +82,7 @@ class Cost:
     cycles: int = 0
     kernels: int = 0
     of_kernels: int = 0
+    loops: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,7 @@ def analyse(
         said = too_large(words, on, held["weights"] + held["optimizer"], traced)
         return CompiledProgram(**plain, fits=False, memory=memory, warnings={"memory": said}, text=words)
     own = list(operations(after))
+    loops = Loops(after)
     layouts = arguments_of(after)
     stats = compiled["memory"]
     memory = Memory(
@@ -188,28 +193,27 @@ def analyse(
         code=stats["generated_code"],
     )
     layers: Counter[tuple[str, str]] = Counter()
-    kernels = [operation.kernel for operation, _ in own if operation.kernel is not None]
-    of_kernels = 0
+    kernels, of_kernels = 0, 0
+    # The compiler's figures, which take the body of a loop once, and nothing of kernels.
+    flops, nbytes = (compiled[name] + loops.beyond_once(compiled.get("loops", {}), name) for name in ("flops", "bytes"))
     for operation, _ in own:
+        turns = loops.turns.get(operation.part, 1)
+        cycles = turns * operation.cycles
         if operation.kernel is not None:
-            cycles = on.chip.cycles_of(operation.kernel)
+            cycles = turns * on.chip.cycles_of(operation.kernel)
+            kernels += turns
             of_kernels += cycles
-        else:
-            cycles = operation.cycles
+            flops += turns * operation.kernel.operations
+            nbytes += turns * operation.kernel.nbytes
         if cycles:
             layers[operation.phase, operation.layer] += cycles
-    collectives = _collectives([operation for operation, _ in own], traced["lines"], _split_shapes(traced, on.devices))
+    shapes = _split_shapes(traced, on.devices)
+    collectives = _collectives([operation for operation, _ in own], traced["lines"], shapes, loops.turns)
     return CompiledProgram(
         **plain,
         fits=True,
         memory=memory,
-        cost=Cost(
-            compiled["flops"] + sum(kernel.operations for kernel in kernels),
-            compiled["bytes"] + sum(kernel.nbytes for kernel in kernels),
-            sum(layers.values()),
-            len(kernels),
-            of_kernels,
-        ),
+        cost=Cost(flops, nbytes, sum(layers.values()), kernels, of_kernels, loops.unknown),
         attention=traced.get("attention", {}),
         layers=dict(layers.most_common()),
         collectives=collectives,
@@ -319,7 +323,10 @@ def _in_any_order(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _collectives(
-    own: Sequence[Operation], lines: Sequence[str], split: Collection[tuple[int, ...]] = ()
+    own: Sequence[Operation],
+    lines: Sequence[str],
+    split: Collection[tuple[int, ...]] = (),
+    turns: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Collective]:
     """The communication between cores. One may stand in several parts of the text, with one number."""
     made = {operation.name: operation for operation in own}
@@ -335,8 +342,9 @@ def _collectives(
         layer = f"{operation.layer} ({operation.phase})" if operation.phase == "backward" else operation.layer
         of_weights = all(_in_any_order(a.shape) in split for a in operation.arrays if math.prod(a.shape) > 1)
         place = kind, where(layer, operation.line, lines), bool(split) and of_weights
-        counts[place] += 1
-        sizes[place] += operation.nbytes
+        times = turns.get(operation.part, 1)
+        counts[place] += times
+        sizes[place] += times * operation.nbytes
     return [
         Collective(kind, place, counts[kind, place, of_weights], nbytes, of_weights)
         for (kind, place, of_weights), nbytes in sizes.most_common()

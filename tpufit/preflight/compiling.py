@@ -6,6 +6,7 @@ For each program of the job it writes `NUMBER.SLICE.json`, and the optimised pro
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -97,7 +98,24 @@ def figures(program: Any) -> dict[str, Any]:
         "memory": {name: getattr(stats, f"{name}_size_in_bytes") for name in names},
         "flops": cost.get("flops", 0.0),
         "bytes": cost.get("bytes accessed", 0.0),
+        "loops": of_loops(program.hlo_modules()[0].to_string()),
     }
+
+
+def of_loops(text: str) -> dict[str, dict[str, float]]:
+    """The figures of each loop's body, taken once, by its name. Those of the whole program take it once, too."""
+    from jax._src.lib import xla_client
+
+    found: dict[str, dict[str, float]] = {}
+    for body in re.findall(r" while\(.*body=%([^,\s]+)", text):
+        # A program of its own, of all that stands before it, which is all that it may call.
+        begin = text.index(f"\n%{body} (")
+        end = text.index("\n}", begin) + 2
+        alone = f"HloModule body\n{text[text.index(chr(10)) : begin]}\n\nENTRY {text[begin + 1 : end]}"
+        module = xla_client._xla.hlo_module_from_text(alone)
+        cost = xla_client._xla.hlo_module_cost_analysis(xla_client.make_cpu_client(), module)
+        found[body] = {"flops": cost.get("flops", 0.0), "bytes": cost.get("bytes accessed", 0.0)}
+    return found
 
 
 def main(folder: Path, job: dict[str, Any]) -> None:

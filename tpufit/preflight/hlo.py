@@ -15,6 +15,7 @@ from ..runtime import KernelWork, work_in
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _LINE = re.compile(r"^\s+(?:ROOT )?%(\S+) = ")
+_PART = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::((?:[^{}])*))?\})?")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _UNKNOWN = 2**63 - 1  # written as the cycles of an operation that the compiler has no estimate for
@@ -56,6 +57,7 @@ class Operation:
         channel: The number of its communication between cores; None if it has none.
         operands: The names of the operations that it takes.
         kernel: The work of the kernel that it calls; None if it calls none that says it.
+        part: The part of the program that it is in.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Operation:
     channel: int | None
     operands: tuple[str, ...]
     kernel: KernelWork | None = None
+    part: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -107,13 +110,14 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
     Yields:
         An operation, and True if it is one of the program's own, and not of a part that these call.
     """
-    entry = False
+    entry, part = False, ""
     for line in text.splitlines():
         start = _LINE.match(line)
         if start is None:
-            entry = line.startswith("ENTRY ") if line.endswith("{") else entry
+            begins = _PART.match(line)
+            entry, part = (bool(begins[1]), begins[2]) if begins else (entry, part)
             continue
-        end = _end_of_type(line, start.end())
+        end = end_of_type(line, start.end())
         kind, _, rest = line[end + 1 :].partition("(")
         scopes = scopes_of(rest)
         phase, layer, index = scopes[-1] if scopes else ("", "", None)
@@ -132,6 +136,7 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
                 channel=int(channel[1]) if channel else None,
                 operands=tuple(_OPERAND.findall(rest.partition(")")[0])),
                 kernel=work_in(rest) if kind.strip() == "custom-call" else None,
+                part=part,
             ),
             entry,
         )
@@ -174,7 +179,7 @@ def arguments_of(text: str) -> list[Array]:
     return []
 
 
-def _end_of_type(line: str, start: int) -> int:
+def end_of_type(line: str, start: int) -> int:
     """The index of the blank after a type, which may be a tuple of types."""
     depth = 0
     for i in range(start, len(line)):

@@ -286,6 +286,9 @@ class PreflightReport:
             parts.append(Text(f"\n{name}: {layers}"))
         if self.step.cost.kernels:
             parts.append(Text(self._of_kernels()))
+        if self.step.cost.loops:
+            loops = counted(self.step.cost.loops // self.step.steps, "loop")
+            parts.append(Text(f"how often {loops} will turn isn't known: all figures count what is in it once"))
         if self.compiler:
             parts.append(Text(f"\ncompiled with {_named(self.compiler)}"))
         if self.steps_per_execution == "auto":
