@@ -98,7 +98,7 @@ class MonitorCallback(Callback):
 
     @property
     def monitor_op(self) -> Callable[[Any, Any], Any] | None:
-        """The comparison of a value with the best: `operator.gt` or `operator.lt`; None until the direction is known."""
+        """The comparison of a value with the best, `operator.gt` or `operator.lt`; None until that is known."""
         if not self._followed.settled:
             return None
         return operator.gt if self._followed.rising else operator.lt

@@ -20,8 +20,8 @@ class OneCycle(RateCallback):
     `learning_rate`.
 
     Args:
-        max_lr: The rate at the peak, an actual one; or one for each group. Default: the rate of `compile`, as the cores
-            have scaled it.
+        max_lr: The rate of the first group at the peak, an actual one, to which the others keep their proportions; or
+            one for each group. Default: the rate of `compile`, as the cores have scaled it.
         total_steps: The length of the cycle in steps (default: all steps of this `fit`). It must be given where the
             number of batches isn't known before.
         pct_start: The share of the steps in which the rate rises (default 0.3).
@@ -93,9 +93,12 @@ class OneCycle(RateCallback):
             )
         assert self.model.optimizer is not None
         groups = self.model.optimizer.param_groups
+        own = scaled_rates(self.model.optimizer)
         peaks: Any = self.max_lr
         if peaks is None:
-            peaks = scaled_rates(self.model.optimizer)
+            peaks = own
+        elif isinstance(peaks, (int, float)):
+            peaks = [peaks * rate / own[0] if own[0] else peaks for rate in own]
         # PyTorch's schedule, on an optimizer of its own: it would leave its marks on ours.
         twin = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1, momentum=0.9)
         self._cycle = OneCycleLR(twin, peaks, total_steps=total, **self._options)

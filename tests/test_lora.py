@@ -1,5 +1,7 @@
 """LoRA as peft makes it: adapters alone learn, have state, and are in checkpoints; the base stays as it was."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -109,3 +111,37 @@ def test_a_checkpoint_without_frozen_weights(cores, tmp_path):
 def test_files_have_all_weights():
     with pytest.raises(ArgumentError, match="save_frozen=False goes with a run directory"):
         ModelCheckpoint("best.safetensors", save_frozen=False)
+
+
+LEARNS_NOT = "no weight that learns: load adapters with PeftModel.from_pretrained.*is_trainable=True"
+
+
+def assert_refused(net):
+    """Before anything starts on a device, which pytest's own process must not."""
+    model = tpufit.Model(net)
+    model.compile("adamw", "module" if hasattr(net, "generate") else "mse")
+    data = {"input_ids": TOKENS, "labels": TOKENS} if hasattr(net, "generate") else (np.ones((4, 4), "float32"),) * 2
+    data = data if isinstance(data, tuple) else (data,)
+    for method in (model.fit, model.lr_find, model.preflight, model.train_on_batch):
+        with pytest.raises(ArgumentError, match=LEARNS_NOT):
+            method(*data)
+
+
+def test_a_module_with_the_mark_of_peft_and_no_weight_that_learns():
+    class Adapted(Small):
+        peft_config: ClassVar = {}
+
+    assert_refused(Adapted().requires_grad_(False))
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.cores(1)
+def test_adapters_that_were_loaded_frozen(cores, tmp_path):
+    import peft
+
+    net = adapted()
+    net.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(net.unload(), tmp_path)
+    assert_refused(loaded)
+    assert_refused(nn.Sequential(loaded))

@@ -194,6 +194,24 @@ def test_without_a_peak_it_is_the_rate_of_compile_and_stays_so_in_a_second_fit(c
         assert max(seen.rates) == pytest.approx(0.1 * cores) and seen.rates[0] == pytest.approx(0.1 * cores / 25)
 
 
+def test_one_peak_keeps_the_proportions_of_groups(cores):
+    class Groups(Callback):
+        reads_weights = False
+
+        def on_train_step_begin(self, batch, logs=None):
+            seen.append([group["lr"] for group in self.model.optimizer.param_groups])
+
+    seen = []
+    model = tpufit.Model(nn.Sequential(*(nn.Sequential(nn.Linear(6, 6)) for _ in range(2)), nn.Linear(6, 3)))
+    model.compile("sgd", "cross_entropy", layer_decay=0.5)
+    model.fit(X, Y, 16 // cores, verbose=0, callbacks=[OneCycle(0.4, cycle_momentum=False), Groups()], cores=cores)
+    ratios = np.array(seen) / np.array(seen)[:, :1]
+    assert np.max(seen) == pytest.approx(0.4) and ratios == pytest.approx(np.tile([1, 0.5, 0.25], (len(seen), 1)))
+    seen = []
+    model.fit(X, Y, 16 // cores, verbose=0, callbacks=[OneCycle([0.4] * 3, cycle_momentum=False), Groups()])
+    assert (np.array(seen) == np.array(seen)[:, :1]).all()
+
+
 def test_one_cycle_finds_its_place_when_training_begins_later(cores):
     _, whole, _, _ = fit(cores, OneCycle(max_lr=0.5))
     model, later = tpufit.Model(net()), Rates()

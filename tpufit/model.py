@@ -65,6 +65,7 @@ from .trainer.arguments import (
     evaluation_stream,
     require_compiled,
     require_gradients,
+    require_learning,
 )
 from .trainer.fitting import run_fit
 from .trainer.lr_find import LRCurve, Sweep, find
@@ -618,6 +619,7 @@ class Model(StepMethods):
         engine, seed = self._engine, torch.initial_seed()
         require_compiled(engine, "lr_find")
         require_gradients("lr_find")
+        require_learning(self.module)
         sweep = Sweep(start_lr, end_lr, steps, stop_factor, smoothing)
         now = start(cores, f"lr_find(cores={cores!r})")
         placement = engine.place_on(now)
@@ -655,6 +657,7 @@ class Model(StepMethods):
         """
         require_compiled(self._engine, "train_on_batch")
         require_gradients("train_on_batch")
+        require_learning(self.module)
         parts = (x, y, sample_weight)
         run, _ = on_batch.run_on_batch(self._engine, "train", parts, cores, "train_on_batch", class_weight)
         return _returned(run.logs(), self.metrics_names, return_dict)

@@ -15,7 +15,7 @@ from ..data.stream import DEFAULT_BATCH_SIZE, brings_batches
 from ..errors import ArgumentError, PreflightError, counted
 from ..runtime import has_flash, keeps_bfloat16
 from ..step import Engine, policies_for
-from ..trainer.arguments import TrainingData, ValidationData
+from ..trainer.arguments import TrainingData, ValidationData, require_learning
 from ..utils import releases
 from ..utils.users_code import warn
 from .analysis import CompiledProgram, analyse
@@ -268,7 +268,7 @@ def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightR
         arguments: All of them but `tpu`.
 
     Raises:
-        ArgumentError: `fit` has no such argument.
+        ArgumentError: `fit` has no such argument, or nothing learns.
         PreflightError: The compiler is missing.
     """
     own = {one.name for one in fields(TrainingData)}
@@ -276,6 +276,7 @@ def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightR
     unknown = sorted(arguments.keys() - own - held - _WITHOUT_EFFECT - {"limit", "timeout", "verbose", "remat"})
     if unknown:
         raise ArgumentError(f"preflight takes the arguments of fit, tpu, remat and timeout, got {', '.join(unknown)}")
+    require_learning(engine.model.module)
     remat = arguments.get("remat")
     if remat not in (None, "auto"):
         raise ArgumentError(f"preflight's remat must be 'auto' or None, got {remat!r}: compile takes the others")

@@ -18,6 +18,7 @@ from math import ceil
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import losses
 from ..backend import Cores, Placement
@@ -293,6 +294,25 @@ def require_gradients(method: str) -> None:
     """
     if not torch.is_grad_enabled():
         raise ArgumentError(f"{method} is called under torch.no_grad() or torch.inference_mode(): call it outside")
+
+
+def require_learning(module: nn.Module) -> None:
+    """Check that a model of peft has adapters that learn. Any other module may have no weights that do, as in Keras.
+
+    Args:
+        module: The module.
+
+    Raises:
+        ArgumentError: All weights are frozen.
+    """
+    if any(p.requires_grad for p in module.parameters()) or not any(
+        hasattr(m, "peft_config") for m in module.modules()
+    ):
+        return
+    raise ArgumentError(
+        "this model of peft has no weight that learns: load adapters with PeftModel.from_pretrained(..., "
+        "is_trainable=True), or add some with get_peft_model(...), and freeze nothing afterwards"
+    )
 
 
 def callback_list(engine: Engine, callbacks: Any, params: dict[str, Any], *own: Callback) -> CallbackList:

@@ -23,6 +23,7 @@ from .arguments import (
     callback_list,
     require_compiled,
     require_gradients,
+    require_learning,
 )
 from .hosts import started_with
 from .validation import check_first
@@ -50,6 +51,7 @@ def run_fit(
     """
     require_compiled(engine, "fit")
     require_gradients("fit")
+    require_learning(engine.model.module)
     optimizers.required(engine.model.optimizer)
     verbosity = resolve_verbose(verbose)
     given = CallbackList(callbacks).callbacks
