@@ -125,11 +125,11 @@ class BERT(nn.Module):
 class ViT(nn.Module):
     """S/16: 22 million weights, images of 224 x 224."""
 
-    def __init__(self, width: int = 384, depth: int = 12) -> None:
+    def __init__(self, width: int = 384, depth: int = 12, block: type[Block] = Block) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 16, 16)
         self.token, self.positions = nn.Parameter(torch.zeros(1, 1, width)), nn.Parameter(torch.zeros(1, 197, width))
-        self.blocks = nn.Sequential(*[Block(width, width // 64, 0.0) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[block(width, width // 64, 0.0) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Networks of Hugging Face's transformers as they come, and the same ones by hand.
 
-Those by hand have one projection for queries, keys and values where the others have three, as PyTorch's own layers do.
+BERT by hand has one projection for queries, keys and values, as PyTorch's own layers do, where that of transformers has
+three.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from networks import BERT, GPT2, Llama, Training, ViT, of_words, rotated
+from networks import BERT, GPT2, Block, Llama, Training, ViT, of_words, rotated
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -119,6 +120,21 @@ class _ModernBlock(nn.Module):
         x = x + self.out(y.transpose(1, 2).flatten(2))
         values, gates = self.up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.gelu(values) * gates)
+
+
+class Apart(Block):
+    """A block with a projection each for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout)
+        del self.qkv
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        projections = self.query, self.key, self.value
+        q, k, v = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in projections)
+        y = F.scaled_dot_product_attention(q, k, v, mask)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Attending(nn.Module):
@@ -308,7 +324,7 @@ _PAIRS: dict[str, tuple[Callable[..., Beside], Callable[[], nn.Module], Callable
     "ViT": (
         _images,
         partial(huggingface, "ViTForImageClassification", **_vit),
-        partial(ViT, depth=DEPTH),
+        partial(ViT, depth=DEPTH, block=Apart),
         "cross_entropy",
     ),
 }
