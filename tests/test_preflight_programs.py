@@ -271,6 +271,43 @@ def test_queries_share_keys_and_blocks_share_a_mask():
     assert sum(sizes[dtype, of_each_row] for dtype in ("pred", "u8", "s8")) <= 1
 
 
+class Masked(nn.Module):
+    """Two blocks, whose queries see what came before, by one mask with padding, or without a mask."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        widths = (256, 3 * 256), (256, 256), (256, 1024), (1024, 256)
+        self.qkv, self.out, self.up, self.down = (nn.ModuleList(nn.Linear(*w) for _ in range(2)) for w in widths)
+
+    def forward(self, x, filled):
+        mask = None
+        if self.form != "causal":
+            places = torch.arange(x.shape[1], device=x.device)
+            mask = (places[:, None] >= places) & filled[:, None, None]
+        if self.form == "additive":
+            mask = torch.zeros(mask.shape, device=x.device).masked_fill(~mask, -torch.inf)
+        for qkv, out, up, down in zip(self.qkv, self.out, self.up, self.down, strict=True):
+            q, k, v = qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+            x = x + out(y.transpose(1, 2).flatten(2))
+            x = x + down(F.gelu(up(x)))
+        return x
+
+
+@pytest.mark.soak
+def test_a_mask_costs_little_more_than_none():
+    costs = {}
+    for form in ("causal", "boolean", "additive"):
+        model = tpufit.Model(Masked(form))
+        model.compile("adamw", "mse", precision="bf16")
+        x, filled = torch.zeros(32, 256, 256), torch.ones(32, 256, dtype=torch.bool)
+        costs[form] = model.preflight((x, filled), x, 4, tpu="v5e-8", verbose=0).step.cost
+    for form in ("boolean", "additive"):
+        assert costs[form].cycles <= 1.05 * costs["causal"].cycles, costs
+        assert costs[form].nbytes <= 1.05 * costs["causal"].nbytes, costs
+
+
 @every_training
 @every_slice
 def test_matrix_products_have_the_precision_that_was_asked_for(programs, name, on):
