@@ -33,16 +33,11 @@ def call(module: nn.Module, x: Any) -> Any:
 
 
 def arguments_of(module: nn.Module, x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Make the arguments of a module's `forward` of a batch's x.
+    """Make the positional and the keyword arguments of a module's `forward` of a batch's x.
 
-    Args:
-        module: The module.
-        x: A tensor; a tuple or list, passed by position; or a dict. That is passed by keyword, without `"labels"`, text
-            and other objects that `forward` doesn't name. Tensors that it doesn't name are left out too, with a
-            warning. A dict of which it names nothing is passed whole if it takes one argument.
-
-    Returns:
-        The positional arguments, and those by keyword.
+    A tuple or list is passed by position; a dict by keyword, without `"labels"`, text and other objects that `forward`
+    doesn't name. Tensors that it doesn't name are left out too, with a warning. A dict of which it names nothing is
+    passed whole if it takes one argument.
 
     Example:
         >>> arguments_of(nn.Identity(), {"input": 1, "id": "a"}), arguments_of(nn.Identity(), {"left": 1, "right": 2})

@@ -23,42 +23,24 @@ _TENSOR = object()
 
 
 class BatchForm(NamedTuple):
-    """The facts that batches of one structure share.
-
-    Attributes:
-        tensors: The shape and dtype of each tensor.
-        leaves: All leaves in order, with a mark in place of each tensor.
-        spec: The structure of the nest.
-        rows: The number of rows, over all cores.
-        nbytes: The size of the tensors, in bytes.
-        tokens: The number of tokens, padding included; 0 if x is no text.
-        signature: The number of the structure, shapes and dtypes, see `GraphKeys.signature`.
-    """
+    """The facts that batches of one structure share."""
 
     tensors: list[tuple[torch.Size, torch.dtype]]
-    leaves: list[Any]
+    leaves: list[Any]  # in order, with a mark in place of each tensor
     spec: TreeSpec
-    rows: int
+    rows: int  # over all cores
     nbytes: int
-    tokens: int
-    signature: int
+    tokens: int  # padding included; 0 if x is no text
+    signature: int  # the number of the structure, shapes and dtypes, see `GraphKeys.signature`
 
 
 class DeviceGroup(NamedTuple):
-    """The batches of some steps that run as one graph, on the device.
+    """The batches of some steps that run as one graph, on the device."""
 
-    Attributes:
-        forms: The form of each batch. Their signatures are the same.
-        tensors: The tensors on the device, batch after batch; or each with those of all batches in a new first
-            dimension, if they were sent as one.
-        stacked: True if they were.
-        labels: The smallest and largest class label of each batch, or of all of them if they were sent as one; a dict
-            by output if there are several, None if nothing checks labels.
-    """
-
-    forms: list[BatchForm]
-    tensors: list[Tensor]
+    forms: list[BatchForm]  # of each batch; their signatures are the same
+    tensors: list[Tensor]  # batch after batch; if stacked, each holds those of all batches in a new first dimension
     stacked: bool
+    # Smallest and largest class of each batch, or once if stacked; a dict by output, or None: unchecked
     labels: list[Any]
 
     @property
@@ -77,11 +59,7 @@ class DeviceGroup(NamedTuple):
         return self.forms[0].nbytes * len(self.forms)
 
     def unpack(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, BatchForm, Any]]:
-        """Give the nest of each batch, its form and the range of its labels.
-
-        Args:
-            tensors: Tensors to use in place of its own.
-        """
+        """Give the nest of each batch, its form and the range of its labels, with these tensors in place of its own."""
         each = len(self.forms[0].tensors)
         for i, form in enumerate(self.forms):
             own = iter([tensor[i] for tensor in tensors] if self.stacked else tensors[i * each : (i + 1) * each])
@@ -90,31 +68,19 @@ class DeviceGroup(NamedTuple):
 
 
 class BatchSender:
-    """Sends the batches of one pass to the device, in the prefetcher's thread if there is one.
-
-    Args:
-        placement: The cores that share a batch.
-        keys: The keys of the role's graphs, which number the structures of batches.
-        label_range: The function that finds the range of class labels in targets; None if nothing checks labels.
-    """
+    """Sends the batches of one pass to the device, in the prefetcher's thread if there is one."""
 
     def __init__(self, placement: Placement, keys: GraphKeys, label_range: Callable[[Any], Any] | None) -> None:
         self._placement = placement
         self._keys = keys
-        self._label_range = label_range
+        self._label_range = label_range  # of classes in targets; None if nothing checks labels
         self._known: dict[type, BatchForm] = {}  # of the last plain batch
 
     def __call__(self, batches: Sequence[Any], join: bool = False, labels: Any = None) -> list[DeviceGroup]:
-        """Start the transfer of batches.
+        """Start the transfer of batches to the device.
 
-        Args:
-            batches: Nests of host tensors, each with the rows of all cores; on a pod each a `Part` with those of this
-                host.
-            join: True to send them as one if they are small and alike (default False).
-            labels: The range of their class labels, if it is known (default: it is looked for).
-
-        Returns:
-            One group with all of them, or else one for each.
+        Each has the rows of all cores; on a pod each is a `Part` with those of this host. With `join` they are sent as
+        one group if they are small and of one form. Their `labels` are looked for unless given.
 
         Raises:
             BatchError: A batch has no rows.

@@ -21,15 +21,7 @@ _FORMS = (
 
 
 def blocks(remat: RematArgument, module: nn.Module) -> dict[str, str]:
-    """Find the blocks that `compile(remat=...)` names, without those inside of others.
-
-    Args:
-        remat: True, or a policy, for the blocks that the module repeats; patterns of names; a policy for each pattern;
-            or None.
-        module: The module.
-
-    Returns:
-        The policy of each, by its name in `named_modules`.
+    """Find the blocks that `compile(remat=...)` names, without those inside of others: the policy of each, by name.
 
     Raises:
         ArgumentError: There are no such blocks, or is no such policy.
@@ -69,10 +61,7 @@ def blocks(remat: RematArgument, module: nn.Module) -> dict[str, str]:
 
 
 def policies_for(remat: RematArgument) -> list[RematArgument]:
-    """The arguments to try where a step has no room, what costs the least first.
-
-    Args:
-        remat: The argument of `compile`, whose patterns stay.
+    """The arguments to try where a step has no room, what costs the least first; the patterns given to `compile` stay.
 
     Example:
         >>> policies_for("dots"), policies_for(["head"])[1]

@@ -32,37 +32,21 @@ _SCALINGS: dict[str | None, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """The arguments of `Model.compile`, checked and built; the defaults are those of a model that is not compiled.
+    """The arguments of `Model.compile`, checked and built; the defaults are those of a model that is not compiled."""
 
-    Attributes:
-        loss: The loss, or one for each output; None if a subclass computes it.
-        metrics: The metrics, weighted ones last.
-        precision: `"fp32"`, `"bf16"` or `"bf16-true"`.
-        matmul_precision: `"default"`, `"high"` or `"highest"`.
-        attention: `"auto"`, `"plain"` or `"flash"`.
-        scale_lr: `"linear"`, `"sqrt"` or None.
-        jit_compile: `"auto"`, True or False.
-        run_eagerly: True to run steps on the host, in plain PyTorch.
-        steps_per_execution: The number of steps in one graph, or `"auto"`.
-        gradients: Accumulation and clipping.
-        ema: The moving average of the weights, or None.
-        shard: The parameters that are split over the cores.
-        arguments: The arguments as given.
-    """
-
-    loss: AnyLoss | None = None
-    metrics: list[Metric] = field(default_factory=list)
-    precision: str = "fp32"
-    matmul_precision: str = "default"
-    attention: str = "auto"
-    scale_lr: str | None = "linear"
-    jit_compile: str | bool = "auto"
+    loss: AnyLoss | None = None  # None if a subclass computes it
+    metrics: list[Metric] = field(default_factory=list)  # weighted ones last
+    precision: str = "fp32"  # "fp32", "bf16" or "bf16-true"
+    matmul_precision: str = "default"  # "default", "high" or "highest"
+    attention: str = "auto"  # "auto", "plain" or "flash"
+    scale_lr: str | None = "linear"  # "linear", "sqrt" or None
+    jit_compile: str | bool = "auto"  # "auto", True or False
     run_eagerly: bool = False
-    steps_per_execution: int | str = 1
+    steps_per_execution: int | str = 1  # or "auto"
     gradients: GradientConfig = field(default_factory=GradientConfig)
     ema: EMAConfig | None = None
     shard: ShardConfig = field(default_factory=ShardConfig)
-    arguments: dict[str, Any] | None = None
+    arguments: dict[str, Any] | None = None  # as given
 
     def __post_init__(self) -> None:
         if self.scale_lr not in _SCALINGS:
@@ -76,11 +60,7 @@ class CompileConfig:
 
     @classmethod
     def of(cls, arguments: dict[str, Any], module: nn.Module) -> CompileConfig:
-        """Check and build the arguments of `compile`.
-
-        Args:
-            arguments: All arguments but the optimizer, by name.
-            module: The module.
+        """Check and build all arguments of `compile` but the optimizer.
 
         Raises:
             UnknownNameError, ArgumentError: See `Model.compile`.
@@ -108,11 +88,7 @@ class CompileConfig:
         )
 
     def with_option(self, name: str, value: Any) -> CompileConfig:
-        """Return the same arguments with another value of one.
-
-        Args:
-            name: `"run_eagerly"`, `"steps_per_execution"` or `"jit_compile"`.
-            value: The value.
+        """Return the same arguments with another value of `"run_eagerly"`, `"steps_per_execution"` or `"jit_compile"`.
 
         Raises:
             ArgumentError: It is no such value.
@@ -128,10 +104,6 @@ class CompileConfig:
 
     def with_remat(self, remat: RematArgument, module: nn.Module) -> CompileConfig:
         """Return the same arguments with other blocks that compute activations again.
-
-        Args:
-            remat: The argument.
-            module: The module.
 
         Raises:
             ArgumentError: There are no such blocks.

@@ -80,42 +80,25 @@ _OURS = {*UserModel.__annotations__, "_engine"}
 
 @dataclass
 class FitOptions:
-    """The options of the current `fit` that its steps need; outside `fit` the defaults apply.
-
-    Attributes:
-        strict: The policy on whatever makes steps slow.
-        class_weight: The weights of rows, by class; None if all weigh the same.
-        fitting: True inside `fit`.
-    """
+    """The options of the current `fit` that its steps need; outside `fit` the defaults apply."""
 
     strict: Strict = LENIENT
     class_weight: ClassWeight | None = None
-    fitting: bool = False
+    fitting: bool = False  # True inside `fit`
 
 
 @dataclass
 class RunLog:
-    """The record of the steps that have run, for reports.
-
-    Attributes:
-        passes: The last passes over data.
-        since: The counters at the start of the last `fit`.
-        first_bad_step: The first step of the last `fit` whose logs were not finite; None if none is known.
-        training: The tally of the last pass of training; None before the first.
-        predicted: The seconds of a training step that the last preflight has estimated; None without one.
-        data: What the data of the last `fit` say of themselves, by name.
-        last_saved: The path of the last saved weights or checkpoint.
-        wanted_saves: The checkpoints that callbacks have requested: pairs of a writer and a score.
-    """
+    """The record of the steps that have run, for reports."""
 
     passes: deque[Pass] = field(default_factory=lambda: deque(maxlen=_PASSES_TOLD))
-    since: Counts = field(default_factory=counts)
-    first_bad_step: int | None = None
-    training: Tally | None = None
-    predicted: float | None = None
-    data: Mapping[str, str] = field(default_factory=dict)
-    last_saved: str | None = None
-    wanted_saves: list[Any] = field(default_factory=list)
+    since: Counts = field(default_factory=counts)  # at the start of the last `fit`
+    first_bad_step: int | None = None  # of the last `fit`, whose logs were not finite
+    training: Tally | None = None  # of the last pass of training
+    predicted: float | None = None  # seconds of a training step, by the last preflight
+    data: Mapping[str, str] = field(default_factory=dict)  # what the data of the last `fit` say of themselves
+    last_saved: str | None = None  # path of weights or a checkpoint
+    wanted_saves: list[Any] = field(default_factory=list)  # requested by callbacks: pairs of a writer and a score
 
     def begin_fit(self) -> None:
         """Start the record of a new `fit`."""
@@ -125,16 +108,10 @@ class RunLog:
 
 @dataclass
 class Observed:
-    """The facts about the module that its first step reveals.
+    """The facts about the module that its first step reveals."""
 
-    Attributes:
-        shapes: The output shapes of the layers, by layer name.
-        loss: The dtype of the loss.
-        formats: The formats that the first training step computed in.
-    """
-
-    shapes: dict[str, str] = field(default_factory=dict)
-    loss: torch.dtype | None = None
+    shapes: dict[str, str] = field(default_factory=dict)  # of the layers' outputs, by the layer's name
+    loss: torch.dtype | None = None  # its dtype
     formats: Formats | None = None
 
 
@@ -196,12 +173,7 @@ class Engine:
         return set(self.blocks.values()) == {"nothing"}
 
     def place_on(self, cores: Cores, recorder: Recorder | None = None) -> Placement:
-        """Return the placement of steps on these cores; with `run_eagerly`, the host.
-
-        Args:
-            cores: The cores of the process.
-            recorder: Takes the cores' place if they are absent (default: they are there).
-        """
+        """Return the placement of steps on these cores, or a recorder in their place; with `run_eagerly`, the host."""
         if self.config.run_eagerly:
             if cores.hosts > 1:
                 raise ArgumentError("run_eagerly=True runs on one host's processor, and this is one of several hosts")
@@ -265,10 +237,9 @@ class Engine:
                 program.forget()
 
     def note_users_code(self, seldom: bool) -> None:
-        """Note that code of the user's has run, which may have changed something that the Python of steps reads.
+        """Note that the user's code has run, which may have changed something that the Python of steps reads.
 
-        Args:
-            seldom: True if it runs less often than at each batch.
+        It does so at each batch, or `seldom`.
         """
         for program in self.programs:
             program.note_users_code(seldom)
@@ -332,12 +303,7 @@ class Engine:
         )
 
     def _python_state(self, role: Role, deep: bool) -> dict[str, Any]:
-        """Return the numbers, strings and flags in the user's Python, by name: a replayed step doesn't read them.
-
-        Args:
-            role: The role of the step.
-            deep: See `python_state.facts`.
-        """
+        """Return the numbers, strings and flags in the user's Python, by name: a replayed step doesn't read them."""
         model = self.model
         kind = type(model)
         own = {f"{kind.__name__}.{name}": value for name, value in vars(model).items() if name not in _OURS}

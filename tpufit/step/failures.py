@@ -13,17 +13,7 @@ from ..runtime import message_of
 
 
 def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any], error: TypeError) -> str:
-    """Explain why a module's `forward` doesn't accept the arguments that a batch gives.
-
-    Args:
-        module: The module.
-        args: The positional arguments.
-        named: The keyword arguments.
-        error: Python's error.
-
-    Returns:
-        The sentence; empty if `forward` accepts them.
-    """
+    """Explain why a module's `forward` doesn't accept the arguments that a batch gives; empty if it does."""
     signature = inspect.signature(module.forward)
     try:
         signature.bind(*args, **named)
@@ -44,13 +34,7 @@ def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any], err
 
 
 def layer_failure(module: nn.Module, x: Any, error: RuntimeError) -> str:
-    """Name the layer that failed on a batch: the innermost one in the traceback.
-
-    Args:
-        module: The module.
-        x: The batch's inputs.
-        error: PyTorch's error.
-    """
+    """Name the layer that failed on a batch: the innermost one in the traceback."""
     names = {id(layer): name for name, layer in module.named_modules()}
     running = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     layer = next((layer for layer in reversed(running) if id(layer) in names), module)
@@ -63,13 +47,7 @@ def layer_failure(module: nn.Module, x: Any, error: RuntimeError) -> str:
 
 
 def weights_lost(step: int, saved: str | None, error: Exception) -> str:
-    """Say that a failed step lost the weights, and name the last saved ones.
-
-    Args:
-        step: The number of steps taken.
-        saved: The path of the last weights saved, if any.
-        error: The device's error.
-    """
+    """Say that a step that failed after so many others lost the weights, and where the last saved ones are."""
     where = f"the last ones saved are in {saved}" if saved else "none have been saved"
     return (
         f"step {step} failed on the device, or one shortly before it, and the weights are lost with it; {where}. Load "

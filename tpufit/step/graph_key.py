@@ -27,31 +27,17 @@ _OFTEN = 4
 
 @dataclass(frozen=True)
 class Guard:
-    """A snapshot of the Python that a step's graph depends on. Equal snapshots share one graph per shape of a batch.
+    """A snapshot of the Python that a step's graph depends on. Equal snapshots share one graph per shape of a batch."""
 
-    Attributes:
-        modes: The training mode of each module.
-        learning: `requires_grad` of each parameter.
-        parameters: The `id` of each parameter.
-        options: The optimizers' options, see `options`.
-        python: The numbers, strings and flags in the user's objects, see `python_state.facts`.
-    """
-
-    modes: tuple[bool, ...]
-    learning: tuple[bool, ...]
-    parameters: tuple[int, ...]
-    options: tuple[tuple[str, Any], ...]
-    python: tuple[tuple[str, Any], ...]
+    modes: tuple[bool, ...]  # of each module: is it training?
+    learning: tuple[bool, ...]  # `requires_grad` of each parameter
+    parameters: tuple[int, ...]  # their `id`
+    options: tuple[tuple[str, Any], ...]  # of the optimizers, see `options`
+    python: tuple[tuple[str, Any], ...]  # of the user's objects, see `python_state.facts`
 
     @classmethod
     def of(cls, module: nn.Module, optimizers: Iterable[Optimizer], python: dict[str, Any]) -> Guard:
-        """Take a snapshot.
-
-        Args:
-            module: The user's module.
-            optimizers: The optimizers that the steps use.
-            python: The names and values that a step's Python may read.
-        """
+        """Take a snapshot."""
         return cls(
             tuple(part.training for part in module.modules()),
             tuple(parameter.requires_grad for parameter in module.parameters()),
@@ -61,12 +47,7 @@ class Guard:
         )
 
     def change(self, later: Guard, module: nn.Module) -> str:
-        """Name the first difference from a later snapshot, e.g. `"momentum in the optimizer's param_groups"`.
-
-        Args:
-            later: The later snapshot.
-            module: The user's module, for the names of its parts.
-        """
+        """Name the first difference from a later snapshot, e.g. `"momentum in the optimizer's param_groups"`."""
         if self.parameters != later.parameters or len(self.modes) != len(later.modes):
             return "the module's parameters"
         for kind, ours, theirs, names in (
@@ -109,18 +90,12 @@ class GraphKeys:
     """The keys of one role's graphs. It numbers their parts, and keeps the change that made each part new, for reports.
 
     The snapshot is renewed only when user code may have changed something.
-
-    Args:
-        role: `"train"`, `"eval"` or `"predict"`.
-        python: Returns the names and values in the user's Python.
-
-    Attributes:
-        changes: The change that made each snapshot new, by number: `"momentum in ... changed (from 0.9 to 0.5)"`.
     """
 
     def __init__(self, role: str, python: Callable[[], dict[str, Any]]) -> None:
         self._role = role
         self._python = python
+        # What made each snapshot new, by number: "momentum in ... changed (from 0.9 to 0.5)"
         self.changes: dict[int, str] = {}
         self._guards: dict[Guard, int] = {}
         self._times: dict[str, int] = {}  # by change
@@ -136,12 +111,7 @@ class GraphKeys:
         self._hooked = False
 
     def begin_pass(self, transform: Any, strict: Strict) -> None:
-        """Begin a pass over data.
-
-        Args:
-            transform: The data's transform of each batch on the device, or None.
-            strict: The policy on a batch of a new shape, and on a new snapshot.
-        """
+        """Begin a pass over data; a strict one refuses a batch of a new shape, and a new snapshot."""
         self._strict = strict
         self._transform = self._number_of(transform)
         self._guard = None
@@ -196,12 +166,8 @@ class GraphKeys:
     ) -> None:
         """Renew the snapshot, unless nothing can have changed since the last one.
 
-        Args:
-            module: The user's module.
-            optimizers: The optimizers that the steps use.
-            held: True if the weights were held since the last step: no user code has seen them. A callback that reads
-                weights makes this False, and may have done anything; any other may only have changed the optimizer.
-            known_keys: The keys of the graphs captured so far.
+        If the weights were `held` since the last step, no user code has seen them, and it can only have changed the
+        optimizer. A callback that reads weights makes this False, and may have done anything.
 
         Raises:
             StrictError: The snapshot is new, and the pass is strict.
@@ -220,24 +186,11 @@ class GraphKeys:
             )
 
     def of(self, signature: int, steps: int, stacked: bool, updates: Iterable[Hashable]) -> tuple[Any, ...]:
-        """Return the key of the graph of some steps.
-
-        Args:
-            signature: The signature of each step's batch.
-            steps: The number of steps.
-            stacked: True if their batches were sent as one.
-            updates: The update plan of each step; empty if all steps do the same.
-        """
+        """Return the key of the graph of some steps; no update plans mean that all steps do the same."""
         return (self._number, self._transform, signature, steps, stacked, *updates)
 
     def cause(self, key: tuple[Any, ...], steps: int, known_keys: set[Any]) -> str:
-        """Explain why a call needs a graph of its own, for the report.
-
-        Args:
-            key: The key of the graph.
-            steps: The number of steps in the graph.
-            known_keys: The keys of the graphs captured so far.
-        """
+        """Explain why a call needs a graph of its own, for the report."""
         if not known_keys:
             return "it is the first step"
         if key in known_keys:

@@ -34,12 +34,7 @@ def usable(module: object) -> nn.Module:
 
 @contextmanager
 def modes_kept(module: nn.Module, training: bool | None = None) -> Iterator[None]:
-    """Restore the mode of each layer, training or not, at the end.
-
-    Args:
-        module: The module.
-        training: The mode meanwhile (default: as it is).
-    """
+    """Restore the mode of each layer, training or not, at the end; meanwhile all have the given one, if any."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         if training is not None:

@@ -27,15 +27,9 @@ def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 def match_weights(
     own: Mapping[str, Tensor], given: Mapping[str, Tensor], skip_mismatch: bool = False
 ) -> dict[str, Tensor]:
-    """Compare weights with a module's, name by name.
+    """Compare weights with a module's by name, and return those that fit, in the module's dtypes.
 
-    Args:
-        own: The module's tensors.
-        given: The tensors to load.
-        skip_mismatch: True to leave out tensors that don't fit, with a warning, instead of raising.
-
-    Returns:
-        The given tensors that fit, in the module's dtypes.
+    With `skip_mismatch`, tensors that don't fit are left out with a warning.
 
     Raises:
         WeightsError: A name is missing or unknown, a shape differs, or two names of one tensor have different values.
@@ -67,12 +61,7 @@ def match_weights(
 
 
 def check_weights(own: Mapping[str, Tensor], given: Mapping[str, Tensor], dtypes: bool = True) -> None:
-    """Check that a checkpoint's weights fit a module.
-
-    Args:
-        own: The module's tensors by name.
-        given: The checkpoint's weights.
-        dtypes: True (default) if their dtypes must agree too.
+    """Check that a checkpoint's weights fit a module, by default in their dtypes, too.
 
     Raises:
         CheckpointMismatchError: The weights don't fit; the message names the differences.

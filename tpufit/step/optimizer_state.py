@@ -32,16 +32,7 @@ from .context import StepContext
 class OptimizerState:
     """One optimizer, and everything that its steps change besides the weights.
 
-    Args:
-        optimizer: The optimizer.
-        config: The arguments of `compile`.
-        split: The function that splits the gradients of parameters like these, if they are split (default: none is).
-
-    Attributes:
-        optimizer: The optimizer.
-        rates: The learning rates on the device; None on the host, and before the first step on the device.
-        accumulator: The gradients summed so far, with `accumulate_steps`.
-        ema: The moving averages of the weights, with `use_ema`.
+    `split` splits the gradients of parameters like these, if the parameters are split.
     """
 
     def __init__(
@@ -51,17 +42,16 @@ class OptimizerState:
         split: Callable[[list[nn.Parameter]], None] = lambda parameters: None,
     ) -> None:
         self.optimizer, self._config, self._split = optimizer, config, split
-        self.rates: DeviceRates | None = None
-        self.accumulator: Accumulator | None = None
-        self.ema: EMA | None = None
+        self.rates: DeviceRates | None = None  # on the device; None on the host, and before the first step
+        self.accumulator: Accumulator | None = None  # with `accumulate_steps`
+        self.ema: EMA | None = None  # with `use_ema`
         self._take: Callable[..., Any] | None = None  # the optimizer's own step, while `taking_steps` hides it
         self._cleared = self._spent = False  # in this step: the gradients were cleared, and then used
 
     def create(self, shares: bool) -> None:
         """Create all tensors before the first step, so that the first two steps share one graph.
 
-        Args:
-            shares: True if parameters may share step counters, as they do on a device.
+        On a device, parameters share step counters.
         """
         create_state(self.optimizer)
         if shares:
@@ -96,17 +86,11 @@ class OptimizerState:
 
     @contextmanager
     def taking_steps(self, context: StepContext, on_step: Callable[[], None]) -> Iterator[Callable[[bool], None]]:
-        """A context in which the user's own `optimizer.step()` does what `apply_gradients` does.
+        """A context in which the user's own `optimizer.step()` does what `apply_gradients` does, then calls `on_step`.
 
-        Gradients that a step clears before it uses them are dropped at its end: no other step can see them, and they
-        would be outputs of its graph, as large as the weights.
-
-        Args:
-            context: The running step.
-            on_step: The function called after each step of the optimizer.
-
-        Yields:
-            The function that clears the gradients, in place of the optimizer's own.
+        It gives the function that clears the gradients, in place of the optimizer's own. Gradients that a step clears
+        before it uses them are dropped at its end: no other step can see them, and they would be outputs of its graph,
+        as large as the weights.
         """
         optimizer = self.optimizer
         take, zero_grad = optimizer.step, optimizer.zero_grad
@@ -132,15 +116,9 @@ class OptimizerState:
             self._take = None
 
     def step(self, context: StepContext, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights from the gradients, as the step's update plan says.
+        """Update the weights from the gradients, as the step's update plan says, and return the closure's loss.
 
-        Args:
-            context: The running step.
-            closure: The function that computes the gradients, for an optimizer that calls one itself (default: none).
-                They are not clipped.
-
-        Returns:
-            The closure's loss; None without one.
+        Gradients that a closure computes, for an optimizer that calls one itself, are not clipped.
 
         Raises:
             ArgumentError: There is a closure, and `accumulate_steps` is above 1.
@@ -178,12 +156,7 @@ class OptimizerState:
         return loss
 
     def tensors_by_name(self, own: str, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Return the live tensors, by their names in checkpoints.
-
-        Args:
-            own: The optimizer's name.
-            names: The parameters' names by their `id`.
-        """
+        """Return the live tensors by their names in checkpoints, made of `own` and of the parameters' names by `id`."""
         found = {
             f"{own}/{key}/{names[id(parameter)]}": value
             for parameter, state in self.optimizer.state.items()
@@ -196,11 +169,7 @@ class OptimizerState:
         return found
 
     def options(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return the optimizer's options and numbers, as JSON holds them.
-
-        Args:
-            names: The parameters' names by their `id`.
-        """
+        """Return the optimizer's options and numbers, as JSON holds them; the parameters' names come by their `id`."""
         return {
             "class": type(self.optimizer).__name__,
             "groups": [
@@ -216,11 +185,6 @@ class OptimizerState:
 
     def check_options(self, own: str, names: Mapping[int, str], given: Mapping[str, Any]) -> None:
         """Check that saved options are of an optimizer of this class with these groups.
-
-        Args:
-            own: The optimizer's name.
-            names: The parameters' names by their `id`.
-            given: The options of a checkpoint.
 
         Raises:
             CheckpointMismatchError: The options are of another optimizer.
@@ -241,12 +205,7 @@ class OptimizerState:
             )
 
     def load_options(self, names: Mapping[int, str], given: Mapping[str, Any]) -> None:
-        """Load saved options and numbers.
-
-        Args:
-            names: The parameters' names by their `id`.
-            given: The options of a checkpoint, checked.
-        """
+        """Load saved options and numbers, which `check_options` has checked."""
         for group, options in zip(self.optimizer.param_groups, given["groups"], strict=True):
             for key, value in options.items():
                 if key != "params":
@@ -257,13 +216,7 @@ class OptimizerState:
                 self.optimizer.state[parameter].update(numbers)
 
     def adopt(self, own: str, named: Mapping[str, nn.Parameter], given: Mapping[str, Tensor]) -> None:
-        """Load state that the optimizer creates only in its first step, and hasn't created yet; part shared counters.
-
-        Args:
-            own: The optimizer's name.
-            named: The module's parameters by name.
-            given: The tensors of a checkpoint.
-        """
+        """Load state that the optimizer creates only in its first step, and hasn't yet; unshare step counters."""
         for full, value in given.items():
             owner, _, rest = full.partition("/")
             key, _, name = rest.partition("/")

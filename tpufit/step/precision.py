@@ -22,15 +22,9 @@ MATMUL_PRECISIONS = ("default", "high", "highest")
 
 @dataclass(frozen=True)
 class Formats:
-    """The floating-point formats of a training step.
+    """The floating-point formats of a training step."""
 
-    Attributes:
-        products: The dtypes of matrix products and convolutions; empty if none were seen.
-        weights: The dtypes of the parameters.
-        loss: The dtype of the loss; None if it isn't known.
-    """
-
-    products: frozenset[torch.dtype]
+    products: frozenset[torch.dtype]  # of matrices, and convolutions; empty if none were seen
     weights: frozenset[torch.dtype]
     loss: torch.dtype | None
 
@@ -40,9 +34,6 @@ class Formats:
 
     def fault(self, name: str) -> str:
         """Explain how the dtypes contradict a precision; empty if they don't.
-
-        Args:
-            name: The precision.
 
         Example:
             >>> seen = Formats(frozenset({torch.float32}), frozenset({torch.float32}), torch.float32)
@@ -60,14 +51,10 @@ class Formats:
 
 
 def check(name: str) -> str:
-    """Check the name of a precision; the error says what to use instead.
+    """Check and return the name of a precision; the error says what to use instead.
 
-    Args:
-        name: `"fp32"`; `"bf16"`: matrix products in bfloat16 by autocast, weights and loss in float32; or
-            `"bf16-true"`: weights, optimizer and all else but the loss in bfloat16.
-
-    Returns:
-        The same name.
+    `"fp32"`; `"bf16"`: matrix products in bfloat16 by autocast, weights and loss in float32; or `"bf16-true"`: weights,
+    optimizer and all else but the loss in bfloat16.
 
     Raises:
         ArgumentError: float16, which a TPU doesn't compute in.
@@ -106,21 +93,12 @@ def check_matmul(name: str) -> str:
 
 
 def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which the module's forward pass runs.
-
-    Args:
-        name: A precision.
-        device: The device of the module.
-    """
+    """Return the context in which the module's forward pass runs."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=name == "bf16")
 
 
 def to_bfloat16(tensors: Iterable[Tensor]) -> None:
-    """Convert float32 tensors to bfloat16 in place: each stays the same object, so ties and optimizers stay valid.
-
-    Args:
-        tensors: Parameters and buffers; those of other dtypes are left alone.
-    """
+    """Convert float32 tensors to bfloat16 in place: each stays the same object, so ties and optimizers stay valid."""
     for tensor in tensors:
         if tensor.dtype is torch.float32:
             tensor.grad = None
@@ -128,12 +106,7 @@ def to_bfloat16(tensors: Iterable[Tensor]) -> None:
 
 
 def inputs(name: str, x: Any) -> Any:
-    """Return a module's inputs in the dtype that its precision needs.
-
-    Args:
-        name: A precision.
-        x: A nest of tensors.
-    """
+    """Return a module's inputs in the dtype that its precision needs."""
     if name != "bf16-true":
         return x
     return tree_map(lambda leaf: leaf.bfloat16() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, x)

@@ -16,27 +16,16 @@ _CURE = (
 
 
 class ShapeWatch:
-    """Counts the shapes of one role's batches, and warns once if there are many.
-
-    Args:
-        role: The role of the step, e.g. `"train"`.
-
-    Attributes:
-        changes: The change that made each shape new, by its number: `"x had the shape (32, 8), and now (5, 8)"`.
-    """
+    """Counts the shapes of one role's batches, and warns once if there are many."""
 
     def __init__(self, role: str) -> None:
         self._role = role
+        # What made each shape new, by its number: "x had the shape (32, 8), and now (5, 8)"
         self.changes: dict[int, str] = {}
         self._last: dict[str, tuple[str, Any]] = {}
 
     def note(self, number: int, batch: Any, strict: Strict) -> None:
-        """Note a batch.
-
-        Args:
-            number: The number of the batch's structure and shapes.
-            batch: A nest of tensors.
-            strict: The policy on a new shape.
+        """Note a batch; `number` is that of its structure and shapes.
 
         Raises:
             StrictError: The shape is new, and the policy refuses it.

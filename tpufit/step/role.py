@@ -22,22 +22,7 @@ ROLES = "train", "eval", "predict"
 
 
 class Role:
-    """Steps of one kind. There is one object for each kind and model, and each pass over data borrows it.
-
-    Args:
-        name: `"train"`, `"eval"` or `"predict"`.
-        python_state: Returns the names and values in the Python that the steps of a role run; given True, deeply.
-        attention: How attention is to be computed (default: plain).
-
-    Attributes:
-        name: The name.
-        keys: The keys of its graphs.
-        program: The program; None before the first pass, and once something has made it void.
-        sums: The sums that its steps add to, of the pass that began last.
-        transform: That pass's transform of each batch on the device, or None.
-        borrower: That pass's `StepRunner`; None before the first.
-        group: The batches of the steps started last, or being started; None before the first.
-    """
+    """Steps of one kind. There is one object for each kind and model, and each pass over data borrows it."""
 
     def __init__(
         self,
@@ -47,13 +32,13 @@ class Role:
     ) -> None:
         self.name = name
         self._attention = attention or AttentionForms()
-        self._python_state = python_state
+        self._python_state = python_state  # names and values in the Python of a role's steps; given True, deeply
         self.keys = GraphKeys(name, partial(python_state, self, False))
-        self.program: Program | None = None
-        self.sums: PassMetrics | None = None
-        self.transform: Callable[[Any], Any] | None = None
-        self.borrower: object = None
-        self.group: DeviceGroup | None = None
+        self.program: Program | None = None  # None before the first pass, and once something has made it void
+        self.sums: PassMetrics | None = None  # of the pass that began last
+        self.transform: Callable[[Any], Any] | None = None  # of each of its batches, on the device
+        self.borrower: object = None  # its `StepRunner`
+        self.group: DeviceGroup | None = None  # of the steps started last, or being started
 
     @property
     def learns(self) -> bool:
@@ -66,14 +51,7 @@ class Role:
         return self.name != "predict"
 
     def lend(self, borrower: object, transform: Callable[[Any], Any] | None, strict: Strict, warm: bool) -> None:
-        """Begin a pass over data.
-
-        Args:
-            borrower: The pass.
-            transform: The data's transform of each batch on the device, or None.
-            strict: The policy on whatever makes steps slow.
-            warm: True if no step of the pass should need a new graph.
-        """
+        """Begin a pass over data. If it is `warm`, none of its steps should need a new graph."""
         self.borrower = borrower
         self.transform = transform
         policy = strict if self.logs else LENIENT
@@ -87,10 +65,7 @@ class Role:
     ) -> tuple[Program, PassMetrics]:
         """Return the program and its sums, made anew if what they depend on has changed.
 
-        Args:
-            config: The arguments of `compile`.
-            state: The state that its steps read and change, at its place.
-            tracked: The torchmetrics objects that the model's own steps update, by name.
+        `tracked` are the torchmetrics objects that the model's own steps update, by name.
         """
         program, sums = self.program, self.sums
         if (

@@ -40,18 +40,12 @@ class StepRunner:
     """Runs the steps of one pass: starts their graphs, and waits for none of them.
 
     Args:
-        engine: The model's engine.
-        role: `"train"`, `"eval"` or `"predict"`.
-        transform: The data's transform of each batch on the device (default: none).
         warm: True if there was a pass over the data before, so that no step should need a new graph (default False).
         alone: True if each batch is a pass of its own, see `trainer/on_batch.py` (default False).
 
     Attributes:
-        tally: The steps and rows of the pass so far.
-        alone: The argument.
         inside: True while steps are being started. It stays True after an error: a step may be half done.
-        before_step: The function called before each training step with the optimizer's steps so far; it may set rates.
-            None if there is none.
+        before_step: Called before each training step with the optimizer's steps so far; it may set rates.
     """
 
     def __init__(
@@ -95,12 +89,7 @@ class StepRunner:
         return self._engine.state.placement.on_host
 
     def send(self, batches: Sequence[Any], labels: Any = None) -> list[DeviceGroup]:
-        """Send batches to the device, ahead of their steps, see `BatchSender`.
-
-        Args:
-            batches: The batches: `group_size` of them to run as one graph, if they are alike.
-            labels: The range of their class labels, if it is known (default: it is looked for).
-        """
+        """Send batches to the device, ahead of their steps: `group_size` of them to run as one graph."""
         return self._sender(batches, 1 < self.group_size <= len(batches), labels)
 
     def __call__(
@@ -113,10 +102,9 @@ class StepRunner:
         """Run a step for each batch of a group, as one graph.
 
         Args:
-            group: The batches on the device.
-            pause: The function that returns a context in which nothing else is sent to the device.
+            pause: Returns a context in which nothing else is sent to the device.
             last: True if no batch of the pass comes after these.
-            left: The number of groups of the pass after this one, if it is known (default: it isn't).
+            left: The number of groups of the pass after this one, if it is known.
 
         Returns:
             For `"predict"` the outputs of each batch, on the device; else None.
@@ -179,11 +167,7 @@ class StepRunner:
         return None
 
     def _tell_change(self, change: tuple[str, int] | None) -> None:
-        """Warn of steps that may have run without a change of the user's Python.
-
-        Args:
-            change: See `Program.change`.
-        """
+        """Warn of steps that may have run without a change of the user's Python, see `Program.change`."""
         if change is None or not change[1]:
             return
         what, doubtful = change
@@ -253,13 +237,7 @@ class StepRunner:
         return self._metrics.state_dict()
 
     def load_sums(self, state: dict[str, Any], tensors: dict[str, Tensor], batches: int) -> None:
-        """Continue with the sums of a checkpoint, before the first step.
-
-        Args:
-            state: The numbers that `sums` returned.
-            tensors: The tensors that `sums` returned, on the host.
-            batches: The number of steps in the sums.
-        """
+        """Continue with the sums of a checkpoint, as `sums` returned them, before the first step."""
         self._metrics.load_state_dict(state, tensors)
         self._metrics.on_finite = partial(self._note_finite, self._engine.state.numbers.step - batches)
 
@@ -268,12 +246,7 @@ class StepRunner:
         return self._metrics.take_sums()
 
     def _note_finite(self, before: int, finite: Tensor) -> None:
-        """Note the first step of this pass whose logs were not finite.
-
-        Args:
-            before: The number of steps before the pass.
-            finite: See `PassMetrics.finite`; on the host.
-        """
+        """Note the first step of this pass whose logs were not finite, see `PassMetrics.finite`."""
         bad, log = first_bad(finite), self._engine.log
         if bad is not None and log.first_bad_step is None:
             log.first_bad_step = before + bad
@@ -394,10 +367,7 @@ class StepRunner:
 
 
 def steps_worth_joining(seconds: float) -> int:
-    """Choose the number of steps that should run as one graph.
-
-    Args:
-        seconds: The time of one step alone.
+    """Choose the number of steps that should run as one graph, by the time of one step alone.
 
     Example:
         >>> [steps_worth_joining(seconds) for seconds in (0.0001, 0.0005, 0.002, 0.01)]

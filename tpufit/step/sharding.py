@@ -22,23 +22,15 @@ _SMALL = 1 << 15
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """The parameters that are split over the cores; with the defaults none is.
+    """The parameters that are split over the cores; with the defaults none is."""
 
-    Attributes:
-        largest: True to split each large parameter along its best dimension.
-        dims: The dimension of each parameter that a pattern names, by its first name; None for one that stays whole.
-    """
-
-    largest: bool = False
+    largest: bool = False  # split each large parameter along its best dimension
+    # Of each parameter that a pattern names, by its first name; None if it stays whole
     dims: Mapping[str, int | None] | None = None
 
     @classmethod
     def of(cls, shard: Any, module: nn.Module) -> ShardConfig:
         """Check the argument of `compile`.
-
-        Args:
-            shard: The argument.
-            module: The module.
 
         Raises:
             ArgumentError: It is neither None, nor "fsdp", nor a dict of patterns that fit the module.
@@ -80,12 +72,7 @@ class ShardConfig:
         return self.largest or bool(self.dims)
 
     def shardings(self, module: nn.Module, placement: Placement) -> dict[int, Sharding]:
-        """The shardings of the parameters that are split, by their `id`.
-
-        Args:
-            module: The module.
-            placement: The cores. One core, and the host, split nothing.
-        """
+        """The shardings of the parameters that are split, by their `id`. One core, and the host, split nothing."""
         if not placement.has_mesh or placement.count == 1 or not self.active:
             return {}
         named = ((p, self._axis(name, p, placement.count)) for name, p in module.named_parameters())
@@ -102,8 +89,7 @@ class ShardConfig:
 def best_dimension(shape: Iterable[int], cores: int) -> int | None:
     """The dimension along which a tensor is best split: the largest that the cores divide, else the largest.
 
-    Returns:
-        The dimension; None if all are smaller than the cores.
+    It is None if all are smaller than the cores.
 
     Example:
         >>> best_dimension((512, 2048), 8), best_dimension((50257, 768), 8), best_dimension((50257, 3), 8)
@@ -114,13 +100,7 @@ def best_dimension(shape: Iterable[int], cores: int) -> int | None:
 
 
 def bytes_of_a_core(tensors: Iterable[Tensor], shardings: Mapping[int, Sharding], cores: int) -> int:
-    """The bytes that each core holds of some tensors.
-
-    Args:
-        tensors: The tensors.
-        shardings: The shardings of those that are split, by their `id`.
-        cores: The number of cores.
-    """
+    """The bytes that each core holds of some tensors; the shardings are of those that are split, by their `id`."""
     total = 0
     for tensor in tensors:
         shape, axis = list(tensor.shape), shardings.get(id(tensor), Sharding.WHOLE).axis

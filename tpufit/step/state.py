@@ -32,65 +32,40 @@ from .sharding import bytes_of_a_core
 
 @dataclass
 class TrainNumbers:
-    """The numbers that training changes, on the host.
+    """The numbers that training changes, on the host."""
 
-    Attributes:
-        step: The number of training steps since the model was made. With the seed it sets a step's random numbers.
-        seed: The seed of the run.
-        updates: The number of optimizer steps since `compile`.
-        batches_waiting: The number of batches since the last optimizer step, with `accumulate_steps`.
-        rows_seen: The number of rows in all steps of any role.
-        passes: The number of evaluations and predictions inside `fit`. With the seed it sets their random numbers.
-        chosen_steps: The `steps_per_execution` that `"auto"` has chosen, by role.
-    """
-
-    step: int = 0
+    step: int = 0  # since the model was made; with the seed it sets a step's random numbers
     seed: int = 0
-    updates: int = 0
-    batches_waiting: int = 0
-    rows_seen: int = 0
-    passes: int = 0
+    updates: int = 0  # optimizer steps since `compile`
+    batches_waiting: int = 0  # since the last optimizer step, with `accumulate_steps`
+    rows_seen: int = 0  # in steps of any role
+    passes: int = 0  # evaluations and predictions inside `fit`; with the seed it sets their random numbers
+    # The `steps_per_execution` that "auto" has chosen, by role
     chosen_steps: dict[str, int] = field(default_factory=dict)
 
 
 class SavedState(NamedTuple):
-    """The state of training, as a checkpoint keeps it.
+    """The state of training, as a checkpoint keeps it."""
 
-    Attributes:
-        weights: The module's tensors by name; the names of a tied tensor share one object.
-        training: The other tensors, by names of tpufit's own.
-        numbers: The numbers, as JSON holds them.
-        optimizers: The options and numbers of each optimizer, as JSON holds them.
-    """
-
-    weights: Mapping[str, Tensor]
-    training: Mapping[str, Tensor]
-    numbers: Mapping[str, Any]
-    optimizers: Mapping[str, Any]
+    weights: Mapping[str, Tensor]  # the names of a tied tensor share one object
+    training: Mapping[str, Tensor]  # the other tensors, by names of tpufit's own
+    numbers: Mapping[str, Any]  # as JSON holds them
+    optimizers: Mapping[str, Any]  # the options and numbers of each, as JSON holds them
 
 
 class TrainState:
     """Everything that training changes: weights, buffers, optimizer states, accumulated gradients, averages, numbers.
 
-    Args:
-        owner: The user's model, whose module and optimizers train.
-        config: The arguments of `compile`.
-        before: The state before this `compile`; its tensors stay in place (default: none).
-
-    Attributes:
-        placement: The cores that hold the tensors, or the host.
-        device: The values of the tensors while graphs are replayed.
-        optimizers: The state of each optimizer met so far.
-        counters: The optimizers' counts that stay on the host.
-        numbers: The numbers that training changes.
+    The tensors of the state before this `compile`, if there is one, stay in place.
     """
 
     def __init__(self, owner: Any, config: CompileConfig, before: TrainState | None = None) -> None:
         self._owner, self._config = owner, config
         self.placement: Placement = HOST if before is None else before.placement
+        # The values of the tensors while graphs are replayed
         self.device: DeviceState = HostState([]) if before is None else before.device
-        self.optimizers: dict[Optimizer, OptimizerState] = {}
-        self.counters = HostCounters()
+        self.optimizers: dict[Optimizer, OptimizerState] = {}  # of those that steps have used so far
+        self.counters = HostCounters()  # the optimizers' counts that stay on the host
         self.numbers = TrainNumbers()
         if before is not None:
             kept = before.numbers
@@ -183,9 +158,6 @@ class TrainState:
         """Return the shardings of the tensors that are split over the cores, by their `id`.
 
         What an optimizer, an accumulator or an average keeps of a parameter, of its shape, is split like it.
-
-        Args:
-            placement: The cores.
         """
         split = self._config.shard.shardings(self._owner.module, placement)
         if not split:
@@ -199,9 +171,6 @@ class TrainState:
 
     def move_to(self, placement: Placement) -> bool:
         """Move every tensor in place, without compiling anything.
-
-        Args:
-            placement: The cores to move to, or the host.
 
         Returns:
             True if the tensors or their place changed: captured graphs are void then.
@@ -293,14 +262,9 @@ class TrainState:
     # Steps
 
     def next_updates(self, steps: int, last: bool) -> list[UpdatePlan]:
-        """Plan the use of the next steps' gradients. Nothing changes before `count_updates`.
+        """Plan the use of the next steps' gradients, one plan a step; none if all steps do the same.
 
-        Args:
-            steps: The number of steps.
-            last: True if the last step ends its epoch, which leaves no gradient over.
-
-        Returns:
-            One plan a step; empty if all steps do the same.
+        The `last` step ends its epoch, which leaves no gradient over. Nothing changes before `count_updates`.
         """
         if not self._plans:
             return []
@@ -355,8 +319,7 @@ class TrainState:
     def swap_ema(self, to: bool | None = None) -> None:
         """Swap the weights and their moving averages. Nothing is copied.
 
-        Args:
-            to: True puts the averages into the module, False the weights (default: whichever it doesn't have).
+        True puts the averages into the module, False the weights, None whichever it doesn't have.
         """
         for own in self.optimizers.values():
             if own.ema is not None and own.ema.swapped != to:
@@ -393,10 +356,7 @@ class TrainState:
         )
 
     def load_state_dict(self, saved: SavedState) -> None:
-        """Load the state of a checkpoint into the tensors, wherever they are.
-
-        Args:
-            saved: The state of a model over the same net, compiled in the same way.
+        """Load the state of a checkpoint, of a model over the same net, into the tensors, wherever they are.
 
         Raises:
             CheckpointMismatchError: The checkpoint is of another net or optimizer. Nothing has changed.
@@ -511,20 +471,12 @@ class Snapshot(NamedTuple):
 
     The values are on the host: on the device they would double the memory of the state, which a net that just fits
     can't spare, and a failed step might lose them along with the state.
-
-    Attributes:
-        dicts: The dicts of Python objects, each with a copy of its items.
-        swapped: Each optimizer state with averages, and True if these are in the weights' place.
-        tensors: The tensors.
-        values: The values of the tensors, on the host.
-        numbers: The numbers that training changes.
-        random: The state of the host's random numbers.
     """
 
-    dicts: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]
-    swapped: list[tuple[OptimizerState, bool]]
+    dicts: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]  # of Python objects, each with a copy of its items
+    swapped: list[tuple[OptimizerState, bool]]  # each with averages, and True if these are in the weights' place
     tensors: list[Tensor]
-    values: list[Tensor]
+    values: list[Tensor]  # of these tensors, on the host
     numbers: TrainNumbers
     random: RNGState
 

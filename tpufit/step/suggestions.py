@@ -25,10 +25,7 @@ _INSTEAD = {
 
 
 def suggestion_for(name: str) -> str | None:
-    """Return the sentence that says what to use instead of a name; None if nobody would look for it.
-
-    Args:
-        name: The name of a method or attribute.
+    """Return the sentence that says what to use instead of a method or attribute; None if nobody would look for it.
 
     Example:
         >>> suggestion_for("children")

@@ -5,30 +5,19 @@ from dataclasses import dataclass
 
 @dataclass
 class Tally:
-    """The steps and rows of a pass so far, and its seed.
+    """The steps and rows of a pass so far, and its seed."""
 
-    Attributes:
-        steps: The number of steps started.
-        rows: The number of rows in these steps.
-        tokens: The number of tokens in them.
-        operations: What they compute, in operations; 0 if nobody has counted.
-        batches: The number of batches done, including those before a resumption.
-        seed: The seed of the pass; training has that of the run instead.
-    """
-
-    steps: int = 0
+    steps: int = 0  # started; so are those of rows and tokens
     rows: int = 0
     tokens: int = 0
-    operations: int = 0
-    batches: int = 0
-    seed: int = 0
+    operations: int = 0  # that they compute; 0 if nobody has counted
+    batches: int = 0  # done, including those before a resumption
+    seed: int = 0  # of the pass; training has that of the run instead
 
     def speed(self, steps_per_second: float, peak: float | None) -> dict[str, float]:
         """What steps at this pace come to: `tokens_per_second` and `share_of_peak`, if they are known.
 
-        Args:
-            steps_per_second: The pace.
-            peak: The operations a second that all cores can compute at most, if it is known.
+        `peak` is in operations a second, of all cores together.
 
         Example:
             >>> Tally(steps=4, tokens=4096, operations=2_000).speed(10.0, 1e4)

@@ -28,11 +28,6 @@ def fault_of(engine: Engine, batch: Any, transform: Callable[[Any], Any] | None)
     """Find the error that an evaluation of a batch would raise: of its form, targets, shapes or labels.
 
     A copy of the module computes shapes only. A model whose own Python makes the evaluation isn't tried.
-
-    Args:
-        engine: The model's engine.
-        batch: A nest of host tensors.
-        transform: The data's transform on the device, or None.
     """
     model, loss = engine.model, engine.config.loss
     kind: Any = type(model)
