@@ -188,7 +188,7 @@ def test_fifty_steps_end_where_plain_attention_ends(cores):
 
 OPTIONS = {
     "remat": {"remat": True},
-    "fsdp and remat": {"shard": {"blocks.*.weight": 0}, "remat": True},
+    "fsdp and what is kept": {"shard": {"blocks.*.weight": 0}, "remat": "dots"},
     "accumulated": {"accumulate_steps": 2},
     "joined": {"steps_per_execution": 2},
 }

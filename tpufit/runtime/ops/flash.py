@@ -24,6 +24,7 @@ from ..jax_calls import Computation, lower
 from ..kernel_work import KernelWork, mark
 from ..placement import CorePlacement
 from .masks import BLIND, FILLING, Pattern
+from .residuals import keeps, residual
 
 _LANES = 128
 # Those of a block, as far as they go: larger ones read keys and values less often.
@@ -121,7 +122,8 @@ def _kernel(shape: _Shape) -> _Kernel:
         with jax.named_scope(mark(_work(shape))):
             return jax.vmap(kernel)(query, key, value, segments)
 
-    known: list[int | None] = []  # of what the backward pass takes: which of the arguments it is, or None
+    # Of what the backward pass takes: which of the arguments and the result it is, or None.
+    known: list[int | None] = []
     trees: list[Any] = []
 
     def forward(*given: Any) -> Any:
@@ -129,13 +131,14 @@ def _kernel(shape: _Shape) -> _Kernel:
             return attend(*given)
         result, backwards = jax.vjp(lambda *tensors: attend(*tensors, *given[3:]), *given[:3])
         leaves, tree = jax.tree.flatten(backwards)
-        known[:] = [next((i for i, one in enumerate(given) if one is leaf), None) for leaf in leaves]
+        those = *given, result
+        known[:] = [next((i for i, one in enumerate(those) if one is leaf), None) for leaf in leaves]
         trees[:] = [tree]
         return (result, *(leaf for leaf, at in zip(leaves, known, strict=True) if at is None))
 
     def backward(gradient: Any, *tensors: Any) -> Any:
-        given, kept = tensors[: len(arguments)], iter(tensors[len(arguments) :])
-        leaves = [next(kept) if at is None else given[at] for at in known]
+        kept = iter(tensors[len(arguments) + 1 :])
+        leaves = [next(kept) if at is None else tensors[at] for at in known]
         return jax.tree.unflatten(trees[0], leaves)(gradient)
 
     rows, dtype = shape.rows, jax.numpy.dtype(shape.dtype)
@@ -151,7 +154,7 @@ def _kernel(shape: _Shape) -> _Kernel:
     there, results = lower(forward, arguments, platform, "flash_attention")
     if not shape.learns:
         return _Kernel(there)
-    back, _ = lower(backward, [results[0], *arguments, *results[1:]], platform, "flash_attention_backward")
+    back, _ = lower(backward, [results[0], *arguments, *results], platform, "flash_attention_backward")
     return _Kernel(there, back)
 
 
@@ -279,8 +282,8 @@ class _Flash(torch.autograd.Function):
                 interpreted=_interpreted,
             )
         )
-        result, *kept = kernel.forward(*own)
-        ctx.save_for_backward(query, key, value, mask, *own, *kept)
+        result, *kept = _kept(kernel.forward(*own), len(query), placement)
+        ctx.save_for_backward(query, key, value, mask, *own, result, *kept)
         ctx.kernel, ctx.scale, ctx.placement, ctx.plain = kernel, scale, placement, plain
         return placement.from_core(result, len(query))[:, :, :queries, : value.shape[-1]]
 
@@ -302,6 +305,16 @@ class _Flash(torch.autograd.Function):
             x[:, :, : like.shape[-2], : like.shape[-1]] for x, like in zip(whole, (query, key, value), strict=True)
         )
         return of_query * ctx.scale, of_key, of_value, *rest
+
+
+def _kept(results: list[Tensor], rows: int, placement: CorePlacement) -> list[Tensor]:
+    """What a kernel has come to; where a region keeps products, it is kept too, and no kernel runs again."""
+    if not keeps():
+        return results
+    # The others are of the mask, and don't depend on the rows.
+    of_rows, _ = residual(lambda: [placement.from_core(x, rows) for x in results if x.is_floating_point()])
+    own = map(placement.to_core, of_rows)
+    return [next(own) if x.is_floating_point() else x for x in results]
 
 
 def _block(length: int) -> int:
