@@ -76,17 +76,11 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Validation:
-    """The data to validate on, and the schedule.
-
-    Attributes:
-        stream: The data.
-        due: The epochs, counted from 1, that end with a validation; or a number n, for every n-th one.
-        every: The number of steps between two validations inside an epoch (default: none inside).
-    """
+    """The data to validate on, and the schedule."""
 
     stream: Stream
-    due: int | Container[int]
-    every: int | None = None
+    due: int | Container[int]  # the epochs, from 1, that end with a validation; or n, for every n-th one
+    every: int | None = None  # steps between two validations inside an epoch; None: none inside
 
     def is_due(self, epoch: int) -> bool:
         """True if an epoch (from 0) ends with a validation."""
@@ -118,11 +112,7 @@ class ValidationData:
         return replace(train, x=x, y=y, sample_weight=weight), replace(self, data=held)
 
     def rows_per_core(self, batch_size: int | None) -> int | None:
-        """Return the rows per core; None for data that bring their own batches.
-
-        Args:
-            batch_size: The training's batch size, which validation takes if it has none of its own.
-        """
+        """Return the rows per core, by default those of training; None for data that bring their own batches."""
         return batch_size if self.batch_size is None and not brings_batches(self.data) else self.batch_size
 
     def build(
@@ -130,11 +120,7 @@ class ValidationData:
     ) -> Validation | None:
         """Return the data to validate on and the schedule; None if there is nothing to validate on.
 
-        Args:
-            placement: The placement of steps.
-            cores: The cores of the process.
-            batch_size: The training's batch size, which validation takes if it has none of its own.
-            train_steps: The number of steps in an epoch, if known.
+        `batch_size` is that of training, `train_steps` the number of steps in its epoch, if known.
         """
         if self.data is None:
             for name in ("step_freq", "limit"):
@@ -149,11 +135,7 @@ class ValidationData:
 
 
 def steps_between(freq: int | float, steps: int | None) -> int:
-    """Return the number of steps between two validations inside an epoch.
-
-    Args:
-        freq: The argument `validation_step_freq`: a number of steps, or as a float a share of an epoch.
-        steps: The number of steps in an epoch, if known.
+    """Return the number of steps between two validations inside an epoch; as a float, `freq` is a share of it.
 
     Raises:
         ArgumentError: The number is never reached, or the share can't be computed.
@@ -218,12 +200,7 @@ class Schedule:
         return Strict(users_line()) if self.strict else LENIENT
 
     def params(self, steps: int | None, accumulate_steps: int) -> dict[str, int | None]:
-        """Return the course of training as callbacks get it, see `Callback.params`.
-
-        Args:
-            steps: The number of batches in an epoch, if known.
-            accumulate_steps: The number of batches for one step of the optimizer.
-        """
+        """Return the course of training as callbacks get it, see `Callback.params`; `steps` are an epoch's batches."""
         updates = None if steps is None else ceil(steps / accumulate_steps)
         epochs = self.epochs
         if epochs is None:
@@ -242,16 +219,7 @@ def evaluation_stream(
     steps: int | None,
     name: str = "validation_data",
 ) -> Stream:
-    """Return the stream of the global batches to evaluate on.
-
-    Args:
-        data: `(x, y)`, `(x, y, sample_weight)`, or anything that yields these.
-        batch_size: The rows per core, or None.
-        placement: The placement of steps.
-        cores: The cores of the process.
-        steps: The number of batches (default: all).
-        name: The name of the data in errors.
-    """
+    """Return the stream of the global batches to evaluate on: of `steps`, if given, which errors call by `name`."""
     return _stream(parts_of(data), batch_size, placement, cores, steps=steps, restart=True, name=name)
 
 
@@ -265,11 +233,7 @@ def _stream(data: Any, batch_size: int | None, placement: Placement, cores: Core
 
 
 def require_compiled(engine: Engine, method: str) -> None:
-    """Check that the model has the optimizer and the loss that a method needs.
-
-    Args:
-        engine: The model's engine.
-        method: The method's name, for the error.
+    """Check that the model has the optimizer and the loss that a method, which the error names, needs.
 
     Raises:
         NotCompiledError: `compile` has not been called, or was given no loss and nothing computes one.
@@ -284,10 +248,7 @@ def require_compiled(engine: Engine, method: str) -> None:
 
 
 def require_gradients(method: str) -> None:
-    """Check that PyTorch computes gradients.
-
-    Args:
-        method: The method's name, for the error.
+    """Check that PyTorch computes gradients, which a method, named in the error, needs.
 
     Raises:
         ArgumentError: It is told not to, so that nothing could be learnt.
@@ -298,9 +259,6 @@ def require_gradients(method: str) -> None:
 
 def require_learning(module: nn.Module) -> None:
     """Check that a model of peft has adapters that learn. Any other module may have no weights that do, as in Keras.
-
-    Args:
-        module: The module.
 
     Raises:
         ArgumentError: All weights are frozen.

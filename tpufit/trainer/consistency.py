@@ -27,11 +27,7 @@ from ..utils.users_code import warn
 
 
 def check(engine: Engine, **arguments: Any) -> None:
-    """Make sure that all hosts are about to do the same; nothing to do with one host.
-
-    Args:
-        engine: The model's engine.
-        arguments: What else must be equal, by name. Of an object only the class counts.
+    """Make sure that all hosts are about to do the same, with equal arguments; of an object only the class counts.
 
     Raises:
         HostError: Something differs; the message says what, and where.
@@ -63,10 +59,7 @@ def check(engine: Engine, **arguments: Any) -> None:
 def move(engine: Engine, placement: Placement, compared: bool = False) -> None:
     """Move the model to its cores, with the weights of process 0 if those of another host differ.
 
-    Args:
-        engine: The model's engine.
-        placement: The cores.
-        compared: True to compare weights that are there already, too (default False).
+    Weights that are there already are compared only if `compared` is True.
     """
     several = placement.hosts > 1
     new = engine.state.placement != placement
@@ -87,11 +80,7 @@ def share_seed() -> None:
 
 
 def share_random_state(data: Stream | None = None) -> bool:
-    """Take PyTorch's random numbers, and those of the data's own generators, from process 0.
-
-    Returns:
-        True if they were others here or on another host.
-    """
+    """Take PyTorch's random numbers, and those of the data's own generators, from process 0: True if any differed."""
     if process_count() == 1:
         return False
     own = [] if data is None else list(data.generators)

@@ -38,17 +38,7 @@ def run_fit(
     verbose: str | int,
     cores: CoresArgument,
 ) -> History:
-    """Train as `Model.fit` says. Whatever can be checked is checked before anything is compiled.
-
-    Args:
-        engine: The model's engine.
-        train: The training data.
-        validation: The validation data and their schedule.
-        schedule: The epochs, the limits and the checkpoint to resume from.
-        callbacks: The user's callbacks.
-        verbose: The argument of `fit`.
-        cores: The argument of `fit`.
-    """
+    """Train as `Model.fit` says. Whatever can be checked is checked before anything is compiled."""
     require_compiled(engine, "fit")
     require_gradients("fit")
     require_learning(engine.model.module)

@@ -16,10 +16,6 @@ from ..step import DeviceGroup
 def started_with(cores: CoresArgument, find: Callable[[], Checkpoint | None]) -> tuple[Cores, Checkpoint | None]:
     """Start the cores for `fit`, and find the checkpoint to resume from, which process 0 gives to all hosts.
 
-    Args:
-        cores: The argument of `fit`.
-        find: Finds the checkpoint where this host has it.
-
     Raises:
         CheckpointError: Process 0 has none, or a damaged one.
     """
@@ -43,11 +39,9 @@ def started_with(cores: CoresArgument, find: Callable[[], Checkpoint | None]) ->
 def in_step(
     groups: Iterator[list[DeviceGroup]], place: str, per_host: bool, compared: bool = False
 ) -> Iterator[list[DeviceGroup]]:
-    """Yield groups of batches as long as every host has one, and make sure that they are alike.
+    """Yield groups of batches as long as every host has one, and make sure that they have the same shapes.
 
     Args:
-        groups: This host's groups.
-        place: The pass, for sentences.
         per_host: True if the hosts may have different numbers of batches; the rest is left out.
         compared: True if all batches' shapes were compared before, see `consistency.check` (default False): to
             compare each takes half a millisecond.

@@ -28,9 +28,6 @@ class Interruption:
     It replaces Python's own handlers only, and only in the main thread, which alone gets signals. Handlers of the
     user's own stay.
 
-    Attributes:
-        wakes: The function called when a signal comes, to end a wait for anything but the device.
-
     Example:
         >>> with Interruption() as interruption:
         ...     os.kill(os.getpid(), signal.SIGTERM)
@@ -39,6 +36,7 @@ class Interruption:
     """
 
     def __init__(self) -> None:
+        # Called when a signal comes, to end a wait for anything but the device.
         self.wakes: Callable[[], object] = _nothing
         self._signal = 0
         self._settled = 0  # the signal that all hosts know of
@@ -51,11 +49,7 @@ class Interruption:
         return bool(self._signal if self._alone else self._settled)
 
     def settle(self, *flags: bool) -> list[bool]:
-        """Agree with all hosts on flags, and on a signal that has come to one of them.
-
-        Args:
-            flags: Flags, each of which counts if any host has set it.
-        """
+        """Agree with all hosts on flags, which count if any host has set them, and on a signal that came to one."""
         if self._alone:
             return list(flags)
         *agreed, signal_of_any = all_reduce_max([*flags, self._signal])

@@ -49,17 +49,11 @@ from .validation import Validations
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a `fit` besides its epochs.
+    """The limits of a `fit` besides its epochs."""
 
-    Attributes:
-        min_epochs: The number of epochs before which callbacks can't end training.
-        max_steps: The number of the optimizer's steps after which it ends; None for any.
-        seconds: The time after which it ends, with the batch under way; None for any.
-    """
-
-    min_epochs: int = 0
-    max_steps: int | None = None
-    seconds: float | None = None
+    min_epochs: int = 0  # before which callbacks can't end training
+    max_steps: int | None = None  # of the optimizer
+    seconds: float | None = None  # after which it ends, with the batch under way
 
 
 def fit(
@@ -71,17 +65,7 @@ def fit(
     limits: Limits,
     resumed: Checkpoint | None = None,
 ) -> None:
-    """Train for some epochs.
-
-    Args:
-        engine: The engine of the model to train.
-        train: The training data.
-        validation: The data to validate on and the schedule, if any.
-        callbacks: The callbacks to tell.
-        epochs: The epochs' numbers, from 0.
-        limits: The other limits.
-        resumed: The checkpoint to resume from; the epochs before its own are skipped (default: none).
-    """
+    """Train for some epochs, numbered from 0; those before the one that is resumed are skipped."""
     model = engine.model
     model.stop_training = model.out_of_time = False
     engine.state.swap_ema(to=False)  # a callback may have left the averages in the weights' place

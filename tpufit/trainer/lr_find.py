@@ -30,13 +30,6 @@ _WINDOW = 10
 class Sweep:
     """The rates to try, and the rules for reading their losses.
 
-    Attributes:
-        start_lr: The first rate.
-        end_lr: The last rate.
-        steps: The number of rates; each is the one before times a constant factor.
-        stop_factor: The sweep ends when the smoothed loss exceeds so many times the lowest one.
-        smoothing: The share of the running average that each step keeps, from 0 to below 1.
-
     Raises:
         ArgumentError: A value out of its range.
 
@@ -47,9 +40,9 @@ class Sweep:
 
     start_lr: float
     end_lr: float
-    steps: int
-    stop_factor: float
-    smoothing: float
+    steps: int  # the number of rates; each is the one before times a constant factor
+    stop_factor: float  # the sweep ends when the smoothed loss exceeds so many times the lowest one
+    smoothing: float  # the share of the running average that each step keeps, from 0 to below 1
 
     def __post_init__(self) -> None:
         if not 0 < self.start_lr < self.end_lr < math.inf:
@@ -151,14 +144,7 @@ class LRCurve:
 
 
 def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
-    """Train at the rates of a sweep, then restore everything.
-
-    Args:
-        engine: The engine of the model to train, already on its cores.
-        data: The batches; they start over if they end too early.
-        sweep: The rates.
-        seed: The seed of the steps' random numbers.
-    """
+    """Train at the rates of a sweep, over batches that start over if they end too early; then restore everything."""
     rates = sweep.rates
     before = engine.state.snapshot()
     bad = engine.log.first_bad_step

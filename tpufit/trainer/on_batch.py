@@ -24,15 +24,7 @@ def run_on_batch(
     method: str,
     class_weight: Mapping[int, float] | None = None,
 ) -> tuple[StepRunner, Any]:
-    """Run one step on one global batch.
-
-    Args:
-        engine: The model's engine.
-        role: `"train"`, `"eval"` or `"predict"`.
-        parts: The inputs, the targets and the sample weights; the latter two may be None.
-        cores: The argument of the method.
-        method: The method's name, for errors.
-        class_weight: The weights of the rows by class (default: none).
+    """Run one step on one global batch: `parts` are its inputs, targets and sample weights. Errors name the method.
 
     Returns:
         The runner, whose logs are of this batch alone, and the outputs of the step.

@@ -42,39 +42,24 @@ Pause = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class PassLoop:
-    """One pass over data.
+    """One pass over data."""
 
-    Args:
-        name: `"train"`, `"test"` or `"predict"`, as in the names of hooks.
-        run: The runner of the pass's steps.
-        data: The data.
-        callbacks: The callbacks to tell.
-        stop: The function called after each group, with a `Pause`; True ends the pass.
-        interruption: The signals, which end a wait for data (default: none, outside `fit`).
-        waited: The function called before each batch's end hook with the wait for data so far, in seconds.
-        collect: The function called with the outputs of each group's batches and their rows (default: none).
-        most: The number of batches after which the pass ends at the latest (default: any).
-    """
-
-    name: str
+    name: str  # "train", "test" or "predict", as in the names of hooks
     run: StepRunner
     data: Stream
     callbacks: CallbackList
-    stop: Callable[[Pause], bool]
-    interruption: Interruption | None = None
+    stop: Callable[[Pause], bool]  # called after each group, with a `Pause`; True ends the pass
+    interruption: Interruption | None = None  # which ends a wait for data; None outside `fit`
+    # Called before each batch's end hook with the wait for data so far, in seconds.
     waited: Callable[[float], None] | None = None
+    # Called with the outputs of each group's batches and their rows.
     collect: Callable[[list[Any], list[int]], None] | None = None
-    most: int | None = None
+    most: int | None = None  # the number of batches after which the pass ends at the latest
 
     def __call__(self, epoch: int = 0, look_ahead: bool = False) -> float:
-        """Run the pass, or the rest of it.
+        """Run the pass, or the rest of it, and return the seconds spent waiting for data.
 
-        Args:
-            epoch: The number of the epoch, from 0 (default 0).
-            look_ahead: True to know the last group when it runs, by keeping one group back (default False).
-
-        Returns:
-            The time spent waiting for data, in seconds.
+        With `look_ahead` the last group is known when it runs, by keeping one group back.
         """
         run = self.run
         callbacks = self.callbacks
@@ -152,17 +137,7 @@ class PassLoop:
 def evaluate(
     engine: Engine, data: Stream, callbacks: CallbackList, interruption: Interruption | None = None
 ) -> dict[str, Any]:
-    """Evaluate once over the data.
-
-    Args:
-        engine: The engine of the model to evaluate.
-        data: The data.
-        callbacks: The callbacks to tell.
-        interruption: The signals, which end it after the current batch (default: none, outside `fit`).
-
-    Returns:
-        The loss and the metrics over exactly the rows of the data; empty if a signal ended it.
-    """
+    """Evaluate once over the data: the loss and the metrics over exactly their rows; none if a signal ended it."""
     model = engine.model
     model.stop_evaluating = False
     with closing(callbacks, engine):
@@ -194,14 +169,9 @@ def evaluate(
 def predict(
     engine: Engine, data: Stream, callbacks: CallbackList, receive: Callable[[Any], None], local: bool = False
 ) -> None:
-    """Predict once over the data.
+    """Predict once over the data, on a pod over those of all hosts or, if `local`, over this host's own rows only.
 
-    Args:
-        engine: The engine of the model that predicts.
-        data: The data.
-        callbacks: The callbacks to tell.
-        receive: The function called with each batch's outputs, on the host, in order. Few others wait meanwhile.
-        local: On a pod, True to take this host's own rows only (default: all rows of all hosts).
+    `receive` is called with each batch's outputs, on the host, in order. Few others wait meanwhile.
     """
     model = engine.model
     model.stop_predicting = False

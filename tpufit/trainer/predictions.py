@@ -55,10 +55,7 @@ class Predictions:
                 raise ArgumentError(f"out must be a path ending in '.npy', or a nest of such paths, got {path!r}")
 
     def add(self, outputs: Any) -> None:
-        """Add the outputs of a batch.
-
-        Args:
-            outputs: A nest of host tensors, shape `(rows, ...)`; a tensor without dimensions is one row.
+        """Add the outputs of a batch: host tensors of shape `(rows, ...)`; one without dimensions is one row.
 
         Raises:
             DataError: The rows differ in shape from those before.

@@ -16,12 +16,8 @@ from .passes import evaluate
 def check_first(engine: Engine, held_out: Stream, train: Stream) -> None:
     """Refuse validation data whose first batch is no batch for the model, before the first epoch.
 
-    Data that only a pass can read, such as an iterator, are left alone.
-
-    Args:
-        engine: The model's engine.
-        held_out: The data to validate on.
-        train: The data to train on. An error that these have too is theirs.
+    Data that only a pass can read, such as an iterator, are left alone. An error that the training data have too is
+    theirs.
 
     Raises:
         TpufitError: The error that the validation would raise, with the data's name.
@@ -43,14 +39,7 @@ _NOT_YET: dict[str, Any] = {"batches": 0, "logs": {}}
 class Validations:
     """Runs the validations of one epoch after another.
 
-    Args:
-        engine: The engine that trains.
-        validation: The data and the schedule.
-        callbacks: The callbacks to tell.
-        interruption: The signals, which break a validation off; it then counts as never begun.
-
-    Attributes:
-        last: The epoch's last validation: the number of the epoch's batches before it, and its logs.
+    A signal breaks a validation off; it then counts as never begun.
     """
 
     def __init__(
@@ -60,6 +49,7 @@ class Validations:
         self._validation = validation
         self._callbacks = callbacks
         self._interruption = interruption
+        # The epoch's last validation: the number of the epoch's batches before it, and its logs.
         self.last: dict[str, Any] = _NOT_YET
         self._seconds = 0.0
 
