@@ -13,24 +13,15 @@ ATTENTION = ("auto", "plain", "flash")
 
 @dataclass
 class AttentionForms:
-    """How attention is to be computed, and how each layer's is.
+    """How attention is to be computed, and how each layer's is."""
 
-    Attributes:
-        asked: `"plain"` (default), `"flash"`, or `"auto"` for flash attention where it is worth it.
-        of_layers: What each layer of attention has got, by the module that called it: `"flash"`, or `"plain"` with the
-            reason.
-        told: The reasons that were warned of.
-    """
-
-    asked: str = "plain"
+    asked: str = "plain"  # or "flash", or "auto": flash attention where it is worth it
+    # "flash", or "plain" with the reason, by the module that called for attention.
     of_layers: MutableMapping[nn.Module, str] = field(default_factory=WeakKeyDictionary)
-    told: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)  # the reasons that were warned of
 
     def named(self, module: nn.Module) -> dict[str, str]:
         """What each layer has got, by its name.
-
-        Args:
-            module: The module that the layers are in.
 
         Example:
             >>> net = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)})

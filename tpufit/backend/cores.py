@@ -8,20 +8,12 @@ CoresArgument = int | str | list[int] | None
 
 @dataclass(frozen=True)
 class Cores:
-    """The cores that this process computes on.
+    """The cores that this process computes on."""
 
-    Attributes:
-        count: Their number, at least 1.
-        index: The core's number, from 0, if there is one; several are all that the host has.
-        platform: Their kind, e.g. `"CPU"` or `"TPU"`.
-        settled_by: The call that settled them, and its line, for messages.
-        hosts: The number of hosts that they belong to (default 1).
-    """
-
-    count: int
-    index: int
-    platform: str
-    settled_by: str
+    count: int  # at least 1
+    index: int  # of the one core, from 0; several are all that the host has
+    platform: str  # "CPU" or "TPU"
+    settled_by: str  # the call that settled them, and its line, for messages
     hosts: int = 1
 
     @property

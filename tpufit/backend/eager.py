@@ -80,12 +80,7 @@ class HostState(DeviceState):
 
 
 class EagerProgram(Program):
-    """A step that runs as PyTorch does. Its random numbers are PyTorch's own, seeded for each step.
-
-    Args:
-        sums: The running sums.
-        jit_compile: See `Program`; without effect.
-    """
+    """A step that runs as PyTorch does. Its random numbers are PyTorch's own, seeded for each step."""
 
     def __init__(self, sums: Sums, jit_compile: str | bool = "auto") -> None:
         super().__init__(jit_compile)

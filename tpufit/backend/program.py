@@ -99,11 +99,7 @@ class Program(ABC):
         """Try again to replay a step that was given up: another `fit` may have other data, or be strict."""
 
     def note_users_code(self, seldom: bool) -> None:
-        """Note that user code has run between two steps, which may have changed what the body reads.
-
-        Args:
-            seldom: True if it runs less often than at each batch.
-        """
+        """Note that user code has run between steps, at each or `seldom`: it may have changed what the body reads."""
 
     def replays(self, key: Hashable) -> bool:
         """True if the next call with this key needs none of the body's Python: `replay` will do."""
