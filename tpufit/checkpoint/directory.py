@@ -19,12 +19,9 @@ from .weight_files import NotFiniteError
 
 
 class CheckpointDirectory:
-    """A run's folder of checkpoints.
+    """A run's folder of checkpoints; `open` makes it.
 
-    Args:
-        path: The folder, or its URL; `open` makes it.
-        keep_last: The number of newest checkpoints to keep (default: all).
-        keep_best: The number of best ones by metric to keep besides (default 0).
+    It keeps the `keep_last` newest ones (None: all), and besides these the `keep_best` best by metric.
 
     Example:
         >>> import tempfile, torch
@@ -84,14 +81,9 @@ class CheckpointDirectory:
         return [step_of(name) for name in self._store.names()]
 
     def write(self, checkpoint: Checkpoint) -> Path | Url:
-        """Write a checkpoint, then remove those that are no longer to be kept.
+        """Write a checkpoint, then remove those that are no longer to be kept; return its folder.
 
-        Args:
-            checkpoint: The checkpoint; one of the same step is replaced. If it is on the device, all hosts of a pod
-                call this.
-
-        Returns:
-            The checkpoint's folder.
+        One of the same step is replaced. If the checkpoint is on the device, all hosts of a pod call this.
 
         Raises:
             CheckpointNotWrittenError: There is no room, the file system refused, or a weight isn't finite. Earlier

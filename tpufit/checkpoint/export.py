@@ -26,13 +26,7 @@ _ONNX_HOLDS = 2_000_000_000
 
 
 def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> None:
-    """Write a program; see `Model.export`.
-
-    Args:
-        filepath: The path.
-        engine: The engine of the model, whose module stays where and as it is.
-        example: A batch of inputs.
-    """
+    """Write a program for batches like the example, see `Model.export`. The module stays where and as it is."""
     target = Path(filepath)
     module = engine.model.module
     if target.suffix not in (".pt2", ".onnx"):

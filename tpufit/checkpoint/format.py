@@ -47,26 +47,16 @@ _TRAINING = "training.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of training at one moment.
+    """The state of training at one moment."""
 
-    Attributes:
-        step: The number of training steps so far.
-        weights: The module's tensors by name; the names of a tied tensor share one object.
-        training: The other tensors, by names of tpufit's own.
-        state: Everything else, as JSON can hold it.
-        learned: The names of the learned weights, which must be finite; a mask in a buffer need not be.
-        metric: The score, if there is one.
-        mesh: The number of cores that made it, under `"cores"`.
-        versions: The versions of the software that made it.
-    """
-
-    step: int
-    weights: Mapping[str, Tensor]
-    training: Mapping[str, Tensor]
-    state: Mapping[str, Any]
-    learned: Sequence[str] = ()
+    step: int  # training steps so far
+    weights: Mapping[str, Tensor]  # the names of a tied tensor share one object
+    training: Mapping[str, Tensor]  # the other tensors, by names of tpufit's own
+    state: Mapping[str, Any]  # everything else, as JSON can hold it
+    learned: Sequence[str] = ()  # the names of those weights, which must be finite; a mask in a buffer need not be
     metric: Score | None = None
-    mesh: Mapping[str, int] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)  # the number of cores that made it, under "cores"
+    # Of the software that made it.
     versions: Mapping[str, str] = field(default_factory=lambda: {"tpufit": version("tpufit"), **runtime_versions()})
 
     @property
@@ -77,17 +67,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Score:
-    """The value that ranks a checkpoint.
-
-    Attributes:
-        name: The log's name.
-        value: The log's value.
-        mode: The better direction: `"min"` or `"max"`.
-    """
+    """The value of a log that ranks a checkpoint."""
 
     name: str
     value: float
-    mode: str
+    mode: str  # the better direction: "min" or "max"
 
     @property
     def order(self) -> float:
@@ -98,14 +82,11 @@ class Score:
 def write(
     store: Store, name: str, checkpoint: Checkpoint, number: int = 1, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Write one checkpoint.
+    """Write one checkpoint. If it is on the device, all hosts of a pod call this, and process 0 writes.
 
     Args:
-        store: The store to write to.
-        name: The checkpoint's name in the store.
-        checkpoint: The checkpoint. If it is on the device, all hosts of a pod call this, and process 0 writes.
         number: The count of checkpoints written into the run's folder, with this one (default 1).
-        check: The function called first where it is written, to refuse it (default: none).
+        check: Called first where it is written, to refuse it.
 
     Raises:
         NotFiniteError: A learned weight has NaN or infinities.

@@ -35,25 +35,16 @@ class Callbacks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The point that a `fit` has reached. Each is its own, because the last checkpoint's is compared with the newest.
+    """The point that a `fit` has reached. Each is its own: the last checkpoint's is compared with the newest."""
 
-    Attributes:
-        epoch: The number of the epoch, from 0.
-        batches: The number of the epoch's batches already trained on; None if the epoch has not begun.
-        trained: The epoch's logs, if all its batches are trained on and only its validation is left.
-        validated: The last validation: the number of the epoch's batches before it, and its logs.
-        stopped: True if a callback has ended training.
-        epochs: The number of epochs asked for.
-        updates: The number of the optimizer's steps in this training.
-    """
-
-    epoch: int
-    batches: int | None = None
-    trained: Mapping[str, Any] | None = None
+    epoch: int  # from 0
+    batches: int | None = None  # of the epoch, already trained on; None if it has not begun
+    trained: Mapping[str, Any] | None = None  # the epoch's logs, if only its validation is left
+    # The last validation: the number of the epoch's batches before it, and its logs.
     validated: dict[str, Any] | None = None
-    stopped: bool = False
-    epochs: int = 0
-    updates: int = 0
+    stopped: bool = False  # by a callback
+    epochs: int = 0  # asked for
+    updates: int = 0  # the optimizer's steps in this training
 
 
 _FIELDS = [field.name for field in fields(Progress)]
@@ -71,10 +62,8 @@ def take_checkpoint(
     A state that is split over the cores is left on them, and must be written before the next step.
 
     Args:
-        engine: The engine that trains.
         state: The other entries of the checkpoint's `state`, as JSON holds them.
-        extra: Further tensors, on the host or the device, by name (default: none).
-        score: The score, if known (default: none).
+        extra: Further tensors, on the host or the device, by name.
         save_frozen: False to leave out the parameters that don't learn; their names are kept (default True).
 
     Raises:
@@ -104,13 +93,7 @@ def take_checkpoint(
 
 
 def save_weights(engine: Engine, path: str | os.PathLike[str], finite_only: bool) -> None:
-    """Write a model's weights to a file, see `Model.save_weights`. Those that are split come one by one.
-
-    Args:
-        engine: The engine of the model.
-        path: The file.
-        finite_only: Refuse to save weights that aren't finite.
-    """
+    """Write a model's weights to a file, see `Model.save_weights`. Those that are split come one by one."""
     engine.state.write_back()
     module = engine.model.module
     weights = named_tensors(module)
@@ -134,11 +117,7 @@ def _on_host(engine: Engine, tensors: Iterable[Tensor], reason: str) -> dict[int
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load the state of a checkpoint into a model that is already on its cores.
-
-    Args:
-        engine: The engine of a model over the same net, compiled in the same way.
-        checkpoint: The checkpoint.
+    """Load a checkpoint's state into a model over the same net, compiled in the same way and already on its cores.
 
     Raises:
         CheckpointMismatchError: The checkpoint is of another net or optimizer. Nothing has changed.
@@ -178,12 +157,7 @@ def outside_of_fit(engine: Engine) -> dict[str, Any]:
 
 
 def progress_of(checkpoint: Checkpoint, first: int = 0) -> Progress:
-    """Return the point that `fit` had reached when a checkpoint was taken.
-
-    Args:
-        checkpoint: The checkpoint.
-        first: The epoch to begin with if the checkpoint was taken outside `fit` (default 0).
-    """
+    """Return the point that `fit` had reached at a checkpoint, or the start of epoch `first` outside of `fit`."""
     own = checkpoint.state["progress"]
     if own is None:
         return Progress(first)
@@ -191,20 +165,13 @@ def progress_of(checkpoint: Checkpoint, first: int = 0) -> Progress:
 
 
 class CheckpointManager:
-    """Takes the checkpoints that callbacks request, after all callbacks have had their turn.
-
-    Args:
-        engine: The engine that trains.
-        train: The training data.
-        callbacks: The callbacks, whose state goes into checkpoints too.
-        held_out: The data to validate on (default: none).
-    """
+    """Takes the checkpoints that callbacks request, after all callbacks have had their turn, with their state."""
 
     def __init__(self, engine: Engine, train: Stream, callbacks: Callbacks, held_out: Stream | None = None) -> None:
         self._engine = engine
         self._train = train
         self._callbacks = callbacks
-        self._held_out = held_out
+        self._held_out = held_out  # the data to validate on
         self._taken: dict[AsyncCheckpointWriter, Progress] = {}  # the point of each one's last checkpoint
         self._open = True
         self._run: StepRunner | None = None
@@ -214,10 +181,7 @@ class CheckpointManager:
         train.keeps_draws = bool(keepers(callbacks))
 
     def begin(self, resumes: bool) -> None:
-        """Note what the user's objects keep, once the callbacks have begun.
-
-        Args:
-            resumes: True if this `fit` will resume from a checkpoint.
+        """Note what the user's objects keep, once the callbacks have begun, and before `fit` resumes.
 
         Raises:
             WeightsError: The module keeps something in its state that isn't a tensor, and there will be checkpoints.
@@ -230,19 +194,13 @@ class CheckpointManager:
             self._objects = UsersObjects(self._engine, self._callbacks, streams)
 
     def load_first(self, checkpoint: Checkpoint) -> None:
-        """Give the callbacks their states that want them before they begin (`Callback.loads_first`).
-
-        Args:
-            checkpoint: The checkpoint that `go_on` resumes from later.
-        """
+        """Load the callbacks that want their state before they begin (`Callback.loads_first`), ahead of `go_on`."""
         self._load_callbacks(checkpoint, first=True)
 
     def note(self, progress: Progress, run: StepRunner | None = None) -> None:
         """Note the point that training has reached, between two steps, and take the requested checkpoints.
 
-        Args:
-            progress: The point.
-            run: The runner of the epoch's steps, if it has begun.
+        `run` is the runner of the epoch's steps, if it has begun.
 
         Raises:
             CheckpointNotWrittenError: Too many checkpoints in a row could not be written.
@@ -296,9 +254,7 @@ class CheckpointManager:
     def go_on(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
         """Resume from a checkpoint, after the callbacks have begun: it overrides what they begin with.
 
-        Args:
-            checkpoint: The checkpoint.
-            run: The runner of the epoch's steps, if the checkpoint is from the middle of one (default: none).
+        `run` is the runner of the epoch's steps, if the checkpoint is from the middle of one.
 
         Returns:
             The number of the epoch's batches that are trained on.
@@ -364,9 +320,7 @@ class CheckpointManager:
     def _load_callbacks(self, checkpoint: Checkpoint, first: bool) -> None:
         """Give each callback the first state of its class that no callback before it has taken.
 
-        Args:
-            checkpoint: The checkpoint.
-            first: True for the callbacks that want it before they begin, False for the others.
+        `first` is for the callbacks that want it before they begin, else it is for the others.
         """
         waiting: list[dict[str, Any]] = list(checkpoint.state["callbacks"])
         for callback in self._callbacks:

@@ -29,12 +29,8 @@ _BASE = "tpufit.callbacks.base"
 class UsersObjects:
     """What the user's own objects keep besides tensors: module, loss, metrics, model, optimizers and callbacks.
 
-    Their attributes as they are when this object is made are the script's, and those that change later are state.
-
-    Args:
-        engine: The engine that trains.
-        callbacks: The callbacks. What has a `state_dict` of its own speaks for itself.
-        streams: The data, which save what their objects keep by themselves.
+    Their attributes as they are when this object is made are the script's, and those that change later are state. A
+    callback that has a `state_dict` of its own speaks for itself, and streams of data save what their objects keep.
     """
 
     def __init__(self, engine: Engine, callbacks: Iterable[Any], streams: Iterable[Stream]) -> None:
@@ -83,11 +79,7 @@ class UsersObjects:
         return self._kept.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set back what had changed.
-
-        Args:
-            state: The dict that `state_dict` returned.
-        """
+        """Set back what had changed."""
         homeless = self._kept.load_state_dict(state)
         if homeless:
             warn(f"the checkpoint has values of objects that are no longer there: {few(homeless)}")

@@ -15,14 +15,7 @@ from .writer import AsyncCheckpointWriter
 
 
 def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[object]) -> Checkpoint | None:
-    """Find the checkpoint that `fit` resumes from.
-
-    Args:
-        resume: The argument of `fit`.
-        callbacks: The callbacks that `fit` was given.
-
-    Returns:
-        The checkpoint, or None if training starts from the beginning.
+    """Find the checkpoint that `fit(resume=...)` resumes from; None if training starts from the beginning.
 
     Raises:
         ArgumentError: No callback keeps checkpoints, and no path was given.
@@ -41,10 +34,7 @@ def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[o
 
 
 def named_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the checkpoint at a path, or the newest one of a run's folder.
-
-    Args:
-        path: A checkpoint, or a folder of checkpoints; a path or URL.
+    """Read the checkpoint at a path or URL, or the newest one of a run's folder there.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.

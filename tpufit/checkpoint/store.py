@@ -45,11 +45,7 @@ def _own_mark() -> str:
 
 
 class LocalStore:
-    """Checkpoints in a local folder: written beside their place, synced, and renamed.
-
-    Args:
-        where: The folder. It need not exist.
-    """
+    """Checkpoints in a local folder: written beside their place, synced, and renamed. The folder need not exist."""
 
     def __init__(self, where: str | os.PathLike[str]) -> None:
         self.where = Path(where)
@@ -66,9 +62,7 @@ class LocalStore:
     def commit(self, name: str, fill: Callable[[Path], object]) -> None:
         """Write a checkpoint's files, wait until the disk holds them, and only then make it visible.
 
-        Args:
-            name: The checkpoint's name; one of that name is replaced.
-            fill: The function that writes the files; it is given the folder.
+        One of that name is replaced.
 
         Raises:
             OSError: The file system refused. The store is as it was.
@@ -147,11 +141,7 @@ class LocalStore:
 
 
 def moved_aside(folder: Path) -> Path | None:
-    """Find a checkpoint that isn't in its place, as a process was killed while it put another one there.
-
-    Args:
-        folder: Its place.
-    """
+    """Find a checkpoint that isn't in its place, as a process was killed while it put another one there."""
     left = [path for path in folder.parent.glob(f".{escape(folder.name)}.old-*") if (path / MANIFEST).is_file()]
     return max(left, key=lambda path: (path / MANIFEST).stat().st_mtime, default=None)
 
@@ -162,9 +152,6 @@ class UrlStore:
     One that replaces another gets files of other names, and counts from the moment its manifest has the other's place.
 
     An object store has no locks: two trainings into one folder would overwrite each other.
-
-    Args:
-        where: The folder.
     """
 
     def __init__(self, where: Url) -> None:
@@ -176,11 +163,7 @@ class UrlStore:
         return sorted((name for name in found if (self.where / name / MANIFEST).is_file()), key=step_of)
 
     def commit(self, name: str, fill: Callable[[Path], object]) -> None:
-        """Write a checkpoint's files to a local folder, and send them.
-
-        Args:
-            name: The checkpoint's name; one of that name is replaced.
-            fill: The function that writes the files; it is given the folder.
+        """Write a checkpoint's files to a local folder, by `fill`, and send them. One of that name is replaced.
 
         Raises:
             OSError: A file system refused.

@@ -21,17 +21,14 @@ _SUFFIX = ".safetensors"
 
 
 def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], finite: Collection[str] = ()) -> None:
-    """Write tensors to a file. It is whole or not there, whenever the process may die.
+    """Write tensors to a file or URL, `*.safetensors`. It is whole or not there, whenever the process may die.
 
-    Args:
-        path: The file, `*.safetensors`, or its URL. Missing folders are made; a file there is replaced.
-        weights: Tensors by name, on the host, or on the device, from where they come one by one. A tied tensor is
-            stored once, with its other names under `tied` in the metadata.
-        finite: The names of those that must be finite (default: none).
+    Missing folders are made; a file there is replaced. Tensors on the device come one by one. A tied tensor is stored
+    once, with its other names under `tied` in the metadata.
 
     Raises:
         ArgumentError: The path has another suffix.
-        NotFiniteError: A weight has NaN or infinities.
+        NotFiniteError: A weight that `finite` names has NaN or infinities.
         OSError: The file system refused.
     """
     where = weights_path(path)
@@ -56,12 +53,8 @@ def arriving(
 ) -> Iterator[Iterator[Tensor]]:
     """Give an iterator over the values of tensors, in their order, which come from the device one by one.
 
-    On a pod all hosts take part in that, so that on leaving the rest comes too.
-
-    Args:
-        weights: Tensors by name, on the host or the device.
-        finite: The names of those that must be finite (default: none). The iterator raises `NotFiniteError`.
-        others: Tensors that come after them (default: none).
+    On a pod all hosts take part in that, so that on leaving the rest comes too. The iterator raises `NotFiniteError`
+    for a weight that `finite` names. The `others` come after the weights.
     """
     fetching = fetch_each([*weights.values(), *others], "checkpoint")
 
@@ -81,13 +74,9 @@ def arriving(
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], values: Iterator[Tensor]) -> None:
-    """Write a file of tensors, see `write_tensors`; of those on the device one by one.
+    """Write a file of tensors, as `untied` gives them, see `write_tensors`; of those on the device one by one.
 
-    Args:
-        path: The file.
-        tensors: Tensors by name, as `untied` gives them.
-        metadata: The file's own words about itself.
-        values: What `arriving` gives for them.
+    The values are what `arriving` gives, the metadata the file's own words about itself.
     """
     if are_here(tensors.values()):
         write_tensors(path, dict(zip(tensors, values, strict=False)), metadata)
@@ -101,10 +90,7 @@ def are_here(tensors: Iterable[Tensor]) -> bool:
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read the tensors of a file by name, tied ones under each of their names.
-
-    Args:
-        path: A safetensors file, by tpufit or by others.
+    """Read the tensors of a safetensors file, by tpufit or by others, by name; tied ones under each of their names.
 
     Raises:
         ArgumentError: The path has another suffix.

@@ -18,19 +18,11 @@ class AsyncCheckpointWriter:
     On a pod process 0 writes, and the others do nothing.
 
     A checkpoint that can't be written is a warning, and training goes on, until `max_failures` have failed in a row.
-
-    Args:
-        run: The run's folder.
-        max_failures: The number of failures in a row that end training (default 3).
-
-    Attributes:
-        run: The run's folder.
-        save_frozen: False if its checkpoints are to leave out the parameters that don't learn.
     """
 
     def __init__(self, run: CheckpointDirectory, max_failures: int = 3) -> None:
         self.run = run
-        self.save_frozen = True
+        self.save_frozen = True  # False leaves out the parameters that don't learn
         self._max_failures = max_failures
         self._written: Future[Path | Url] | None = None  # of the checkpoint under way
         self._thread: threading.Thread | None = None  # that writes it; None if this one did
@@ -39,10 +31,8 @@ class AsyncCheckpointWriter:
     def submit(self, checkpoint: Checkpoint) -> Path | Url | None:
         """Begin to write a checkpoint. **This waits** until the one before is written.
 
-        One that is still on the device is written at once, tensor by tensor.
-
-        Args:
-            checkpoint: The checkpoint. Its tensors mustn't change until it is written.
+        One that is still on the device is written at once, tensor by tensor. The others' tensors mustn't change until
+        they are written.
 
         Returns:
             The path of the one before, if it was written and not returned yet.
