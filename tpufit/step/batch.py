@@ -40,7 +40,7 @@ class DeviceGroup(NamedTuple):
     forms: list[BatchForm]  # of each batch; their signatures are the same
     tensors: list[Tensor]  # batch after batch; if stacked, each holds those of all batches in a new first dimension
     stacked: bool
-    # Smallest and largest class of each batch, or once if stacked; a dict by output, or None: unchecked
+    # Smallest and largest class of each batch, or once if stacked; a dict by output, or None: unchecked.
     labels: list[Any]
 
     @property

@@ -95,7 +95,7 @@ class GraphKeys:
     def __init__(self, role: str, python: Callable[[], dict[str, Any]]) -> None:
         self._role = role
         self._python = python
-        # What made each snapshot new, by number: "momentum in ... changed (from 0.9 to 0.5)"
+        # What made each snapshot new, by number: "momentum in ... changed (from 0.9 to 0.5)".
         self.changes: dict[int, str] = {}
         self._guards: dict[Guard, int] = {}
         self._times: dict[str, int] = {}  # by change

@@ -20,7 +20,7 @@ class ShapeWatch:
 
     def __init__(self, role: str) -> None:
         self._role = role
-        # What made each shape new, by its number: "x had the shape (32, 8), and now (5, 8)"
+        # What made each shape new, by its number: "x had the shape (32, 8), and now (5, 8)".
         self.changes: dict[int, str] = {}
         self._last: dict[str, tuple[str, Any]] = {}
 

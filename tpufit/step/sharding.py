@@ -25,7 +25,7 @@ class ShardConfig:
     """The parameters that are split over the cores; with the defaults none is."""
 
     largest: bool = False  # split each large parameter along its best dimension
-    # Of each parameter that a pattern names, by its first name; None if it stays whole
+    # Of each parameter that a pattern names, by its first name; None if it stays whole.
     dims: Mapping[str, int | None] | None = None
 
     @classmethod

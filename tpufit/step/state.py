@@ -40,7 +40,7 @@ class TrainNumbers:
     batches_waiting: int = 0  # since the last optimizer step, with `accumulate_steps`
     rows_seen: int = 0  # in steps of any role
     passes: int = 0  # evaluations and predictions inside `fit`; with the seed it sets their random numbers
-    # The `steps_per_execution` that "auto" has chosen, by role
+    # The `steps_per_execution` that "auto" has chosen, by role.
     chosen_steps: dict[str, int] = field(default_factory=dict)
 
 
@@ -62,7 +62,7 @@ class TrainState:
     def __init__(self, owner: Any, config: CompileConfig, before: TrainState | None = None) -> None:
         self._owner, self._config = owner, config
         self.placement: Placement = HOST if before is None else before.placement
-        # The values of the tensors while graphs are replayed
+        # The values of the tensors while graphs are replayed.
         self.device: DeviceState = HostState([]) if before is None else before.device
         self.optimizers: dict[Optimizer, OptimizerState] = {}  # of those that steps have used so far
         self.counters = HostCounters()  # the optimizers' counts that stay on the host
