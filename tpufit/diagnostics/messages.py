@@ -16,38 +16,22 @@ _OFTEN = 8  # compilations of one step; whole batches, a shorter last one and so
 def traced(role: str, cause: str) -> str:
     """A sentence about a step that is traced on every call.
 
-    Args:
-        role: The role of the step, e.g. `"train"`.
-        cause: The reason.
-
     Example:
         >>> print(traced("train", "its Python draws random numbers at net.py:8"))
         the train step is traced anew on every call, because its Python draws random numbers at net.py:8. Draw on the \
-device (torch.rand(..., device=x.device)) or in the data set
+    ce (torch.rand(..., device=x.device)) or in the data set
     """
     return f"the {role} step is traced anew on every call, because {cause}. {cure_for(cause)}"
 
 
 def fell_back(operation: str, times: int, line: str, cure: str) -> str:
-    """A sentence about an operation in a step that runs on the host.
-
-    Args:
-        operation: The operation's name, e.g. `"aten::nonzero"`.
-        times: The number of times that it ran.
-        line: The line that called it, e.g. `net.py:8`.
-        cure: The cure, in a sentence.
-    """
+    """A sentence about an operation that runs on the host, and its cure; a line such as `net.py:8` called it."""
     often = "once" if times == 1 else f"{times} times"
     return f"{operation} ran on the host {often}, called at {line}: XLA has none, and the device waits. {cure}"
 
 
 def read(lines: Iterable[str], times: int) -> str:
-    """A sentence about values that steps read.
-
-    Args:
-        lines: The lines that read, e.g. `["net.py:8"]`.
-        times: The number of values.
-    """
+    """A sentence about values that lines such as `net.py:8` in steps read, so many times."""
     return (
         f"{counted(times, 'value')} {'was' if times == 1 else 'were'} read from the device, at "
         f"{' and '.join(sorted(lines))}, each a wait: "
@@ -56,11 +40,7 @@ def read(lines: Iterable[str], times: int) -> str:
 
 
 def read_elsewhere(times: int, steps: int) -> str | None:
-    """A sentence about values that were read outside of steps, as `.item()` in a callback does.
-
-    Args:
-        times: The number of values.
-        steps: The number of steps trained meanwhile.
+    """A sentence about values that were read outside of so many steps of training, as `.item()` in a callback does.
 
     Example:
         >>> read_elsewhere(3, 1000) is None
@@ -73,12 +53,7 @@ def read_elsewhere(times: int, steps: int) -> str | None:
 
 
 def compiled(role: str, causes: Sequence[str]) -> str | None:
-    """A sentence about a step that was compiled time and again.
-
-    Args:
-        role: The role of the step.
-        causes: The reason of each compilation.
-    """
+    """A sentence about a step that was compiled time and again, and the reason of each time."""
     if len(causes) < _OFTEN:
         return None
     shapes = sum(" had the " in cause for cause in causes)
@@ -91,12 +66,7 @@ def compiled(role: str, causes: Sequence[str]) -> str | None:
 
 
 def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
-    """A sentence about the time that compiling took.
-
-    Args:
-        seconds: The time for compiling.
-        elapsed: The time for everything.
-        graphs: The number of graphs compiled.
+    """A sentence about the time that compiling took, of the time for everything.
 
     Example:
         >>> compiling(20.0, 40.0, 3) is None  # a usual start
@@ -111,11 +81,7 @@ def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
 
 
 def waiting(waited: float, elapsed: float) -> str | None:
-    """A sentence about an epoch that waited for its data.
-
-    Args:
-        waited: The seconds for which the loop had no batch.
-        elapsed: The seconds of the epoch.
+    """A sentence about an epoch that waited for its data, for so many of its seconds.
 
     Example:
         >>> waiting(waited=0.1, elapsed=10.0) is None
@@ -136,14 +102,10 @@ def waiting(waited: float, elapsed: float) -> str | None:
 def logs_read(times: int, steps: int) -> str | None:
     """A sentence about batch logs that a callback reads.
 
-    Args:
-        times: The number of reads.
-        steps: The number of steps.
-
     Example:
         >>> print(logs_read(90, 100))
         callbacks read the logs of 90 of 100 batches, and each time the device was waited for: read them every \
-hundredth batch, or in on_epoch_end
+    redth batch, or in on_epoch_end
     """
     if times < _OFTEN or times < _SHARE * steps:
         return None
@@ -152,12 +114,7 @@ hundredth batch, or in on_epoch_end
 
 
 def weights_changed(times: int, steps: int) -> str | None:
-    """A sentence about weights that a callback changes between steps.
-
-    Args:
-        times: The number of steps that found them changed.
-        steps: The number of steps.
-    """
+    """A sentence about weights that a callback changes between steps: so many found them changed."""
     if times < _OFTEN or times < _SHARE * steps:
         return None
     found = f"a callback changed the weights before {times} of {steps} steps, and each time the device was waited for"
@@ -165,24 +122,14 @@ def weights_changed(times: int, steps: int) -> str | None:
 
 
 def in_callbacks(seconds: float, elapsed: float) -> str | None:
-    """A sentence about callbacks that take long.
-
-    Args:
-        seconds: The time that they took, without their waits.
-        elapsed: The time for everything.
-    """
+    """A sentence about callbacks that take long, their waits not counted, of the time for everything."""
     if seconds < _SECONDS or seconds < _SHARE * elapsed:
         return None
     return f"callbacks took {seconds / elapsed:.0%} of the time: do less after a batch, or do it every hundredth batch"
 
 
 def validating(seconds: float, elapsed: float) -> str | None:
-    """A sentence about validations that take longer than the training.
-
-    Args:
-        seconds: The time that they took.
-        elapsed: The time for everything.
-    """
+    """A sentence about validations that take longer than the training, of the time for everything."""
     if seconds < _SECONDS or seconds < elapsed / 2:
         return None
     cure = "fit(validation_freq=5) does it less often, a larger validation_batch_size faster, validation_steps on less"
@@ -191,10 +138,6 @@ def validating(seconds: float, elapsed: float) -> str | None:
 
 def unused(used: int, available: int) -> str | None:
     """A sentence about idle cores.
-
-    Args:
-        used: The number of cores that compute.
-        available: The number of cores that there are.
 
     Example:
         >>> print(unused(1, 8))
@@ -207,12 +150,9 @@ def unused(used: int, available: int) -> str | None:
 
 
 def starting(seconds: float, elapsed: float, joined: bool) -> str | None:
-    """A hint about steps so short that starting them takes most of the time.
+    """A hint about steps so short that starting them takes most of the time for everything but compiling and tracing.
 
-    Args:
-        seconds: The time that the host took to start the steps.
-        elapsed: The time for everything but compiling and tracing.
-        joined: True if several steps are one graph already.
+    If `joined`, several steps are one graph already.
     """
     if seconds < _SECONDS or not 0 < elapsed <= 2 * seconds:
         return None

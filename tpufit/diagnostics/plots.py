@@ -20,14 +20,7 @@ _MOST_TEXT = 30  # a confusion matrix of more classes has no numbers written int
 
 
 def new_axes(count: int = 1, side: tuple[float, float] = (5.0, 3.5)) -> tuple[Figure, list[Axes]]:
-    """Axes side by side in a new figure, in the style of all pictures here.
-
-    Args:
-        count: The number of axes (default 1).
-        side: The width and height of each, in inches.
-
-    Returns:
-        Matplotlib's `Figure`, and its `Axes`.
+    """Axes side by side in a new figure, in the style of all pictures here; `side` is width and height in inches.
 
     Raises:
         ImportError: Matplotlib is not installed.

@@ -218,9 +218,6 @@ def _facts(report: Report) -> Table:
 def attention_in_words(forms: Mapping[str, str]) -> dict[str, str]:
     """The layers of each form of attention, for a table.
 
-    Args:
-        forms: The form of each layer, by its name.
-
     Example:
         >>> attention_in_words({"blocks.0": "flash", "blocks.1": "flash", "head": "plain: 64 places are few"})
         {'flash attention': 'blocks.0, blocks.1', 'plain attention': 'head (64 places are few)'}

@@ -24,10 +24,8 @@ def table(
 ) -> str:
     """Make a table of the layers that hold parameters or contain no other layer, and of the totals, as text.
 
-    Args:
-        module: Any module. A tensor that several layers share is counted at the first.
-        outputs: The shapes of the layers' outputs, from `noting_outputs` (default: not known yet).
-        split: The dimension along which a parameter is split over the cores, by its `id` (default: none is).
+    A tensor that several layers share is counted at the first. The shapes of outputs come from `noting_outputs`;
+    `split` says along which dimension a parameter is split over the cores, by its `id`.
 
     Example:
         >>> print(table(nn.Linear(2, 3), {"": "8x3"}))
@@ -61,10 +59,8 @@ def table(
 def memory(module: nn.Module, state: Iterable[Tensor], of_a_core: Callable[[Iterable[Tensor]], int] = _whole) -> str:
     """The memory that a training keeps on each core, without the activations and batches of its steps.
 
-    Args:
-        module: The module.
-        state: The rest of the training's state: the optimizer's, sums of gradients, averages; empty if not known yet.
-        of_a_core: Gives the bytes that a core holds of some tensors (default: all of them).
+    `state` is all but the module's: the optimizer's, sums of gradients, averages; empty if not known yet. `of_a_core`
+    gives the bytes that a core holds of some tensors.
 
     Example:
         >>> memory(nn.Linear(2, 3), [])
@@ -83,11 +79,7 @@ def memory(module: nn.Module, state: Iterable[Tensor], of_a_core: Callable[[Iter
 
 @contextmanager
 def noting_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
-    """Note the output shapes of the layers that are called inside, each at its first call.
-
-    Args:
-        module: The module of the layers.
-        found: Takes the shapes, by the layers' names.
+    """Note the output shapes of the layers that are called inside, each at its first call, in `found`, by name.
 
     Example:
         >>> import torch
