@@ -8,9 +8,6 @@ from torch import nn
 def repeated(module: nn.Module) -> list[str]:
     """Name the modules in a `ModuleList` or `Sequential` of several of their class, if they are made of layers.
 
-    Args:
-        module: The module.
-
     Example:
         >>> repeated(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1), 2, enable_nested_tensor=False))
         ['layers.0', 'layers.1']

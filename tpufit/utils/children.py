@@ -20,14 +20,9 @@ _TICK = 0.2  # seconds
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a process.
+    """The end of a process."""
 
-    Attributes:
-        status: Its exit status; below 0 the signal that ended it; None if its time was over.
-        said: What it wrote.
-    """
-
-    status: int | None
+    status: int | None  # its exit status; below 0 the signal that ended it; None if its time was over
     said: str
 
 
@@ -41,7 +36,6 @@ def run(
         what: What it does, e.g. `"compiling for v5e-8"`.
         seconds: The seconds that it may take.
         clock: True (default) to show the seconds while it runs, where a line can be drawn over.
-        environ: Further variables of its environment (default: none).
     """
     python = own_python(command, {"PYTHONFAULTHANDLER": "1", **(environ or {})})
     console = standard_output()
@@ -69,11 +63,7 @@ def run(
 
 
 def reason(status: int, said: str) -> str:
-    """The end of a process in a sentence.
-
-    Args:
-        status: Its exit status; below 0 the signal that ended it.
-        said: What it wrote.
+    """The end of a process in a sentence: by its exit status or, below 0, the signal that ended it.
 
     Example:
         >>> reason(-6, "F0000 xla.cc:1] Check failed: false")

@@ -8,11 +8,7 @@ from torch import Tensor, nn
 
 
 def copied(module: nn.Module, value_of: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Copy a module for evaluation: all but the values of its parameters and buffers. Tied ones stay tied.
-
-    Args:
-        module: The module, which stays as it is.
-        value_of: Returns the value that the copy has in the place of a tensor.
+    """Copy a module for evaluation, with the values that `value_of` returns for its tensors. Tied ones stay tied.
 
     Example:
         >>> import torch

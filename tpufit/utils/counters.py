@@ -22,16 +22,10 @@ ROLES = ("train", "eval", "predict", "init", "transfer", "metric")
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compilation.
+    """One compilation."""
 
-    Attributes:
-        role: Its purpose, one of `ROLES`.
-        cause: The reason for the graph, e.g. `"the first step"`; nothing where there is but one.
-        seconds: The time that it took.
-    """
-
-    role: str
-    cause: str
+    role: str  # one of `ROLES`
+    cause: str  # of the graph, e.g. "the first step"; nothing where there is but one
     seconds: float
 
 
@@ -83,14 +77,7 @@ def tally() -> Counts:
 
 
 def note_compiled(role: str, cause: str, graphs: int, seconds: float) -> None:
-    """Note graphs that were compiled.
-
-    Args:
-        role: One of `ROLES`.
-        cause: The reason for the graphs.
-        graphs: Their number.
-        seconds: The time that they took, all together.
-    """
+    """Note graphs that were compiled, in so many seconds all together; the role is one of `ROLES`."""
     _tally.graphs[role] += graphs
     _tally.compiled.extend([Compiled(role, cause, seconds / graphs)] * graphs)
     add_seconds("compile", seconds)
@@ -128,10 +115,7 @@ def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
 def add_seconds(phase: str, seconds: float, beside: bool = False) -> None:
     """Count time to a phase that was measured otherwise, inside of what is being measured.
 
-    Args:
-        phase: The phase.
-        seconds: The time.
-        beside: True if it passed in another thread, or has been counted otherwise already (default False).
+    If it passed `beside` that, in another thread, or has been counted otherwise already, it isn't taken off.
     """
     global _inside
     _tally.seconds[phase] += seconds
@@ -147,12 +131,7 @@ def waiting(reason: str) -> Iterator[None]:
 
 
 def note_line(what: str, line: str) -> None:
-    """Note a line of user code in a traced step that reads a value or calls an operation that runs on the host.
-
-    Args:
-        what: `"read"`, or the operation's name.
-        line: The line, e.g. `train.py:12`.
-    """
+    """Note a line such as `train.py:12` that reads a value (`"read"`), or calls an operation that runs on the host."""
     _tally.lines[what, line] += 1
 
 

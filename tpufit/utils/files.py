@@ -53,13 +53,7 @@ def replacing(target: Path) -> Iterator[Path]:
     """Give a draft to write beside a file; it takes the file's place when the block ends without an error.
 
     Whenever the process may die, the file is the old one or the new one. After an error nothing of the draft is left;
-    only a killed process leaves one, which `drop_drafts` removes.
-
-    Args:
-        target: The file. Its folder must exist.
-
-    Yields:
-        The path of the draft, where nothing is yet.
+    only a killed process leaves one, which `drop_drafts` removes. The folder must exist.
 
     Raises:
         OSError: The file system refused.
@@ -83,12 +77,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file.
-
-    Args:
-        path: The file.
-        tensors: Host tensors by name, no two of which share memory.
-        metadata: The file's own words about itself.
+    """Write a safetensors file of host tensors, no two of which share memory.
 
     Raises:
         OSError: The file system refused. With an errno of `DISK_FULL` there is no room.
@@ -105,14 +94,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def write_one_by_one(
     path: Path, tensors: Mapping[str, Tensor], values: Iterator[Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file of tensors that need not be in memory together.
+    """Write a safetensors file of tensors that need not be in memory together: their values come on the host, in order.
 
-    Args:
-        path: The file.
-        tensors: Tensors by name, of which only shape and dtype count. The widest dtypes come first, so that all lie at
-            whole multiples of their width.
-        values: Their values on the host, in the same order.
-        metadata: The file's own words about itself.
+    Of the tensors only shape and dtype count. The widest dtypes come first, so that all lie at whole multiples of their
+    width.
 
     Raises:
         OSError: The file system refused.
@@ -145,21 +130,13 @@ def write_one_by_one(
 
 
 def drop_drafts(folder: Path) -> None:
-    """Remove the drafts that killed processes left. The caller makes sure that no other process is writing there.
-
-    Args:
-        folder: The folder of the drafts.
-    """
+    """Remove the drafts that killed processes left. The caller makes sure that no other process is writing there."""
     for draft in folder.glob(".*.tmp-*"):
         draft.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
-    """Wait until the disk holds the bytes of a file, or the names in a folder, before anything that relies on them.
-
-    Args:
-        path: The file or folder.
-    """
+    """Wait until the disk holds the bytes of a file, or the names in a folder, before anything that relies on them."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -175,12 +152,7 @@ class Lock:
     """A folder's lock against other processes. It ends with this process if not before, however that dies.
 
     Processes that this one forks, such as a loader's workers, don't have it: they may live on when this one is killed.
-
-    Args:
-        folder: The folder, which exists.
-
-    Attributes:
-        release: Releases it; again is no error.
+    To `release` it again is no error.
 
     Raises:
         HeldError: Another process holds it.

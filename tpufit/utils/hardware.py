@@ -34,19 +34,12 @@ _OF_MANY_PROCESSES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
 
 @dataclass(frozen=True)
 class Chip:
-    """A type of TPU.
+    """A type of TPU, as its vendor says."""
 
-    Attributes:
-        name: Its name, e.g. `"v5e"`.
-        devices: The number of devices that the runtime reports for one chip.
-        memory: The memory of a device, in GiB, as the vendor says; for `"v2 or v3"` that of a v2.
-        peak: The matrix products of a device in bfloat16, in operations a second, as the vendor says; None if unknown.
-    """
-
-    name: str
-    devices: int
-    memory: int
-    peak: float | None = None
+    name: str  # e.g. "v5e"
+    devices: int  # that the runtime reports for one chip
+    memory: int  # of a device, in GiB; for "v2 or v3" that of a v2
+    peak: float | None = None  # products of a device in bfloat16, in operations a second
 
 
 # Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm, and the pages of v2, v3, v4, v5e, v5p and v6e; the peak

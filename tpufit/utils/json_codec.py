@@ -25,15 +25,12 @@ def is_json(nest: Any) -> bool:
 
 
 def encode(nest: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
-    """Turn a nest into one that JSON can hold.
+    """Turn a nest into one that JSON can hold. A tuple becomes a list.
 
-    Args:
-        nest: Numbers, strings, tensors and arrays, in tuples, lists and dicts. A tuple becomes a list.
-        name: Its name in errors, with which its tensors' names begin.
-        tensors: Takes its tensors and arrays.
+    `tensors` takes its tensors and arrays, by names that begin with its own, which is also its name in errors.
 
     Raises:
-        ArgumentError: It holds something else.
+        ArgumentError: It holds something but numbers, strings, tensors and arrays, in tuples, lists and dicts.
 
     Example:
         >>> tensors = {}
@@ -62,12 +59,7 @@ def encode(nest: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
 
 
 def decode(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Turn the result of `encode` back into the nest.
-
-    Args:
-        plain: The result.
-        tensors: The tensors that `encode` took.
-    """
+    """Turn the result of `encode` back into the nest, with the tensors that it took."""
     if isinstance(plain, list):
         return [decode(item, tensors) for item in plain]
     if not isinstance(plain, dict):

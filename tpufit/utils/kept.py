@@ -37,15 +37,10 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 
 
 class Some(NamedTuple):
-    """Some of the items of a dict, in place of an object's attributes.
+    """Some of the items of a dict, in place of an object's attributes."""
 
-    Attributes:
-        values: The dict, as of `vars`.
-        but: The names that are left out.
-    """
-
-    values: MutableMapping[str, Any]
-    but: Container[str]
+    values: MutableMapping[str, Any]  # as of `vars`
+    but: Container[str]  # the names that are left out
 
 
 class Kept:
@@ -53,11 +48,7 @@ class Kept:
 
     It sees numbers, words, small tensors and arrays, nests of these, random generators, and objects with a `state_dict`
     and a `load_state_dict` of their own: as attributes, and as variables that a function keeps in its closure. Of a
-    library's objects, other than modules, it sees the generators alone.
-
-    Args:
-        roots: The objects by name.
-        leave: Objects that are somebody else's (default: none).
+    library's objects, other than modules, it sees the generators alone. Objects to `leave` are somebody else's.
 
     Example:
         >>> def counter():
@@ -106,8 +97,7 @@ class Kept:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Set attributes back, and all others that can be to what they were when this object was made.
 
-        Args:
-            state: The dict that `state_dict` returned, of the same objects or of others made in the same way.
+        The state is of the same objects or of others made in the same way.
 
         Returns:
             The names of what has no place any more, in roots that are still there.
@@ -365,12 +355,7 @@ def _set(holder: Any, name: str, form: Any) -> None:
 
 
 def _value(form: Any, now: Any = None) -> Any:
-    """The value of a form.
-
-    Args:
-        form: The form.
-        now: The value that is there, which is changed in place if it can be.
-    """
+    """The value of a form. The value that is there now is changed in place if it can be."""
     if not isinstance(form, dict):
         return form
     ((kind, own),) = form.items()

@@ -24,18 +24,11 @@ _WORTH = 16
 
 @dataclass(frozen=True)
 class Shortage:
-    """The sizes in an error for a full memory, as it writes them: `"21.95G"`, or bytes. Only some are in each.
+    """The sizes in an error for a full memory, as it writes them: `"21.95G"`, or bytes. Only some are in each."""
 
-    Attributes:
-        needs: The memory that the program needs, or its largest array alone.
-        has: The memory that the device has.
-        more: The memory that was asked for besides what was taken.
-        free: The memory that was free.
-    """
-
-    needs: str = ""
-    has: str = ""
-    more: str = ""
+    needs: str = ""  # of the program, or its largest array alone
+    has: str = ""  # of the device
+    more: str = ""  # that was asked for besides what was taken
     free: str = ""
 
 
@@ -55,18 +48,13 @@ def shortage(words: str) -> Shortage:
 def measures(state: int, needs: int, rows: int, cores: int, split: bool, remat: bool) -> list[str]:
     """Name what makes a training step smaller, what costs the least first.
 
-    Args:
-        state: The bytes of weights, gradients and optimizer state on a core.
-        needs: The bytes that the step needs on a core.
-        rows: The rows of a core.
-        cores: The number of cores.
-        split: True if the state is split over the cores already.
-        remat: True if blocks keep their inputs alone already.
+    The state is weights, gradients and optimizer state. It and `needs` are bytes on a core, and rows are those of a
+    core. It may be `split` over the cores already, and blocks may keep their inputs alone (`remat`).
 
     Example:
         >>> measures(8 << 30, 20 << 30, rows=8, cores=8, split=False, remat=True)
         ["compile(shard='fsdp'), with 1 GiB instead of 8 GiB of state on a core", 'a smaller batch_size (4) with \
-compile(accumulate_steps=2)']
+    ile(accumulate_steps=2)']
     """
     found = []
     if not split and cores > 1 and state * _WORTH >= needs:

@@ -14,9 +14,6 @@ _npy: Any = npy_format  # older NumPys have no types for it
 class NpyFile:
     """A `.npy` file that grows along its first axis; `numpy.load(path, mmap_mode="r")` reads it as one array.
 
-    Args:
-        path: The file.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "a.npy")
@@ -35,10 +32,7 @@ class NpyFile:
         self._kind: tuple[tuple[int, ...], np.dtype[Any]] | None = None  # what all batches have in common
 
     def append(self, rows: np.ndarray[Any, Any]) -> None:
-        """Add rows.
-
-        Args:
-            rows: An array whose first axis is that of the rows; the rest of its shape, and its dtype, stay the same.
+        """Add rows: an array whose first axis is theirs; the rest of its shape, and its dtype, stay the same.
 
         Raises:
             DataError: They don't.

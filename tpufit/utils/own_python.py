@@ -19,14 +19,7 @@ if os.getppid() == int(sys.argv[1]):
 def own_python(command: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Arguments of `subprocess.Popen` for a Python process that imports this very tpufit and ends with this process.
 
-    It also ends with the thread that starts it, which so has to wait for it.
-
-    Args:
-        command: The words after `python`.
-        environ: Further variables of its environment (default: none).
-
-    Returns:
-        The arguments `args` and `env`.
+    It also ends with the thread that starts it, which so has to wait for it. The command is the words after `python`.
 
     Example:
         >>> import subprocess

@@ -58,10 +58,8 @@ def facts(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
     values among a function's variables: those of its closure, its defaults, and the globals that it names. It leaves
     out tensors on a device.
 
-    Args:
-        objects: Modules, functions, classes and any other objects, by name.
-        deep: True to follow functions to the lists, objects and functions among their variables, and to list the
-            context variables too (default False): others may change those at any time.
+    If `deep`, it follows functions to the lists, objects and functions among their variables, and lists the context
+    variables too: others may change those at any time.
 
     Example:
         >>> class Net(nn.Module):
@@ -81,24 +79,14 @@ def facts(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
 
 
 class _Walk:
-    """One walk over objects, which comes to each of them once.
-
-    Args:
-        deep: See `facts`.
-    """
+    """One walk over objects, which comes to each of them once; `deep` as in `facts`."""
 
     def __init__(self, deep: bool) -> None:
         self._deep = deep
         self._seen: set[int] = set()
 
     def of(self, name: str, value: Any, depth: int) -> _Facts:
-        """List what a value keeps.
-
-        Args:
-            name: Its name.
-            value: The value.
-            depth: The depth that is left.
-        """
+        """List what a value keeps, as deep as is left."""
         plain = _comparable(value)
         if plain is not _OTHER:
             yield name, plain

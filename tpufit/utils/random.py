@@ -49,13 +49,8 @@ def set_random_seed(seed: int) -> None:
 def step_seed(seed: int, step: int) -> int:
     """The device's seed of one step: a function of (seed, step), whatever ran in between.
 
-    Args:
-        seed: The run's seed.
-        step: The number of the step since the model was made, from 0.
-
-    Returns:
-        A number from 0 to 2**63 - 1. Neighbouring steps give unrelated numbers (the finalizer of SplitMix64,
-        Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+    Steps count from 0 since the model was made. Neighbouring ones give unrelated numbers, from 0 to 2**63 - 1 (the
+    finalizer of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 
     Example:
         >>> step_seed(0, 1) == step_seed(0, 1) != step_seed(0, 2)
@@ -76,12 +71,6 @@ def draw_seed() -> int:
 class RNGState:
     """The state of the host's random numbers: of Python, NumPy, PyTorch and the user's own generators.
 
-    Attributes:
-        python: The state of `random`.
-        numpy: The state of `numpy.random`.
-        pytorch: The state of PyTorch's default generator.
-        own: The states of the user's own generators.
-
     Example:
         >>> before = RNGState.now()
         >>> first = random.random(), torch.rand(())
@@ -97,11 +86,7 @@ class RNGState:
 
     @classmethod
     def now(cls, generators: Sequence[Generator] = ()) -> RNGState:
-        """The state now.
-
-        Args:
-            generators: The user's own generators.
-        """
+        """The state now, with that of the user's own generators."""
         own = tuple(generator.get_state() for generator in generators)
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), own)
 
@@ -115,11 +100,7 @@ class RNGState:
         )
 
     def restore(self, generators: Sequence[Generator] = ()) -> None:
-        """Go back to this state.
-
-        Args:
-            generators: The generators that `now` was given. If it was given none, they stay as they are.
-        """
+        """Go back to this state; the generators are those that `now` was given. If there were none, they stay as is."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.pytorch)
@@ -139,11 +120,7 @@ class RNGState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RNGState:
-        """Make a state of the plain values that `state_dict` gave.
-
-        Args:
-            state: The plain values.
-        """
+        """Make a state of the plain values that `state_dict` gave."""
         version, words, gauss = state["python"]
         kind, keys, *rest = state["numpy"]
         numpy = (kind, np.array(keys, dtype=np.uint32), *rest)

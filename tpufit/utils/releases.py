@@ -46,14 +46,7 @@ def release_of(version: str | None) -> str | None:
 
 
 def check_versions(torch_version: str | None, xla_version: str | None) -> str:
-    """Check that torch and torch_xla are installed, and belong together.
-
-    Args:
-        torch_version: The installed version of torch, or None.
-        xla_version: The installed version of torch_xla, or None.
-
-    Returns:
-        Their release, e.g. `"2.9"`.
+    """Check that torch and torch_xla are installed, and belong together; return their release.
 
     Raises:
         VersionError: They don't.
@@ -78,10 +71,7 @@ def check_versions(torch_version: str | None, xla_version: str | None) -> str:
 
 
 def missing(found: Mapping[str, str | None]) -> list[str]:
-    """The packages of the TPU's compiler that aren't installed.
-
-    Args:
-        found: The installed versions; one that is None or not there is missing.
+    """The packages of the TPU's compiler that aren't installed: their version is None or not there.
 
     Example:
         >>> missing({"libtpu": "0.0.21", "jax": "0.7.1"})
@@ -93,9 +83,6 @@ def missing(found: Mapping[str, str | None]) -> list[str]:
 def tried(found: Mapping[str, str | None]) -> bool:
     """True if the installed compiler was tried with the installed torch_xla.
 
-    Args:
-        found: The installed versions.
-
     Example:
         >>> tried({"torch_xla": "2.9.0", "libtpu": "0.0.21.1", "jax": "0.7.2", "jaxlib": "0.7.2"})
         True
@@ -105,30 +92,20 @@ def tried(found: Mapping[str, str | None]) -> bool:
 
 
 def untried(found: Mapping[str, str | None]) -> str:
-    """Say that nobody has tried an installed compiler.
-
-    Args:
-        found: The installed versions.
-    """
+    """Say that nobody has tried an installed compiler."""
     here = ", ".join(f"{name} {found[name]}" for name in COMPILER)
     return f"tpufit was not tried with the TPU's compiler that is here ({here}) and torch_xla {found['torch_xla']}"
 
 
 def tried_libtpu(found: Mapping[str, str | None]) -> bool:
-    """True if the installed libtpu was tried with the installed torch_xla.
-
-    Args:
-        found: The installed versions.
-    """
+    """True if the installed libtpu was tried with the installed torch_xla."""
     return found.get("libtpu") in TRIED.get(release_of(found.get("torch_xla")) or "", {})
 
 
 def command(found: Mapping[str, str | None], *names: str) -> str:
     """The command that installs a compiler that was tried with the installed torch_xla, and leaves what is fine.
 
-    Args:
-        found: The installed versions.
-        *names: The packages to install (default: all that aren't there, or aren't of a tried set).
+    Without names it installs all packages that aren't there, or aren't of a tried set.
 
     Example:
         >>> command({"torch_xla": "2.8.0", "libtpu": "0.0.17"})

@@ -7,12 +7,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: object, **methods: Any) -> Iterator[None]:
-    """A context in which an object has other methods.
-
-    Args:
-        owner: The object.
-        **methods: Its methods meanwhile.
-    """
+    """A context in which an object has other methods."""
     attributes = vars(owner)
     before = {name: attributes[name] for name in methods if name in attributes}
     attributes.update(methods)

@@ -9,9 +9,6 @@ from ..errors import StrictError
 class Strict:
     """The policy of `fit(strict=True)`. Code that meets a slow thing reports it here, and goes on if this returns.
 
-    Args:
-        line: The user's line that called `fit`, e.g. `"train.py:12"`; empty (default) lets everything pass.
-
     Example:
         >>> Strict().refuse("the train step can't be replayed")
         >>> Strict("train.py:12").refuse("the train step can't be replayed")
@@ -19,16 +16,13 @@ class Strict:
         tpufit.errors.StrictError: strict=True, in the fit at train.py:12: the train step can't be replayed
     """
 
-    line: str = ""
+    line: str = ""  # of the user's, that called `fit`: "train.py:12"; if empty, everything passes
 
     def __bool__(self) -> bool:
         return bool(self.line)
 
     def refuse(self, event: str) -> None:
-        """Raise for an event that makes steps slow, if the policy is strict.
-
-        Args:
-            event: A sentence with the event, its place and its cure.
+        """Raise for an event that makes steps slow, if the policy is strict. It is a sentence, with place and cure.
 
         Raises:
             StrictError: The policy is strict.

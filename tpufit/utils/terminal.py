@@ -8,9 +8,7 @@ from rich.console import Console
 def standard_output() -> Console:
     """Standard output as it is now, drawn on only if it really is a terminal or a notebook.
 
-    Returns:
-        A rich console. Unlike rich's own it is not misled by `FORCE_COLOR`, which is set in many a CI whose logs can't
-        be drawn on.
+    Unlike rich's own console it is not misled by `FORCE_COLOR`, which is set in many a CI whose logs can't be drawn on.
     """
     # Soft wrap: the lines that a program prints above a bar go through this console, and must stay as they are.
     return Console(force_terminal=None if sys.stdout.isatty() else False, soft_wrap=True)
@@ -18,9 +16,6 @@ def standard_output() -> Console:
 
 def can_draw(console: Console) -> bool:
     """True if a line can be drawn over another one: in a terminal, or in a notebook.
-
-    Args:
-        console: The place to write.
 
     Example:
         >>> import io
@@ -32,9 +27,6 @@ def can_draw(console: Console) -> bool:
 
 def say(text: str) -> None:
     """Print a line, above a progress bar if one is being drawn.
-
-    Args:
-        text: The line.
 
     Example:
         >>> say("Epoch 4: early stopping")

@@ -42,12 +42,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def rendered(content: RenderableType, width: int) -> str:
-    """The plain text of something that rich draws, without spaces at the lines' ends.
-
-    Args:
-        content: A table, or another thing that rich can draw.
-        width: The longest line, in columns.
-    """
+    """The plain text of something that rich draws, at most so many columns wide, without spaces at the lines' ends."""
     text = io.StringIO()
     Console(file=text, width=width).print(content)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

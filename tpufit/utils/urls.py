@@ -34,9 +34,6 @@ def is_url(path: str | os.PathLike[str] | Url) -> bool:
 class Url:
     """A folder or file of a file system that fsspec knows, with the few methods of a `Path` that are needed.
 
-    Args:
-        url: The URL.
-
     Raises:
         ArgumentError: Nothing is known of its protocol, or its library isn't installed.
 
@@ -137,16 +134,10 @@ class Url:
 
 
 class Mirror:
-    """A local copy of a folder or file behind a URL; of a path it is that path itself.
+    """A local copy of a folder, or of a file, behind a URL; of a path it is that path itself.
 
-    Args:
-        place: A path or URL.
-        file: True for a file (default False: a folder).
-        kept: True to keep the copy for the next time, in `~/.cache/tpufit` (default False: it ends with this object).
-            Then only what has another size is copied, and files of less than 1 MiB.
-
-    Attributes:
-        path: The local path to read or write.
+    If `kept`, the copy stays for the next time, in `~/.cache/tpufit`. Then only what has another size is copied, and
+    files of less than 1 MiB.
 
     Example:
         >>> mirror = Mirror("memory://mirrored")
@@ -173,7 +164,7 @@ class Mirror:
             return
         folder = tempfile.mkdtemp(prefix="tpufit-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.path = Path(folder, self._url.name)
+        self.path = Path(folder, self._url.name)  # to read or write
         if not file:
             self.path.mkdir()
 

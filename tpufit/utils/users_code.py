@@ -49,9 +49,7 @@ def raising_line(error: BaseException) -> str:
 def warn(message: str, again: bool = False) -> None:
     """Warn at the user's line: of `fit`, or of their own step, callback or data set. All of tpufit warns in this way.
 
-    Args:
-        message: The warning.
-        again: True to show it even if a line has warned in the same words before (default False).
+    A line that has warned in the same words before does so `again` only if asked.
     """
     frame = _users_frame(sys._getframe(1))
     if frame is None:  # a thread of ours: the main one has called `fit`, but for a few programs
@@ -79,10 +77,6 @@ def is_users(path: str) -> bool:
 
 
 def is_users_module(name: str | None) -> bool:
-    """True if a module of this name is the user's own code.
-
-    Args:
-        name: The `__module__` of a class or function.
-    """
+    """True if a module of this name is the user's own code."""
     path = getattr(sys.modules.get(name or ""), "__file__", None)
     return name != "builtins" and (path is None or is_users(path))
