@@ -30,18 +30,9 @@ _GONE = "the other hosts don't answer: {}. Start all hosts again; fit(resume=Tru
 
 
 class Group:
-    """The hosts of a pod, as one of them sees them.
+    """The hosts of a pod, as the one of this number, from 0, sees them.
 
-    Args:
-        index: This host's number, from 0.
-        count: The number of hosts.
-        store: A store that all hosts share, through which they find each other.
-        address: The name or address of process 0.
-
-    Attributes:
-        index: This host's number, from 0.
-        count: The number of hosts.
-        heartbeat: The signs of life.
+    They find each other through a store that all share, and the address of process 0.
     """
 
     def __init__(self, index: int, count: int, store: dist.Store, address: str) -> None:
@@ -158,8 +149,7 @@ def is_first() -> bool:
 def all_reduce_max(value: Any) -> Any:
     """The largest value over all hosts, where a value decides which program runs next; with one host it is its own.
 
-    Args:
-        value: A number or flag, or a list of them. All hosts call this at the same moment.
+    It is a number or flag, or a list of them. All hosts call this at the same moment.
     """
     if _group is None:
         return value

@@ -30,11 +30,7 @@ def patience() -> float:
 class Heartbeat:
     """Tells the other hosts that this one lives, and notices those that don't.
 
-    Args:
-        index: This host's number.
-        count: The number of hosts.
-        store: A store that all hosts share, through which they find each other.
-        address: The name or address of process 0.
+    They find each other through a store that all share, and the address of process 0.
 
     Attributes:
         place: What this host is doing, for the sentences of others.
@@ -69,11 +65,7 @@ class Heartbeat:
         threading.Thread(target=self._beat, name="tpufit-heartbeat", daemon=True).start()
 
     def leave(self, why: str) -> None:
-        """Tell the others that this host takes no further part.
-
-        Args:
-            why: The reason, as a half-sentence after the host's name: `"has ended"`.
-        """
+        """Tell the others that this host takes no further part, as a half-sentence after its name: `"has ended"`."""
         self._farewell = why
         self._send()
 
