@@ -18,30 +18,19 @@ _FIRST = 4
 
 @dataclass
 class _Since:
-    """What has been since the last audit of a graph.
+    """What has been since the last audit of a graph."""
 
-    Attributes:
-        code: The times that user code had run then.
-        replayed: The steps replayed since.
-        after: Those of them that ran after user code.
-        interval: The steps to be replayed until the next audit inside a pass.
-    """
-
-    code: int = 0
-    replayed: int = 0
-    after: int = 0
-    interval: int = _FIRST
+    code: int = 0  # the times that user code had run then
+    replayed: int = 0  # steps since
+    after: int = 0  # of those steps, the ones that ran after user code
+    interval: int = _FIRST  # steps to be replayed until the next audit inside a pass
 
 
 class Audits:
-    """Decides which steps of one role are audited, and counts those that have run since the last audit.
-
-    Args:
-        in_step: True if other hosts must decide the same: then no clock is asked (default False).
-    """
+    """Decides which steps of one role are audited, and counts those that have run since the last audit."""
 
     def __init__(self, in_step: bool = False) -> None:
-        self._in_step = in_step
+        self._in_step = in_step  # other hosts must decide the same: then no clock is asked
         self._since: dict[Hashable, _Since] = {}  # by the graph's key
         self._met: set[Hashable] = set()  # the graphs that need no audit before their next replay
         self._code = 0  # the times that user code has run
@@ -54,22 +43,13 @@ class Audits:
             since.interval = _FIRST
 
     def note_users_code(self, seldom: bool) -> None:
-        """Note that user code has run between two steps.
-
-        Args:
-            seldom: True if it runs so seldom that each graph can be audited before its next replay.
-        """
+        """Note that user code has run between steps; if `seldom`, each graph can be audited before its next replay."""
         self._code += 1
         if seldom:
             self._met.clear()
 
     def due(self, key: Hashable, left: int | None) -> bool:
-        """True if the next replay of a graph is to be an audit.
-
-        Args:
-            key: The graph's key.
-            left: The number of groups of steps in the pass after this one, or None if nobody knows.
-        """
+        """True if the next replay of a graph is to be an audit; `left` groups of steps come after it in the pass."""
         if key not in self._met:
             return True
         since = self._since[key]
@@ -96,9 +76,7 @@ class Audits:
     def captured(self, key: Hashable, seconds: float | None = None) -> None:
         """Note that a step has just been traced to a graph of its own.
 
-        Args:
-            key: The graph's key.
-            seconds: The time that it took, if nothing was compiled: an audit will take as long.
+        If nothing was compiled, the seconds that it took are known: an audit will take as long.
         """
         self._met.add(key)
         self._since[key] = _Since(self._code)
@@ -112,13 +90,7 @@ class Audits:
         self._ended = perf_counter()
 
     def ended(self, key: Hashable, seconds: float, agreed: bool) -> None:
-        """Note an audit.
-
-        Args:
-            key: The graph's key.
-            seconds: The time that it took.
-            agreed: True if it has found the graph that is replayed; if not, the others are in doubt too.
-        """
+        """Note an audit. If it hasn't found the graph that is replayed, the others are in doubt too."""
         interval = 2 * self._since[key].interval if key in self._met else _FIRST
         if not agreed:
             self._met.clear()

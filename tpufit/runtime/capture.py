@@ -31,15 +31,10 @@ from .unsharding import unsharding
 
 
 class _Now:
-    """The trace that this process is busy with; there is never more than one.
-
-    Attributes:
-        tracing: True while a step's Python runs.
-        began: The time, by `perf_counter`, when the capture under way began, or None.
-    """
+    """The trace that this process is busy with; there is never more than one."""
 
     tracing = False
-    began: float | None = None
+    began: float | None = None  # by `perf_counter`, if a capture is under way
 
 
 _now = _Now()
@@ -67,37 +62,21 @@ def capturing() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Target:
-    """The device, state and sums that a program's graphs work on.
-
-    Attributes:
-        placement: The cores.
-        role: The role that its graphs are counted under.
-        state: The tensors that a step reads and changes.
-        sums: The running sums.
-        donates: True if graphs write the new state over the old.
-        inside: Gives the context in which the body is traced.
-    """
+    """The device, state and sums that a program's graphs work on."""
 
     placement: CorePlacement
-    role: str
-    state: HeldState
+    role: str  # under which its graphs are counted
+    state: HeldState  # that a step reads and changes
     sums: Sums
-    donates: bool
-    inside: Callable[[], AbstractContextManager[object]]
+    donates: bool  # graphs write the new state over the old
+    inside: Callable[[], AbstractContextManager[object]]  # gives the context in which the body is traced
 
     def trace_seeds(self, seeds: list[int]) -> TraceSeeds:
         """Return the random numbers of a trace."""
         return TraceSeeds(self.placement.device_name, seeds)
 
     def trace(self, body: Body, inputs: list[Tensor], seeds: TraceSeeds, watch: AbstractContextManager[object]) -> Any:
-        """Run the body over lazy tensors. The sums must have begun.
-
-        Args:
-            body: The Python of the steps.
-            inputs: Batches and rates.
-            seeds: The random numbers of the steps.
-            watch: Sees what the body does.
-        """
+        """Run the body over lazy tensors while `watch` sees what it does. The sums must have begun."""
         _now.tracing = True
         try:
             # In this thread: if a backward pass ran on the CPU before torch_xla was imported, autograd has no thread
@@ -119,12 +98,7 @@ class Target:
             _now.tracing = False
 
     def launch(self, outputs: Any, because: str) -> Any:
-        """Run a trace as it is, without a graph to keep. If it fails, what it changed is lost.
-
-        Args:
-            outputs: The body's result.
-            because: The reason why it can't be replayed.
-        """
+        """Run a trace as it is, which can't be replayed for this reason. If it fails, what it changed is lost."""
         try:
             self.placement.launch(self.role, f"it is traced anew on every call, because {because}")
         except BaseException:
@@ -139,11 +113,7 @@ class Target:
 
 @contextmanager
 def undoing(state: HeldState) -> Iterator[None]:
-    """A context that takes a step back if it can't be traced, compiled or run: the state is what it was before.
-
-    Args:
-        state: The state, all of it computed.
-    """
+    """A context that takes a step back if it can't be traced, compiled or run. The state must have been computed."""
     before = same_memory(state.tensors)
     try:
         yield
@@ -164,16 +134,8 @@ def undoing(state: HeldState) -> Iterator[None]:
 class Capture:
     """One trace of a step. Everything before it must have been computed.
 
-    Args:
-        target: The device, state and sums.
-        stored: The state's values, see `HeldState.begin_trace`.
-        inputs: Batches and rates.
-        seeds: One for each step.
-        watch: Sees what the body reads and draws.
-        python_state: Gives the names and values that the body might change in Python.
-
-    Attributes:
-        outputs: The body's result.
+    The state's values are stored, see `HeldState.begin_trace`; the inputs are batches and rates; each step has a seed.
+    `watch` sees what the body reads and draws, and `python_state` gives what it might change in Python.
     """
 
     def __init__(
@@ -200,11 +162,7 @@ class Capture:
         self._escaped: list[Tensor] | None = None  # what the body has left elsewhere, once `graph` has looked for it
 
     def trace(self, body: Body) -> str:
-        """Run the body.
-
-        Returns:
-            The reason why no trace of it can be replayed, or nothing.
-        """
+        """Run the body, and return the reason why no trace of it can be replayed, or nothing."""
         self._target.sums.begin()
         with noting_new() as self._new:
             self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch)
@@ -235,11 +193,7 @@ class Capture:
         return drew and f"its Python draws random numbers at {drew}"
 
     def difference(self, earlier: Graph) -> str:
-        """Compare this trace, which won't be run, with a graph.
-
-        Returns:
-            The difference in words, or nothing.
-        """
+        """Compare this trace, which won't be run, with a graph: the difference in words, or nothing."""
         graph = self.unrun()
         if graph is None:
             return "it computes nothing any more"
@@ -315,12 +269,7 @@ class Capture:
         return graph
 
     def compile(self, graph: Graph, cause: str) -> None:
-        """Compile the graph of this trace.
-
-        Args:
-            graph: The graph of this trace.
-            cause: The reason why it is needed, for the report.
-        """
+        """Compile the graph of this trace; the report says why it is needed."""
         target = self._target
         target.placement.compile(
             Trace(graph, self._roots, self._values, target.state.axes, target.role, cause),
@@ -331,12 +280,7 @@ class Capture:
         return operations_in(xla()._get_xla_tensors_hlo(self._roots), self._target.placement.count)
 
     def run(self, graph: Graph, first: bool) -> None:
-        """Run a graph with the inputs of this trace.
-
-        Args:
-            graph: The graph of this trace, or an equal one.
-            first: True if it has never run.
-        """
+        """Run the graph of this trace, or an equal one, with its inputs; `first` if it has never run."""
         state = self._target.state
         taken = state.hold()
         self._taken = [taken[i] for i in graph.changed]
@@ -346,12 +290,9 @@ class Capture:
         )
 
     def settle(self, graph: Graph) -> Any:
-        """Give the traced tensors the values that `run` has computed, so that nothing of the trace stays pending.
+        """Give the traced tensors the values that `run` has computed, and return the body's result.
 
-        It would be computed from memory that is no longer there.
-
-        Returns:
-            The body's result.
+        Nothing of the trace stays pending: it would be computed from memory that is no longer there.
         """
         # The history of other tensors may keep the traced state alive, so its objects stay as they are. The others lose
         # their history, which keeps more of the trace alive.

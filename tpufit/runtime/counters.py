@@ -57,12 +57,7 @@ def metrics_report() -> str:
 
 @contextmanager
 def role(name: str, cause: str = "") -> Iterator[None]:
-    """Count the graphs that are compiled inside to a role.
-
-    Args:
-        name: One of `ROLES` of `utils/counters.py`.
-        cause: The reason for the graphs.
-    """
+    """Count the graphs that are compiled inside to one of the `ROLES`, with their cause."""
     before, began = _compiled(), perf_counter()
     try:
         yield

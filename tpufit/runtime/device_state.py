@@ -19,15 +19,8 @@ class HeldState(DeviceState):
     """The tensors that training changes: weights, buffers, and the optimizers' state.
 
     While graphs are replayed, a flat list here holds their values. The user's tensors are then empty, on the meta
-    device: a read at the wrong moment is an error in Python, and not the end of the process.
-
-    Args:
-        tensors: The user's own tensor objects.
-        shardings: The shardings of tensors, by their `id` (default: each is whole on every core).
-        packing: Which of them the device keeps with their dimensions in another order (default: none).
-
-    Attributes:
-        values: The values, while they are held here.
+    device: a read at the wrong moment is an error in Python, and not the end of the process. `packing` says which of
+    them the device keeps with their dimensions in another order.
     """
 
     def __init__(
@@ -91,10 +84,9 @@ class HeldState(DeviceState):
         return [i for i in self._packing.packs(tensors) if id(self.tensors[i]) not in self.shardings]
 
     def begin_trace(self) -> list[Tensor]:
-        """Let the user's tensors show values in the order in which the device keeps them. All must be computed.
+        """Let the user's tensors show values in the order in which the device keeps them, and return these.
 
-        Returns:
-            The values, the inputs of the graph about to be traced.
+        They are the inputs of the graph about to be traced, and must have been computed.
         """
         inputs = list(self.tensors)
         for i, value in self._pack(self.tensors).items():
@@ -107,10 +99,8 @@ class HeldState(DeviceState):
     def lent(self) -> Iterator[list[Tensor]]:
         """A context in which the user's tensors show the held values to this thread, for a trace that isn't run.
 
-        Whatever is done to them changes nothing here, and is forgotten.
-
-        Yields:
-            The values, the inputs of the graph about to be traced.
+        It gives the values, the inputs of that trace's graph. Whatever is done to them changes nothing here, and is
+        forgotten.
         """
         packs, shows = self._packs(self.tensors), same_memory(self.values)
         for i in packs:
@@ -145,11 +135,7 @@ class HeldState(DeviceState):
         return tensor._version != version or graph_hash(tensor) != graph_hash(shown(value))
 
     def shown(self, indices: Sequence[int]) -> list[Tensor]:
-        """The held values as the user sees them.
-
-        Args:
-            indices: Their indices.
-        """
+        """The held values of these indices as the user sees them."""
         packs = set(self._packs(self.tensors)) if self.held else set()
         packed = [i for i in indices if i in packs]
         found = dict(zip(packed, self._packing.unpacked([self.values[i] for i in packed]), strict=True))
@@ -166,11 +152,7 @@ class HeldState(DeviceState):
             self.restore(self.shown(range(len(self.values))))
 
     def restore(self, values: Sequence[Tensor]) -> None:
-        """Put values into the user's tensors, in place of those that are held.
-
-        Args:
-            values: The values, in the order of dimensions that the user sees.
-        """
+        """Put values, with dimensions in the user's order, into the user's tensors, in place of those that are held."""
         empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, values, strict=True)]
         self.values, self.held = [], False
         # After an interrupt some of them were not empty, and can't serve the next `hold`.
@@ -201,11 +183,7 @@ class HeldState(DeviceState):
             copy_into(doubles, to_host(doubles, "changed weights"), placement, self.shardings)
 
     def expect(self, changed: list[int], donates: bool) -> list[Any]:
-        """Note that a graph is about to be started.
-
-        Args:
-            changed: The indices of the tensors that it replaces.
-            donates: True if it writes the new values over the old.
+        """Note that a graph is about to be started, which replaces some tensors, and may write over the old ones.
 
         Returns:
             A list for the caller to fill: None as the graph is started, and then the list of its outputs.

@@ -67,9 +67,6 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     Args:
         cores: As in `init`. `"auto"` and `None` mean the cores that are settled, if any are.
         asked_by: The call that asks, e.g. `"fit(cores=8)"`, for the message to a later call that asks for others.
-
-    Returns:
-        The cores of this process.
     """
     global _settled, _failed
     request = _parse(cores)
@@ -185,11 +182,7 @@ def memory_used() -> int | None:
 
 
 def available(used: int) -> int:
-    """The number of cores of this host's TPU; without a TPU, the number that is used.
-
-    Args:
-        used: The number of cores that are used.
-    """
+    """The number of cores of this host's TPU; without a TPU, the number that is used."""
     if _settled is None or _settled.platform != "TPU":
         return used
     return int(_import_runtime().runtime.global_runtime_device_count())

@@ -84,9 +84,6 @@ def translate_import(error: BaseException) -> StartError:
 
     Where it sees chips it asks for their type while it is imported: the cloud's metadata server, which notebooks' hosts
     may not reach, or the environment, if `TPU_SKIP_MDS_QUERY` is set. Without an answer it fails over its own `None`.
-
-    Args:
-        error: The error that torch_xla raised.
     """
     sentence = (
         "torch_xla can't be imported, as it can't learn what kind of TPU this is. Before Python starts set "

@@ -72,11 +72,7 @@ class Graph:
     pick: Callable[[list[Any]], Sequence[Tensor]] = field(init=False)
 
     def arrange(self, sizes: Mapping[str, int]) -> None:
-        """Turn the sources into indices of one list.
-
-        Args:
-            sizes: The sizes of its parts, in their order.
-        """
+        """Turn the sources into indices of one list, whose parts have these sizes, in their order."""
         first, total = {}, 0
         for name, size in sizes.items():
             first[name], total = total, total + size
@@ -107,10 +103,8 @@ class Graph:
         """Start the graph, and put its results where they belong.
 
         Args:
-            state: Holds the state's values.
-            sums: The running sums.
             inputs: Its inputs, in its order.
-            start: The function that starts a graph by its hash with its inputs, see `CorePlacement.starter`.
+            start: Starts a graph by its hash with its inputs, see `CorePlacement.starter`.
             first: True if it has never run. **This waits** then, where the state can still be restored: a step that
                 needs too much memory usually fails the first time.
 
@@ -158,9 +152,7 @@ class Graph:
 def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) -> tuple[list[Any], list[Tensor]]:
     """Classify the leaves of a body's result: computed by the graph, an input, or the same at every call.
 
-    Args:
-        leaves: The leaves.
-        memory: The known tensors, see `by_memory`.
+    Inputs are known by their memory, see `by_memory`.
 
     Returns:
         The leaves of `Graph.result`, and the tensors that the graph computes.
@@ -184,11 +176,6 @@ def recognise(
     values: Sequence[Tensor], memory: Mapping[int, tuple[str, int]], seeds: Mapping[int, Place]
 ) -> tuple[list[tuple[str, int]], list[Tensor], list[Place]]:
     """Find the source of each input of a graph: known by its memory, a seed by its value, or else a constant.
-
-    Args:
-        values: The inputs.
-        memory: The known tensors, see `by_memory`.
-        seeds: The seeds of this trace, with their places.
 
     Returns:
         The sources, the constants, and the places of the seeds.

@@ -20,16 +20,8 @@ class RunsAhead(InFlight):
     """Lets steps run ahead of the device, and waits for an older one when they are too many.
 
     Many short steps may be under way, because a wait costs as much as the call of one. Of long steps only two may be,
-    because a signal waits for all of them, and each keeps its batch in memory.
-
-    Args:
-        seconds: The time that all steps under way may take.
-        nbytes: The memory that their batches may take.
-        most: The number of steps that may be under way, see `Placement.most_in_flight`.
-
-    Attributes:
-        pace: The seconds that a step takes by now, or None as long as no long run of steps has been measured.
-        started: A result of each step that may be under way.
+    because a signal waits for all of them, and each keeps its batch in memory. The seconds, the bytes of batches and
+    the number of steps are limits for all steps under way, see `Placement.most_in_flight`.
     """
 
     def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, *, most: int) -> None:
@@ -37,9 +29,9 @@ class RunsAhead(InFlight):
         self._nbytes = nbytes
         self._most = most
         self._few = most < _MANY
-        self.pace: float | None = None
+        self.pace: float | None = None  # seconds a step by now; None before a long run of steps was measured
         self._limit = 4  # until it is known how long they take
-        self.started: list[Tensor] = []
+        self.started: list[Tensor] = []  # a result of each step that may be under way
         self._new = 0
         self._last_wait = perf_counter()
         _all.add(self)

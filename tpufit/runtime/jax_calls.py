@@ -21,16 +21,9 @@ Computation = Callable[..., list[Tensor]]
 def lower(
     function: Callable[..., Any], arguments: Sequence[Any], platform: str, name: str
 ) -> tuple[Computation, list[Any]]:
-    """Lower a function to XLA's own words.
+    """Lower a function of JAX's arrays, for `"tpu"` or `"cpu"`, be it there or not, to a function of lazy tensors.
 
-    Args:
-        function: It takes and returns JAX's arrays, several as a tuple.
-        arguments: The shapes and types of those that it takes, as `jax.ShapeDtypeStruct`.
-        platform: The kind of device that it is for, `"tpu"` or `"cpu"`, be there one or not.
-        name: Its name in the graph.
-
-    Returns:
-        The function of lazy tensors, which returns a list, and the shapes and types of what is in it.
+    That returns a list; the shapes and types of what is in it come with it.
     """
     from jax._src.lib import xla_client
     from torch_xla.core.xla_builder import computation_from_module_proto

@@ -15,21 +15,13 @@ _CALL = re.compile(r'custom_call_target="tpu_custom_call".*op_name="([^"]*)"')
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What a kernel computes and moves each time that it runs, on one core.
+    """What a kernel computes and moves each time that it runs, on one core."""
 
-    Attributes:
-        name: What its name in the program begins with.
-        operations: The operations of its matrix products: two for a product and a sum.
-        width: The length of what the products add up, which a TPU fills up to the side of its matrix units.
-        nbytes: The bytes that it reads and writes in the core's memory.
-        shared: True if both halves of a device with two of them take part in it.
-    """
-
-    name: str
-    operations: int
-    width: int
-    nbytes: int
-    shared: bool = False
+    name: str  # with which its name in the program begins
+    operations: int  # of its matrix products: two for a product and a sum
+    width: int  # the length of what products add up, which a TPU fills up to the side of its matrix units
+    nbytes: int  # read and written in the core's memory
+    shared: bool = False  # by both halves of a device with two of them
 
     def __str__(self) -> str:
         return f"{self.name}={self.operations}/{self.width}/{self.nbytes}/{self.shared:d}"
@@ -37,9 +29,6 @@ class KernelWork:
 
 def mark(kernels: Iterable[KernelWork]) -> str:
     """The name of a scope in which kernels are called.
-
-    Args:
-        kernels: The kernels.
 
     Example:
         >>> mark([KernelWork("fwd", 4000, 64, 100)])

@@ -33,9 +33,6 @@ def kind_of(device: torch.device) -> str:
 def keeps_bfloat16(kind: str) -> bool:
     """True if attention had better keep in bfloat16 what its backward pass needs.
 
-    Args:
-        kind: The kind of device, as `kind_of` returns it.
-
     Example:
         >>> keeps_bfloat16("TPU v6 lite"), keeps_bfloat16("TPU v3")
         (True, False)
@@ -45,9 +42,6 @@ def keeps_bfloat16(kind: str) -> bool:
 
 def has_flash(kind: str) -> bool:
     """True if there is a kernel for flash attention: the compilers of a v2 and a v3 refuse it.
-
-    Args:
-        kind: The kind of device, as `kind_of` returns it.
 
     Example:
         >>> has_flash("TPU v6 lite"), has_flash("TPU v3"), has_flash("cpu")
@@ -59,9 +53,6 @@ def has_flash(kind: str) -> bool:
 @contextmanager
 def traced_for(kind: str) -> Iterator[None]:
     """A context in which steps are traced for a kind of device, wherever they are traced.
-
-    Args:
-        kind: Its name, as `kind_of` returns it.
 
     Example:
         >>> with traced_for("TPU v3"):

@@ -72,9 +72,7 @@ def behind_barrier(tensors: Iterable[Tensor]) -> list[Tensor]:
 def pending_elsewhere(known: Iterable[Tensor], among: Sequence[Tensor] | None = None) -> list[Tensor]:
     """The pending tensors that only user code knows: in an attribute, a list, a closure. They come in order of birth.
 
-    Args:
-        known: Tensors to leave out.
-        among: The tensors to look among (default: all that there are, which takes a tenth of a second and more).
+    Known ones are left out. To look among all that there are takes a tenth of a second and more.
     """
     own = {id(tensor) for tensor in known}
     tensors = [tensor for tensor in (_tensors() if among is None else among) if id(tensor) not in own]
@@ -102,11 +100,7 @@ def noting_new() -> Iterator[list[Tensor]]:
 
 
 def _tensors(generation: int | None = None) -> list[Tensor]:
-    """The tensors on the device.
-
-    Args:
-        generation: The collector's generation to look in (default: all).
-    """
+    """The tensors on the device, of all generations of the garbage collector or of one."""
     kinds = _subclasses(Tensor)
     # By membership: there are half a million objects, and `issubclass` takes twice as long for each.
     objects = [o for o in gc.get_objects(generation) if type(o) in kinds]

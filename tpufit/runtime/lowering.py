@@ -21,11 +21,7 @@ _DEFAULT = "default"  # the precision that adds nothing to the hash
 
 
 def set_matmul_precision(name: str) -> None:
-    """Set the precision of float32 matrix products in graphs lowered from now on. Only on a TPU does it matter.
-
-    Args:
-        name: `"default"`, `"high"` or `"highest"`.
-    """
+    """Set the precision of float32 matrix products in graphs lowered from now on. Only on a TPU does it matter."""
     if xla()._xla_get_mat_mul_precision() != name:
         xla()._xla_set_mat_mul_precision(name)
     distinct = " ".join(["" if name == _DEFAULT else f"matmul_precision={name}", *variables()]).strip()
@@ -44,11 +40,7 @@ def variables() -> tuple[str, ...]:
 
 @contextmanager
 def lowering(matmul_precision: str) -> Iterator[None]:
-    """A context in which graphs are hashed and lowered with a precision, whatever another model has set.
-
-    Args:
-        matmul_precision: `"default"`, `"high"` or `"highest"`.
-    """
+    """A context in which graphs are hashed and lowered with a precision, whatever another model has set."""
     before = xla()._xla_get_mat_mul_precision()
     set_matmul_precision(matmul_precision)
     try:

@@ -20,13 +20,7 @@ _PLAIN = AttentionForms()
 def state_at(
     placement: Placement, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding] | None = None
 ) -> DeviceState:
-    """Return the state of tensors that are at a placement.
-
-    Args:
-        placement: The placement.
-        tensors: The tensors.
-        shardings: How they lie over the cores, by their `id` (default: each is whole on every core).
-    """
+    """Return the state of tensors that are at a placement."""
     if isinstance(placement, CorePlacement):
         return HeldState(tensors, shardings, Packing(placement))
     return HostState(tensors, shardings)
@@ -44,18 +38,9 @@ def program_at(
     attention: AttentionForms = _PLAIN,
     python_state: Callable[[], dict[str, Any]] = dict,
 ) -> Program:
-    """Return a step at a placement.
+    """Return a step at a placement, whose state `state_at` made; the arguments are those of `CapturedProgram`.
 
-    Args:
-        placement: The placement.
-        role: The role that its graphs are counted under: `"train"`, `"eval"` or `"predict"`.
-        state: The tensors that it reads and changes, made by `state_at`.
-        sums: The running sums.
-        jit_compile: See `Program`.
-        donate: True to write the new state over the old where that costs no time.
-        matmul_precision: The precision of float32 matrix products.
-        attention: How attention is to be computed (default: plain); what each layer gets is noted there.
-        python_state: Gives the names and values that the step might change in Python, before and after a trace.
+    What form of attention each layer gets is noted in `attention`.
     """
     if isinstance(placement, CorePlacement):
         assert isinstance(state, HeldState)

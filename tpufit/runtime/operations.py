@@ -22,9 +22,7 @@ Shape = list[int]
 def operations_in(text: str, cores: int = 1) -> int:
     """Count the operations of a program's matrix products and convolutions, and of the kernels that say theirs.
 
-    Args:
-        text: The program, with the types of operands.
-        cores: The number of cores that a kernel runs on (default 1).
+    The text of the program has the types of operands. A kernel runs on so many cores.
 
     Example:
         >>> dot = "%dot.3 = f32[4,5]{1,0} dot(f32[4,576]{1,0} %a, f32[576,5]{0,1} %b), lhs_contracting_dims={1}"

@@ -20,11 +20,7 @@ _PATIENCE = 2.0
 
 
 class _Guard:
-    """Makes threads wait for the one that has the tensors to itself, but for those that it may be waiting for.
-
-    Attributes:
-        others: The threads that must wait.
-    """
+    """Makes threads wait for the one that has the tensors to itself, but for those that it may be waiting for."""
 
     def __init__(self) -> None:
         self._busy = RLock()  # a step may train another model
@@ -53,8 +49,7 @@ _guard = _Guard()
 def for_this_thread(tensors: Sequence[Tensor]) -> Iterator[None]:
     """A context in which another thread that does anything with one of the tensors waits for its end.
 
-    Args:
-        tensors: The tensors. One whose class has a `__torch_function__` of its own stays open to all.
+    A tensor whose class has a `__torch_function__` of its own stays open to all.
     """
     classes = [type(tensor) for tensor in tensors]
     with _guard.for_this_thread():

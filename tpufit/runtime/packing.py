@@ -18,11 +18,7 @@ from .placement import CorePlacement
 
 @dataclass(frozen=True)
 class Packing:
-    """The order in which a placement keeps the dimensions of tensors.
-
-    Args:
-        placement: The cores (default: none, which keep tensors as they are).
-    """
+    """The order in which a placement keeps the dimensions of tensors; without one they stay as they are."""
 
     placement: CorePlacement | None = None
 

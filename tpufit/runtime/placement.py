@@ -30,11 +30,7 @@ PACKED_ON = {"TPU"}  # the kinds of cores that keep weights in another order, se
 
 @dataclass(frozen=True)
 class CorePlacement(Placement):
-    """One core, or all cores as one.
-
-    Attributes:
-        cores: The cores of the process.
-    """
+    """One core, or all cores of the process as one."""
 
     cores: Cores
     _specs: dict[tuple[int | None, int], Any] = field(default_factory=dict, compare=False, repr=False)
@@ -129,12 +125,7 @@ class CorePlacement(Placement):
         return own
 
     def from_core(self, tensor: Tensor, rows: int) -> Tensor:
-        """Return the tensor whose rows a core's own program has computed, a part on each core.
-
-        Args:
-            tensor: A core's rows.
-            rows: The number of rows of all cores.
-        """
+        """Return the tensor of so many rows that a core's own program has computed, a part on each core."""
         if not self.has_mesh:
             return tensor
         xla()._mark_manual_sharding(tensor, self._manual)
@@ -212,11 +203,7 @@ class CorePlacement(Placement):
 
 @dataclass(frozen=True)
 class AbsentCores(CorePlacement):
-    """Cores that aren't there: steps are traced for them, and a recorder keeps their programs.
-
-    Attributes:
-        recorder: The recorder.
-    """
+    """Cores that aren't there: steps are traced for them, and a recorder keeps their programs."""
 
     recorder: Recorder = field(default_factory=Recorder, compare=False)
 
@@ -254,10 +241,5 @@ class AbsentCores(CorePlacement):
 
 
 def placement_on(cores: Cores, recorder: Recorder | None = None) -> Placement:
-    """Return the placement of steps on cores.
-
-    Args:
-        cores: The cores.
-        recorder: Takes their place if they are absent (default: they are there).
-    """
+    """Return the placement of steps on cores, or on a recorder in their place if they are absent."""
     return CorePlacement(cores) if recorder is None else AbsentCores(cores, recorder=recorder)

@@ -10,8 +10,7 @@ from .bindings import xla
 def start_profile(folder: str | os.PathLike[str]) -> None:
     """Begin to record. Only one profile can be recorded at a time in a process.
 
-    Args:
-        folder: The folder to write to, as `plugins/profile/<time>/*.xplane.pb` and `*.trace.json.gz`.
+    It is written to the folder as `plugins/profile/<time>/*.xplane.pb` and `*.trace.json.gz`.
     """
     import torch_xla.debug.profiler as profiler
 
@@ -27,11 +26,7 @@ def stop_profile() -> None:
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """A context in which traced operations carry a name, where the runtime was started to keep names.
-
-    Args:
-        name: The name, without slashes.
-    """
+    """A context in which traced operations carry a name without slashes, if the runtime was started to keep names."""
     pushed = xla().profiler.scope_pusher(name)
     try:
         yield

@@ -104,14 +104,8 @@ class _AsItIs(nn.Module):
 class _Region:
     """One computation, and its repetitions in the backward pass.
 
-    Args:
-        compute: Computes it of tensors and other arguments, and of other weights than its own, if it is given some.
-        weights: Its weights and buffers.
-        seeds: The random numbers of the trace.
-        keeps: True if the repetitions are given the products, and what attention has come to.
-
-    Attributes:
-        gradients: Those of its outputs, once the backward pass has come to them.
+    It is computed of tensors and other arguments, and of other weights than its own, if it is given some. If it
+    `keeps`, its repetitions are given the products, and what attention has come to.
     """
 
     def __init__(self, compute: Callable[..., Any], weights: dict[str, Tensor], seeds: TraceSeeds, keeps: bool) -> None:
@@ -120,7 +114,7 @@ class _Region:
         self._begun = self._ended = seeds.position()
         self._called = False
         self._unsharding = unsharding.current()
-        self.gradients: list[Tensor] = []
+        self.gradients: list[Tensor] = []  # of its outputs, once the backward pass has come to them
 
     def call(self, leaves: Sequence[Any]) -> Any:
         """Compute it for the first time."""

@@ -23,85 +23,49 @@ _SMALL = 4096  # bytes
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace whose graph is to be compiled.
-
-    Attributes:
-        graph: The graph.
-        roots: Its outputs.
-        values: Its inputs.
-        axes: The dimension of each tensor of the state that is split over the cores, or None.
-        role: The role that it is counted under.
-        cause: The reason why it is needed, for the report.
-    """
+    """A trace whose graph is to be compiled."""
 
     graph: Any
-    roots: list[Tensor]
-    values: list[Tensor]
-    axes: Sequence[int | None]
+    roots: list[Tensor]  # its outputs
+    values: list[Tensor]  # its inputs
+    axes: Sequence[int | None]  # the dimension of each tensor of the state that is split over the cores
     role: str
-    cause: str
+    cause: str  # why it is needed, for the report
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An input of a program.
+    """An input of a program."""
 
-    Attributes:
-        source: The list that it is in, `"state"`, `"sum"`, `"input"`, `"seed"` or `"constant"`.
-        index: Its index there.
-        shape: Its shape.
-        dtype: Its dtype.
-        donated: True if the program may write over it.
-        axis: The dimension that is split over the cores; None if it is whole on every core.
-        nbytes: Its size in bytes, over all cores.
-    """
-
-    source: str
-    index: int
+    source: str  # the list that it is in: "state", "sum", "input", "seed" or "constant"
+    index: int  # in that list
     shape: tuple[int, ...]
     dtype: torch.dtype
-    donated: bool
-    axis: int | None
-    nbytes: int
+    donated: bool  # the program may write over it
+    axis: int | None  # the dimension that is split over the cores; None if it is whole on every core
+    nbytes: int  # over all cores
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A program that a device would run.
-
-    Attributes:
-        role: `"train"`, `"eval"` or `"predict"`.
-        cause: The reason why it is needed.
-        hlo: The program, as XLA's own serialised proto.
-        arguments: Its inputs, in its order.
-    """
+    """A program that a device would run."""
 
     role: str
-    cause: str
-    hlo: bytes
-    arguments: list[Argument]
+    cause: str  # why it is needed
+    hlo: bytes  # XLA's own serialised proto
+    arguments: list[Argument]  # in its order
 
 
 @dataclass
 class Recorder:
-    """Keeps the programs that steps would run, and runs nothing.
-
-    Attributes:
-        programs: The programs so far, in order.
-        outputs: The outputs of each graph by its hash, as meta tensors.
-    """
+    """Keeps the programs that steps would run, and runs nothing."""
 
     programs: list[Recorded] = field(default_factory=list)
-    outputs: dict[Any, list[Tensor]] = field(default_factory=dict)
+    outputs: dict[Any, list[Tensor]] = field(default_factory=dict)  # of each graph by its hash, as meta tensors
     _axes: dict[int, int | None] = field(default_factory=dict)  # by the identity of a tensor's memory
 
     def note(self, tensors: Sequence[Tensor], axes: Sequence[int | None]) -> None:
-        """Note how tensors that were just sent lie over the cores.
-
-        Args:
-            tensors: The tensors.
-            axes: The dimension of each that is split, or None.
-        """
+        """Note how tensors that were just sent lie over the cores: the dimension of each that is split, or None."""
         self._axes |= zip(xla()._get_tensors_handle(list(tensors)), axes, strict=True)
 
     def keep(self, trace: Trace) -> None:
@@ -131,13 +95,10 @@ class Recorder:
 
 @contextmanager
 def tracing_for(kind: str) -> Iterator[None]:
-    """A context in which operations are traced as for a TPU: torch_xla lowers a few otherwise than for a CPU.
+    """A context in which operations are traced as for a kind of TPU: torch_xla lowers a few otherwise than for a CPU.
 
     In SPMD mode, which the environment may ask for on one core too, it asks the environment for the kind of device at
     each of them. See `CheckTpuDevice` in torch_xla's csrc/device.cpp.
-
-    Args:
-        kind: The kind of TPU, as `kind_of` returns it.
     """
     before = os.environ["PJRT_DEVICE"]
     os.environ["PJRT_DEVICE"] = "TPU"
@@ -151,9 +112,8 @@ def tracing_for(kind: str) -> Iterator[None]:
 def stand_in(tensor: Tensor) -> Tensor:
     """A tensor to be sent to an absent device, in place of one without values.
 
-    Returns:
-        Zeros on the host if it is small: sums and counts then stay what they are on a device that is there. Else a
-        placeholder.
+    It is zeros on the host if it is small: sums and counts then stay what they are on a device that is there. Else it
+    is a placeholder.
     """
     from torch_xla.core.xla_builder import create_placeholder_tensor
 

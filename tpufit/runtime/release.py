@@ -57,20 +57,13 @@ def warn_of_libtpu() -> None:
 
 
 def survive(runtime: Any) -> None:
-    """Keep a process alive whose runtime hasn't started: leave out torch_xla's own end, which would start it again.
-
-    Args:
-        runtime: torch_xla.
-    """
+    """Keep a process alive whose runtime hasn't started: leave out torch_xla's own end, which would start it again."""
     if release() == "2.8":
         atexit.unregister(runtime._prepare_to_exit)
 
 
 def message_of(error: BaseException) -> str:
-    """The text of an error without the C++ stack in it.
-
-    Args:
-        error: An error of torch_xla's.
+    """The text of an error of torch_xla's without the C++ stack in it.
 
     Example:
         >>> message_of(RuntimeError("No client. *** Begin stack trace *** f() *** End stack trace *** Unknown device"))

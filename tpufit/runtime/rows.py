@@ -22,14 +22,8 @@ from .transfer import to_device, to_host
 def send_rows(tensors: Sequence[Tensor], rows: int, placement: Placement) -> list[Tensor]:
     """Send this host's rows of a global batch, without waiting; all other hosts send theirs at the same time.
 
-    Args:
-        tensors: The rows of this host's cores, core by core; a tensor without dimensions is whole, and equal on all
-            hosts.
-        rows: The number of rows of the global batch.
-        placement: The cores of all hosts.
-
-    Returns:
-        The global tensors.
+    The rows come core by core; a tensor without dimensions is whole, and equal on all hosts. The placement is the cores
+    of all hosts, and `rows` the number of rows of the global batch.
 
     Raises:
         BatchError: A tensor has another number of rows.
@@ -66,10 +60,6 @@ def gather_rows(nest: Any, placement: Placement) -> Any:
     """The same values, whole on every core, so that each host can read them; nothing to do with one host.
 
     All hosts call this at the same moment. It doesn't wait.
-
-    Args:
-        nest: Results of a step, among other things.
-        placement: The cores of all hosts.
     """
     if placement.hosts == 1:
         return nest
@@ -81,13 +71,7 @@ def gather_rows(nest: Any, placement: Placement) -> Any:
 
 
 def fetch_rows(nest: Any, mine: Sequence[int], reason: str) -> Any:
-    """Copy this host's rows of a step's outputs to the host. **This waits** for the device.
-
-    Args:
-        nest: Tensors of shape `(rows, ...)` on the device, among other things.
-        mine: The numbers of this host's rows.
-        reason: See `to_host`.
-    """
+    """Copy the rows of these numbers, this host's, of a step's outputs to the host. **This waits** for the device."""
     tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.device.type == "xla"]
     with waiting(reason), counters.role("transfer"):
         xla()._xla_sync_multi(tensors, devices=[], wait=True, sync_xla_data=False)

@@ -18,11 +18,7 @@ Place = tuple[int, int]
 
 
 class TraceSeeds:
-    """The random numbers of a trace. Calling it with `i` begins those of the `i`-th step.
-
-    Args:
-        device: The device, by torch_xla's name.
-        seeds: One for each step.
+    """The random numbers of a trace. Calling it with `i` begins those of the `i`-th step, which has a seed of its own.
 
     Attributes:
         places: The places that it began at or returned to, by the seed that the device was given for them, signed: the
@@ -73,13 +69,7 @@ class TraceSeeds:
 
 
 def seed_tensors(device: str, seeds: Sequence[int], places: Sequence[Place]) -> list[Tensor]:
-    """Give the device the seeds of places in other steps, each as a tensor.
-
-    Args:
-        device: The device, by torch_xla's name.
-        seeds: One for each step.
-        places: The places.
-    """
+    """Give the device the seeds of places in other steps, each as a tensor."""
     tensors = []
     for step, count in places:
         xla()._xla_set_rng_seed(later(seeds[step], count), device)

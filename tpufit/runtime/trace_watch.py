@@ -203,11 +203,8 @@ class Watch(TorchFunctionMode):
 class Glance:
     """Sees, in a microsecond an operation less than `Watch`, that there is something to be watched.
 
-    Attributes:
-        drew: Nothing: it can't tell the line.
-        drew_perhaps: True if a random number was drawn on the host: by the code, or by the data's thread.
-        products: Nothing.
-        reads_itself: False: it can't tell a value that the code reads from one that another thread reads.
+    It can't tell the line that `drew` a number, only that `drew_perhaps` the code did, or the data's thread; nor a
+    value that the code reads from one that another thread reads.
     """
 
     drew = ""
@@ -229,8 +226,7 @@ class Glance:
 def cure_for(cause: str) -> str:
     """The cure for what keeps a step from being replayed, in a sentence.
 
-    Args:
-        cause: The cause in words, or the name of an operation that runs on the host, e.g. `"aten::nonzero"`.
+    The cause is in words, or the name of an operation that runs on the host.
 
     Example:
         >>> cure_for("aten::nonzero")

@@ -32,32 +32,23 @@ _NAMELESS: Names = {}
 def to_device(
     tensors: Sequence[Tensor], placement: Placement, sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE
 ) -> list[Tensor]:
-    """Copy host tensors to the device, without waiting.
+    """Copy host tensors to the device, in the same order, without waiting; one that is there already is passed through.
 
-    Args:
-        tensors: Host tensors; one that is on the device already is passed through.
-        placement: The cores to copy to; the host itself returns the tensors as they are. Absent cores take meta tensors
-            too.
-        sharding: How they lie over the cores, all of them or one by one (default: whole on every core). A tensor
-            without dimensions is always whole.
-
-    Returns:
-        The device tensors, in the same order.
+    The host itself returns the tensors as they are. Absent cores take meta tensors too. One sharding is for all of
+    them; a tensor without dimensions is always whole.
     """
     return placement.send(tensors, sharding)
 
 
 def to_host(tensors: Sequence[Tensor], reason: str, collective: bool = False) -> list[Tensor]:
-    """Copy tensors to the host. **This waits** until the device has computed them.
+    """Copy tensors to the host, in the same order. **This waits** until the device has computed them.
 
     Args:
-        tensors: Device tensors; a host tensor is returned as it is, and if all are, nothing is waited for.
+        tensors: Device tensors, with which the copies share no memory. A host tensor is returned as it is, and if all
+            are, nothing is waited for.
         reason: The reason that the wait is counted under, e.g. `"logs"`.
         collective: True if all hosts of a pod call this for the same tensors, as parts of a split one may be on others
             (default False).
-
-    Returns:
-        Host tensors that share no memory with the device, in the same order.
     """
     here = [t.detach() for t in tensors]
     remote = [i for i, t in enumerate(here) if t.device.type == "xla"]
@@ -79,14 +70,10 @@ def to_host(tensors: Sequence[Tensor], reason: str, collective: bool = False) ->
 
 
 def fetch_each(tensors: Iterable[Tensor], reason: str) -> Iterator[Tensor]:
-    """Copy tensors to the host one after the other. **This waits** for the device. At most `AT_ONCE` bytes, or one
-    tensor, are on the host at once, if nobody keeps them.
+    """Copy tensors to the host one after the other. **This waits** for the device.
 
-    On a pod all hosts go through all of them, at the same time.
-
-    Args:
-        tensors: Tensors on the device or the host.
-        reason: See `to_host`.
+    At most `AT_ONCE` bytes, or one tensor, are on the host at once, if nobody keeps them. On a pod all hosts go through
+    all of them, at the same time.
     """
     for group in _in_groups(tensors):
         values = to_host(group, reason, collective=True)[::-1]
@@ -109,12 +96,7 @@ def _in_groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def reach(tensor: Tensor, reason: str) -> None:
-    """Wait until the device has computed a tensor, of whose rows another host may have some.
-
-    Args:
-        tensor: A tensor on the device that has been computed or is under way.
-        reason: See `to_host`.
-    """
+    """Wait until the device has computed a tensor, of whose rows another host may have some."""
     with waiting(reason), counters.role("transfer"):
         xla()._xla_sync_multi([tensor], devices=[], wait=True, sync_xla_data=False)
         spec = xla()._get_xla_sharding_spec(tensor)
@@ -123,12 +105,7 @@ def reach(tensor: Tensor, reason: str) -> None:
 
 
 def fetch(nest: Any, reason: str) -> Any:
-    """Copy the tensors of a nest to the host. **This waits** for the device, once for all of them.
-
-    Args:
-        nest: Tensors in tuples, lists and dicts, among other things.
-        reason: See `to_host`.
-    """
+    """Copy the tensors of a nest to the host. **This waits** for the device, once for all of them."""
     tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
     host = iter(to_host(tensors, reason))
     return tree_map(lambda leaf: next(host) if isinstance(leaf, Tensor) else leaf, nest)
@@ -138,10 +115,6 @@ def copies(tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
     """Copy tensors to host memory of their own. **This waits** for the device, once for all of them.
 
     On a pod all hosts call this for the same tensors, if any is split.
-
-    Args:
-        tensors: Tensors on the device or the host.
-        reason: See `to_host`.
     """
     # `to_host` returns a host tensor as it is: the very memory that training goes on to change.
     return [
@@ -166,13 +139,8 @@ def move(
 ) -> None:
     """Move tensors to a placement in place: each stays the same Python object, so ties and references hold.
 
-    A large state goes in parts, and what has gone takes no memory any more where it was.
-
-    Args:
-        tensors: Parameters, buffers and optimizer state; each at most once. Those already there stay.
-        placement: The cores to move to, or the host, for which this waits, once for each part.
-        names: The names of tensors for errors, by their `id`.
-        shardings: How the tensors lie over the cores.
+    A large state goes in parts, and what has gone takes no memory any more where it was. Tensors already there stay. To
+    move to the host waits, once for each part. Errors tell the tensors' names, by their `id`.
 
     Raises:
         PlacementError: A tensor can't be exchanged, because something else holds on to its memory; or two parameters
@@ -200,13 +168,7 @@ def _move(tensors: Sequence[Tensor], placement: Placement, names: Names, shardin
 
 
 def reshard(tensors: Iterable[Tensor], placement: Placement, shardings: Shardings) -> None:
-    """Let tensors lie over the cores as they should from now on. **This waits** for each that lies otherwise.
-
-    Args:
-        tensors: Tensors, those on the device computed or under way.
-        placement: The cores.
-        shardings: How the tensors lie over the cores.
-    """
+    """Let tensors lie over the cores as they should from now on. **This waits** for each that lies otherwise."""
     if not placement.has_mesh:
         return
     for tensor in tensors:
@@ -215,15 +177,10 @@ def reshard(tensors: Iterable[Tensor], placement: Placement, shardings: Sharding
 
 
 def swap_value(tensor: Tensor, value: Tensor, requires_grad: bool | None = None) -> Tensor:
-    """Give a tensor object another value, on any device. Whoever refers to the object sees the new value.
+    """Give a tensor object another value, on any device, and return a tensor with the old one.
 
-    Args:
-        tensor: The object. Its class, attributes and gradient hooks stay.
-        value: The value, of the same shape. It must not be used afterwards.
-        requires_grad: True if it then requires a gradient (default: as before).
-
-    Returns:
-        A tensor with the old value.
+    Whoever refers to the object sees the new value, of the same shape; its class, attributes and gradient hooks stay.
+    The value must not be used afterwards.
     """
     learns = tensor.requires_grad if requires_grad is None else requires_grad
     other = torch.Tensor._make_subclass(type(tensor), value, learns)
@@ -239,13 +196,9 @@ def swap_value(tensor: Tensor, value: Tensor, requires_grad: bool | None = None)
 def copy_into(
     targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement, shardings: Shardings = _ALL_WHOLE
 ) -> None:
-    """Give tensors new values of the same shape and dtype, in place and without waiting.
+    """Give tensors new values of the same shape and dtype, one for each, in place and without waiting.
 
-    Args:
-        targets: Tensors that live at `placement`, or on the host, where some optimizers count.
-        values: Host tensors, one for each.
-        placement: The place of those that are not on the host.
-        shardings: How these lie over the cores.
+    The targets live at `placement`, or on the host, where some optimizers count.
     """
     pairs = list(zip(targets, values, strict=True))
     with torch.no_grad():
@@ -288,12 +241,9 @@ def _names_a_split(spec: str) -> bool:
 
 
 def _check_computed(spread: Sequence[Tensor]) -> None:
-    """Raise an error for a value that its program, having failed, never gave.
+    """Raise an error for a value on several cores that its program, having failed, never gave.
 
     The wait for a program tells of its failure once only, and torch_xla ends the process when such a value is read.
-
-    Args:
-        spread: Tensors with a sharding: those on several cores.
     """
     if spread and not all(xla()._get_local_shard_replica_and_indices(spread)):
         raise RuntimeError("a value can't be read, because the program that was to compute it has failed")

@@ -42,47 +42,29 @@ _VIEWING = frozenset((Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr
 
 @dataclass(frozen=True)
 class _Part:
-    """A split weight, or a view of one.
-
-    Attributes:
-        weight: The weight.
-        make: Makes the view of the whole weight.
-    """
+    """A split weight, or a view of one."""
 
     weight: Tensor
-    make: Callable[[Tensor], Tensor]
+    make: Callable[[Tensor], Tensor]  # of the whole weight, the view
 
 
 @dataclass(frozen=True)
 class _Use:
-    """A call of a function that takes split weights.
-
-    Attributes:
-        func: The function.
-        leaves: Its arguments; of its tensors nothing.
-        spec: The nest of its arguments.
-        at: The places of its tensors among the leaves.
-        parts: What it takes of split weights, by the place of a tensor.
-        shardings: The weights' shardings, likewise.
-        placement: The cores.
-        dtype: The format that autocast computes it in; None if it doesn't.
-    """
+    """A call of a function that takes split weights."""
 
     func: Callable[..., Any]
-    leaves: Sequence[Any]
-    spec: TreeSpec
-    at: Sequence[int]
-    parts: Mapping[int, _Part]
-    shardings: Mapping[int, Sharding]
+    leaves: Sequence[Any]  # its arguments; of its tensors nothing
+    spec: TreeSpec  # the nest of its arguments
+    at: Sequence[int]  # the places of its tensors among the leaves
+    parts: Mapping[int, _Part]  # what it takes of split weights, by the place of a tensor
+    shardings: Mapping[int, Sharding]  # of the weights, likewise
     placement: Placement
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # that autocast computes it in
 
     def __call__(self, tensors: Sequence[Tensor], after: Tensor | None = None) -> Any:
-        """Call the function.
+        """Call the function with its tensors, the split weights themselves among them.
 
-        Args:
-            tensors: Its tensors, with the split weights themselves.
-            after: Something that weights are gathered after (default: as early as the compiler likes).
+        Weights are gathered after `after`, or as early as the compiler likes.
         """
         leaves = list(self.leaves)
         for place, tensor in zip(self.at, tensors, strict=True):
@@ -161,15 +143,10 @@ def _autocast(kind: str) -> Callable[[], Any]:
 
 
 class _Now:
-    """What is traced at the moment.
-
-    Attributes:
-        paused: True while nothing is gathered.
-        mode: The mode of the trace, also where autograd has put it aside; None if nothing is split.
-    """
+    """What is traced at the moment; while it is `paused`, nothing is gathered."""
 
     paused = False
-    mode: Unsharding | None = None
+    mode: Unsharding | None = None  # of the trace, also where autograd has put it aside; None if nothing is split
 
 
 _now = _Now()
@@ -186,12 +163,7 @@ def without_unsharding() -> Iterator[None]:
 
 
 def unsharding(shardings: Mapping[int, Sharding], placement: Placement) -> AbstractContextManager[object]:
-    """A context in which the functions of a step are given whole weights; without split ones it is none.
-
-    Args:
-        shardings: The shardings of split tensors, by their `id`.
-        placement: The cores.
-    """
+    """A context in which the functions of a step are given whole weights; without split ones it is none."""
     return _unsharding(Unsharding(shardings, placement)) if shardings else nullcontext()
 
 
@@ -211,12 +183,7 @@ def current() -> Unsharding | None:
 
 
 class Unsharding(TorchFunctionMode):
-    """Gives whole weights to the functions that a step calls.
-
-    Args:
-        shardings: The shardings of split tensors, by their `id`.
-        placement: The cores.
-    """
+    """Gives whole weights to the functions that a step calls."""
 
     def __init__(self, shardings: Mapping[int, Sharding], placement: Placement) -> None:
         super().__init__()
@@ -237,9 +204,7 @@ class Unsharding(TorchFunctionMode):
     def computing_again(self, weights: Mapping[str, Tensor], copies: dict[str, Tensor]) -> Iterator[None]:
         """A context in which a block is computed again, in a backward pass, where function modes are off.
 
-        Args:
-            weights: The block's weights by name.
-            copies: What it is computed with this time. Copies of split weights are laid out like them.
+        This time it is computed with copies of its weights; those of split ones are laid out like them.
         """
         split = {name: self._shardings[id(w)] for name, w in weights.items() if id(w) in self._shardings}
         for name, sharding in split.items():
