@@ -22,7 +22,7 @@ def build(
     outputs: Sequence[Output] | None = None,
     ignored: Mapping[Any, int] | None = None,
 ) -> list[Metric]:
-    """Build the metrics of a model.
+    """Build the metrics of a model, weighted ones last; as in Keras those of outputs by name are sorted by their own.
 
     Args:
         metrics: Names, torchmetrics objects and functions in a list, or by the name they shall have in a dict; or just
@@ -31,9 +31,6 @@ def build(
         weighted: Metrics that take weights, in the same forms.
         outputs: The outputs of the loss, if it has several: then metrics are by output in any case.
         ignored: The label that an output's loss leaves out, by output: `LossByOutput.ignored`.
-
-    Returns:
-        The metrics, weighted ones last; as in Keras those of outputs by name are sorted by their own names.
 
     Raises:
         UnknownNameError, ArgumentError: See `Metric`; or two metrics have one name, or they are not of the loss's form.

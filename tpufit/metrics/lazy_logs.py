@@ -11,11 +11,7 @@ class LazyLogs(UserDict[str, Any]):
     """A batch's logs: a dict whose numbers stay on the device until one is read, which fetches them all at once.
 
     Names, length and membership cost nothing. A callback may write into it as into a dict. It holds the values of its
-    own batch, also when it is read later.
-
-    Args:
-        names: The names of the logs.
-        read: Waits for the device and returns their values.
+    own batch, also when it is read later: `read` waits for the device and returns them.
 
     Example:
         >>> logs = LazyLogs(["loss"], lambda: {"loss": 0.5})

@@ -31,13 +31,9 @@ _WEIGHTS = ("sample_weight", "sample_weights", "weight", "weights")
 class Metric:
     """One metric, of one output of the module.
 
-    Args:
-        metric: A name, resolved by the shapes of the first batch, a torchmetrics object, which is cloned, or a function
-            of (prediction, target), as a loss is, that returns a value for each row or one for the batch.
-        name: The name of its log (default: its own name).
-        output: The output that it is for (default: the only one).
-        weighted: True if it takes `sample_weight` into account.
-        ignored: The label that the output's loss leaves out. A metric by name leaves it out too.
+    A name is resolved by the shapes of the first batch, a torchmetrics object is cloned, and a function of (prediction,
+    target), as a loss is, returns a value for each row or one for the batch. A metric by name leaves out the label that
+    the output's loss leaves out. The only output needs no name.
 
     Attributes:
         name: The name of its log.
@@ -95,15 +91,9 @@ class Metric:
         self.name = f"{self._prefix}weighted_{self.name.removeprefix(self._prefix)}"
 
     def update(self, sums: SumTable, slot: int, y_pred: Any, y: Any, sample_weight: Any) -> Sequence[Tensor] | None:
-        """Add a batch, inside a step.
+        """Add a batch, inside a step; `slot` is the metric's number in the pass, which is in its sums' keys.
 
-        Args:
-            sums: The sums of the pass.
-            slot: The metric's number in the pass, part of its sums' keys.
-            y_pred: The module's output, e.g. of shape `(batch, classes)`.
-            y: The targets.
-            sample_weight: One weight a row, or one for each element of a sequence, for several outputs as in the loss;
-                or None.
+        The weights are one a row, or one for each element of a sequence; for several outputs as in the loss.
 
         Returns:
             The tensors to keep of the batch, for a metric that the device can't update; else None.
@@ -129,14 +119,9 @@ class Metric:
         return self._device_metric.update(sums, slot, arguments)
 
     def compute(self, sums: Mapping[str, Tensor], kept: Sequence[Sequence[Tensor]]) -> Any:
-        """Compute the metric on the host.
+        """Compute the metric on the host, of its sums by name and the batches that `update` gave to keep.
 
-        Args:
-            sums: Its sums by name, on the host.
-            kept: The batches that `update` gave to keep, on the host.
-
-        Returns:
-            A float, or an array if the metric has several numbers.
+        It is a float, or an array if the metric has several numbers.
         """
         return float("nan") if self._device_metric is None else self._device_metric.compute(sums, kept)
 
@@ -180,7 +165,7 @@ class Metric:
 
 
 class DeviceMetric:
-    """A torchmetrics object that computes on the host, and its twin, which is updated where the steps run.
+    """A torchmetrics object that computes on the host, and its copy, which is updated where the steps run.
 
     Args:
         metric: The object, which nobody else uses.
@@ -199,32 +184,27 @@ class DeviceMetric:
             metric.validate_args = False  # it would read every batch back to the host; labels are checked there anyway
         self._metric, self._weight, self._is_traceable = metric, weight, is_traceable
         self.splits = bool(getattr(metric, "splits", False))
-        self._twin: torchmetrics.Metric | None = None
-        self._twin_at: Placement | None = None
+        self._device_copy: torchmetrics.Metric | None = None
+        self._copied_to: Placement | None = None
         # Without sums of its own (it collects whole batches, or wraps other metrics) it is updated on the host.
         own_sums = bool(metric._defaults) and not any(isinstance(v, list) for v in metric._defaults.values())
         self.keeps_batches = not own_sums or any(isinstance(m, torchmetrics.Metric) for m in metric.children())
 
     def update(self, sums: SumTable, slot: int, arguments: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """Add a batch, inside a step.
-
-        Args:
-            sums: The sums of the pass.
-            slot: The metric's number in the pass.
-            arguments: Those of its `update`: the output, the target, and the weights if it takes them.
+        """Add a batch, inside a step: the output, the target, and the weights if it takes them.
 
         Returns:
             The arguments, if they must be kept for the host; else None.
         """
-        twin = self._twin_for(sums.placement, arguments)
+        copy = self._copy_for(sums.placement, arguments)
         if self.keeps_batches:
             return arguments
-        attributes = vars(twin)  # which a module and then torchmetrics look through at each assignment
-        for key, default in twin._defaults.items():
+        attributes = vars(copy)  # which a module and then torchmetrics look through at each assignment
+        for key, default in copy._defaults.items():
             # A clone, so that a sum which somebody still holds keeps its value.
             attributes[key] = sums.get((slot, key), torch.as_tensor(default)).clone()
-        self._add(twin, arguments)
-        for key, default in twin._defaults.items():
+        self._add(copy, arguments)
+        for key, default in copy._defaults.items():
             # Some metrics' sums change their shape with the first batch, from () to (1,). A graph's inputs may not.
             value, like = attributes[key], torch.as_tensor(default)
             value = value if value.shape == like.shape else value.reshape(like.shape)  # a view keeps its origin alive
@@ -247,14 +227,14 @@ class DeviceMetric:
             return float(value) if value.numel() == 1 else value.numpy()
         return value
 
-    def _twin_for(self, placement: Placement, arguments: Sequence[Tensor]) -> torchmetrics.Metric:
-        """The twin at a placement, where its buffers live (thresholds and the like)."""
-        if self._twin is None or self._twin_at != placement:
+    def _copy_for(self, placement: Placement, arguments: Sequence[Tensor]) -> torchmetrics.Metric:
+        """The copy at a placement, where its buffers live (thresholds and the like)."""
+        if self._device_copy is None or self._copied_to != placement:
             if not (self._is_traceable or self.keeps_batches or placement.on_host):
                 self.keeps_batches = not self._can_be_traced(arguments)
-            self._twin, self._twin_at = self._metric.clone(), placement
-            move(self._twin.buffers(), placement)
-        return self._twin
+            self._device_copy, self._copied_to = self._metric.clone(), placement
+            move(self._device_copy.buffers(), placement)
+        return self._device_copy
 
     def _can_be_traced(self, arguments: Sequence[Tensor]) -> bool:
         """Try the update on tensors without values: can the device do it, with nothing left in Python?"""

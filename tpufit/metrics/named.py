@@ -17,25 +17,17 @@ from .weighted import WeightedMean, best_class, by_class, is_correct
 
 @dataclass(frozen=True)
 class NamedMetric:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        make: The class of torchmetrics.
-        alias: Another name for the same metric.
-        by_task: True if the class takes a task, such as "multiclass", which the shapes of a batch tell.
-        higher_is_better: False if the metric gets better as it falls.
-        value: The value of each element whose weighted mean the metric is; None if it takes no weights.
-        of_classes: The class of torchmetrics for several classes, if it is made of counts for each class; else None.
-        average: How such a metric is made of these: `"macro"`, the mean of the classes, or `"micro"`, of all together.
-    """
-
-    make: Callable[..., torchmetrics.Metric]
-    alias: str = ""
-    by_task: bool = True
+    make: Callable[..., torchmetrics.Metric]  # the class of torchmetrics
+    alias: str = ""  # another name for the same metric
+    by_task: bool = True  # the class takes a task, such as "multiclass", which the shapes of a batch tell
     higher_is_better: bool = True
+    # Of each element, whose weighted mean the metric is; None if it takes no weights.
     value: Callable[[Tensor, Tensor], Tensor] | None = None
+    # The class of torchmetrics for several classes, if it is made of counts for each.
     of_classes: Callable[..., torchmetrics.Metric] | None = None
-    average: str = "macro"
+    average: str = "macro"  # of these: "macro", the mean of the classes, or "micro", of all together
 
 
 _error = partial(NamedMetric, by_task=False, higher_is_better=False)
@@ -59,13 +51,7 @@ NAMES = sorted(_ROWS)
 class MetricName:
     """A metric by name, for the outputs and targets that a training has.
 
-    Args:
-        name: The name.
-        weighted: True if it takes `sample_weight` into account.
-        ignored: The label that the loss leaves out, and so the metric; None if the loss is none of classes.
-
-    Attributes:
-        row: The name's row of the table.
+    It leaves out the label that the loss ignores; that is None if the loss is none of classes.
 
     Raises:
         UnknownNameError: Nothing goes by that name.
@@ -81,11 +67,7 @@ class MetricName:
         self._classes_at: int | None = None  # the dimension of an output's classes, once a batch has shown it
 
     def resolve(self, y_pred: Tensor, y: Tensor) -> torchmetrics.Metric:
-        """Make the torchmetrics object that the name means.
-
-        Args:
-            y_pred: The first batch's output, with its classes in dimension 1.
-            y: Its targets.
+        """Make the torchmetrics object that the name means, by the first batch, whose classes are in dimension 1.
 
         Raises:
             ArgumentError: The shapes tell no task.

@@ -39,22 +39,17 @@ _ZERO, _NONE = torch.zeros(()), torch.zeros((), dtype=COUNTS)
 class PassMetrics(SumTable):
     """The running values of a pass over the data: means of the scalars that its steps return, and metrics.
 
-    Args:
-        metrics: The metrics of the pass: those of `compile`, and those that the model's own steps update.
-        placement: Where its steps run.
-        watches: True to note the first step that returns a scalar which is not finite (default False).
-
-    Attributes:
-        kept: The batches that the step being traced gives metrics to keep, each with its metric's slot.
-        rows: The number of rows of the pass so far.
-        on_finite: Called with `finite` on the host whenever the sums have been fetched.
+    The metrics are those of `compile`, and those that the model's own steps update. If it `watches`, it notes the first
+    step that returns a scalar which is not finite.
     """
 
     def __init__(self, metrics: Sequence[Metric | TrackedMetric], placement: Placement, watches: bool = False) -> None:
         super().__init__(placement)
         self._metrics, self._watches = list(metrics), watches
+        # Of the step being traced, the batches that metrics keep, each with its slot.
         self.kept: list[tuple[int, Sequence[Tensor]]] = []
-        self.rows = 0
+        self.rows = 0  # of the pass so far
+        # Called with `finite` on the host whenever the sums have been fetched.
         self.on_finite: Callable[[Tensor], None] = lambda finite: None
         self._returned: list[str] = []  # the names of the logs that steps return: means, and tracked metrics
         self._slots: dict[str, int] = {}  # the slot of each log that is a metric
@@ -89,11 +84,7 @@ class PassMetrics(SumTable):
 
     @contextmanager
     def tracking(self, attributes: Mapping[str, Any]) -> Iterator[None]:
-        """A context for the Python of a step, in which updates of tracked metrics are a part of the step.
-
-        Args:
-            attributes: The model's, by name.
-        """
+        """A context for the Python of a step, in which updates of the metrics among the attributes are part of it."""
         with ExitStack() as stack:
             stack.enter_context(one_by_one(attributes))
             for slot, metric in enumerate(self._metrics):
@@ -106,19 +97,11 @@ class PassMetrics(SumTable):
         self._keep(slot, metric.update(self, slot, arguments))
 
     def note(self, logs: Mapping[str, Tensor]) -> None:
-        """Log scalars besides those that the step will return, inside that step. A returned one of the same name wins.
-
-        Args:
-            logs: Scalars by name, each the mean over the batch.
-        """
+        """Log scalars, means over the batch, inside a step besides those that it returns, which win."""
         self._noted |= {name: value.detach() for name, value in logs.items()}
 
     def add_means(self, logs: Mapping[str, Any], rows: int) -> None:
-        """Add the scalars that a step returned, each the mean over its batch, inside that step.
-
-        Args:
-            logs: The step's scalars by name.
-            rows: The number of rows of the batch.
+        """Add the scalars that a step returned, each the mean over its batch of so many rows, inside that step.
 
         Raises:
             ArgumentError: One of them is no number, no tensor of one element and no tracked metric.
@@ -177,22 +160,13 @@ class PassMetrics(SumTable):
             self.kept.append((slot, [whole(tensor) for tensor in batch]))
 
     def count(self, rows: int, kept: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
-        """Note a group of steps that has been started.
-
-        Args:
-            rows: The number of their rows.
-            kept: The batches that they gave metrics to keep, each with its metric's slot.
-        """
+        """Note a group of steps that was started, and the batches that it gave metrics to keep, each with its slot."""
         self.rows += rows
         for slot, batch in kept:
             self._batches[slot].append(tuple(batch))
 
     def results(self, reason: str) -> dict[str, Any]:
-        """Compute the means and metrics over all rows so far. **This waits** for the device, once.
-
-        Args:
-            reason: The name that the wait is counted under, e.g. `"logs"`.
-        """
+        """Compute the means and metrics over all rows so far. **This waits** for the device, once, for this reason."""
         return self._snapshot()(reason)
 
     def lazy(self) -> LazyLogs:
@@ -228,11 +202,7 @@ class PassMetrics(SumTable):
         return state, tensors
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Go on with sums, before the first step of a pass.
-
-        Args:
-            state: The numbers and names that `state_dict` gave.
-            tensors: The tensors that it gave, on the host.
+        """Go on with the sums that `state_dict` gave, their tensors on the host, before the first step of a pass.
 
         Raises:
             DataError: There are other metrics now.
@@ -282,9 +252,6 @@ class PassMetrics(SumTable):
 
 def first_bad(finite: Tensor) -> int | None:
     """The number of the first step of a pass, from 1, that returned a scalar which is not finite; None if none did.
-
-    Args:
-        finite: `PassMetrics.finite`, on the host.
 
     Example:
         >>> first_bad(torch.tensor(5)), first_bad(torch.tensor(-6))

@@ -16,19 +16,12 @@ class SumTable:
     """Sums on the device: a flat list of tensors, which the graph of a step takes in and replaces, found by key.
 
     The first trace shows which sums there are.
-
-    Args:
-        placement: Where the steps run.
-
-    Attributes:
-        placement: Where the steps run.
-        tensors: The sums as they stand.
-        begun: The sums that the step being traced began with, those that it made itself among them.
     """
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self.tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []  # as they stand
+        # With these the step being traced began; those that it made itself are among them.
         self.begun: list[Tensor] = []
         self._index: dict[Key, int] = {}  # the place of each sum in the lists
         self._defaults: list[Tensor] = []

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 def metrics_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.Metric]:
     """Find the torchmetrics objects among a model's attributes and in its collections, by the names of their logs.
 
-    Args:
-        attributes: The attributes by name. A collection names its own metrics; where such a name is taken, the
-            collection's own and `_` come before it.
+    A collection names its own metrics; where such a name is taken, the collection's own and `_` come before it.
 
     Example:
         >>> import torchmetrics
@@ -66,16 +64,8 @@ class TrackedMetric:
     """A torchmetrics object that steps update by hand, as part of their graph. Its sums are those of a pass.
 
     Inside a step the object itself collects nothing: its `compute`, or a call of it, returns the object, which stands
-    for its value over the pass in the step's logs.
-
-    Args:
-        name: The name of its log, unless the step returns it under another: that of the attribute, or the one that its
-            collection gives it.
-        metric: The object.
-
-    Attributes:
-        name: The name of its log.
-        metric: The object.
+    for its value over the pass in the step's logs. Its log has the name of the attribute, or the one that its
+    collection gives it, unless the step returns it under another.
     """
 
     def __init__(self, name: str, metric: torchmetrics.Metric) -> None:
@@ -87,11 +77,7 @@ class TrackedMetric:
 
     @contextmanager
     def in_step(self, update: Callable[[Sequence[Any]], None]) -> Iterator[None]:
-        """A context for a step's Python, in which the object's updates go elsewhere.
-
-        Args:
-            update: Takes the arguments of an update.
-        """
+        """A context for a step's Python, in which `update` takes the arguments of the object's updates."""
 
         def collect(*args: Any, **kwargs: Any) -> None:
             bound = self._signature.bind(*args, **kwargs)

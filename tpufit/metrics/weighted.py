@@ -20,13 +20,6 @@ class WeightedMean(torchmetrics.Metric):
 
     torchmetrics' own `MeanMetric` reads every batch to look for NaN; if told not to, it leaves out the weights (1.9).
 
-    Args:
-        value: `value(y_pred, y)`: the value of each element, shape `(batch, ...)`.
-        dtype: The dtype of the sums (default: float32).
-
-    Attributes:
-        splits: True if it only compares and adds, so that each core may do so with its own rows.
-
     Example:
         >>> metric = WeightedMean(torch.sub)
         >>> metric.update(torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0]), torch.tensor([3.0, 1.0]))
@@ -46,14 +39,7 @@ class WeightedMean(torchmetrics.Metric):
         self.add_state("weight", torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
 
     def update(self, y_pred: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
-        """Add a batch.
-
-        Args:
-            y_pred: The output, shape `(batch, ...)`.
-            y: The targets, of the same shape.
-            weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape `(batch, time)`
-                (default: all weigh 1).
-        """
+        """Add a batch of outputs and targets of one shape; weights are one a row, or one an element of a sequence."""
         if y_pred.shape != y.shape:
             raise ArgumentError(
                 "a weighted metric compares an output and a target of one shape, got "
@@ -72,10 +58,9 @@ class WeightedMean(torchmetrics.Metric):
 
 
 class RowMean(WeightedMean):
-    """The mean over rows of what a function says of each batch.
+    """The mean over rows of what a function says of each batch: a value for each row, or one number for all of them.
 
-    Args:
-        value: `value(y_pred, y)`: a value for each row, shape `(batch, ...)`, or one number for the whole batch.
+    Source: `keras.metrics.MeanMetricWrapper`.
 
     Example:
         >>> metric = RowMean(lambda y_pred, y: (y_pred - y).abs().max())
@@ -115,9 +100,7 @@ def by_class(kind: type[MulticlassStatScores]) -> type[MulticlassStatScores]:
     """Make a variant of a class of torchmetrics that counts for each class, with labels that weigh nothing.
 
     torchmetrics' own (1.9) pick the labels that count, and on XLA need memory for each row and each pair of classes.
-
-    Args:
-        kind: The class. Its average must be `"macro"` or `"micro"`.
+    Its average must be `"macro"` or `"micro"`.
     """
     return type(kind.__name__, (_Counting, kind), {})
 
@@ -144,24 +127,16 @@ class _Counting(MulticlassStatScores):
 
 
 def is_correct(y_pred: Tensor, y: Tensor) -> Tensor:
-    """Compare predictions with labels: True where they are equal.
-
-    Args:
-        y_pred: Classes, or probabilities or logits of the second of two classes.
-        y: The labels, of the same shape.
-    """
+    """Compare predictions with labels: classes, or probabilities or logits of the second of two classes."""
     if y_pred.is_floating_point():
         y_pred = normalize_logits_if_needed(y_pred, "sigmoid") > 0.5
     return y_pred == y
 
 
 def best_class(scores: Tensor) -> Tensor:
-    """Find the class of the highest score, the first of several, in 32 bits.
+    """Find the class, dimension 1, of the highest score, the first of several, in 32 bits.
 
     XLA fuses it with the loss of the same logits, which `argmax` goes over once more.
-
-    Args:
-        scores: Logits or probabilities, shape `(batch, classes, ...)`.
 
     Example:
         >>> best_class(torch.tensor([[0.1, 0.7, 0.7], [0.9, 0.0, 0.1]])).tolist()
