@@ -16,12 +16,7 @@ AnyLoss = Loss | LossByOutput | ModuleLoss
 def build(
     loss: LossArgument | None, weights: LossWeightsArgument = None, module: nn.Module | None = None
 ) -> AnyLoss | None:
-    """Build the loss of a model.
-
-    Args:
-        loss: A loss, or one for each output in a nest; `"module"` for the one that the module computes.
-        weights: The weights of several losses.
-        module: The module, which computes its own loss if it takes labels and no other is given.
+    """Build the loss of a model, or one for each output in a nest; a module that takes labels computes its own.
 
     Raises:
         UnknownNameError, ArgumentError: See `Loss` and `LossByOutput`.

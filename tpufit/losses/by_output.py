@@ -62,13 +62,10 @@ class LossByOutput:
         self.ignored = {key: label for key, loss in self._losses.items() for label in loss.ignored.values()}
 
     def parts(self, y_pred: Any, y: Any, sample_weight: Any = None) -> dict[Output, Tensor]:
-        """Compute the loss of each output, for a batch.
+        """Compute the loss of each output, for a batch of outputs, targets and weights in the same form.
 
-        Args:
-            y_pred: The module's output.
-            y: The targets, in the same form; an output without a loss needs none in a dict.
-            sample_weight: One tensor for all outputs, as `Loss` takes it, or one for each in the same form; outputs
-                that a dict leaves out weigh 1.
+        An output without a loss needs no targets in a dict. One tensor of weights, as `Loss` takes it, is for all
+        outputs; those that a dict leaves out weigh 1.
 
         Raises:
             ArgumentError: The outputs or the weights are not of the losses' form.
@@ -110,9 +107,6 @@ class LossByOutput:
 
 class SharedLoss(Loss):
     """A loss that compares one tensor with another: the loss of the only output, or of each of several, as in Keras.
-
-    Args:
-        loss: A name, or a loss module of PyTorch.
 
     Example:
         >>> loss, ones, zeros = SharedLoss("mse_loss"), torch.ones(2), torch.zeros(2)

@@ -17,17 +17,14 @@ from .sample_weights import spread
 
 
 class ClassWeight:
-    """A table of weights, indexed by the labels of a batch.
+    """A table of weights, indexed by the labels of a batch; classes left out weigh 1.
 
-    Args:
-        weights: A weight for each class; those left out weigh 1. `"balanced"` weighs the classes of array targets.
-        targets: The array of targets that `"balanced"` counts, in a form that `weigh` takes (default: there is none).
-
-    Attributes:
-        summary: The table as text: equal texts are of equal weights.
+    `"balanced"` weighs the classes that it counts in array targets, of a form that `weigh` takes.
 
     Raises:
         ArgumentError: A class is no whole number from 0, or a weight is no number.
+
+    Source: `class_weight` of `keras.Model.fit`.
 
     Example:
         >>> x, y = torch.zeros(3, 2), torch.tensor([0, 2, 1])
@@ -53,7 +50,7 @@ class ClassWeight:
         for label, weight in weights.items():
             self._table[label] = float(weight)
         self._placed, self._placed_at = self._table, HOST
-        self.summary = repr(self._table.tolist())
+        self.summary = repr(self._table.tolist())  # equal texts: equal weights
 
     def weigh(self, batch: Any, placement: Placement) -> tuple[Any, Tensor, Tensor]:
         """Give a batch the weights of its classes, multiplied with its own sample weights if it has some.

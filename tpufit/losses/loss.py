@@ -62,14 +62,7 @@ _KERAS = {
 
 
 class LabelRange(NamedTuple):
-    """The class labels of a batch.
-
-    Attributes:
-        smallest: The smallest label.
-        largest: The largest.
-        shape: The targets' shape.
-        dtype: Their dtype.
-    """
+    """The smallest and the largest class label of a batch, and the shape and dtype of its targets."""
 
     smallest: int
     largest: int
@@ -120,14 +113,11 @@ class Loss:
         self._classes = 0  # of the output that labels were last compared with
 
     def __call__(self, y_pred: Any, y: Any, sample_weight: Tensor | None = None) -> Tensor:
-        """Compute the loss of a batch, a scalar.
+        """Compute the loss of a batch, a scalar; an output in bfloat16 is taken to float32.
 
-        Args:
-            y_pred: The module's output, e.g. logits of shape `(batch, classes)`; bfloat16 is taken to float32.
-            y: The targets, e.g. classes of shape `(batch,)`.
-            sample_weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape
-                `(batch, time)`. As in Keras, the weighted losses are summed and divided by the number of elements, not
-                by the sum of the weights. (Elements whose label is `ignore_index` are none.)
+        The weights are one a row, or one for each element of a sequence. As in Keras, the weighted losses are summed
+        and divided by the number of elements, not by the sum of the weights. (Elements whose label is `ignore_index`
+        are none.)
 
         Raises:
             BatchError: Output and targets are of shapes that don't go together.
@@ -210,11 +200,7 @@ class Loss:
     def label_range(self, y: Any) -> LabelRange | None:
         """Find the smallest and largest class in a batch of host labels, if this loss has classes.
 
-        Args:
-            y: Host targets. Only whole numbers are classes; the ignored label is left out.
-
-        Returns:
-            The range, or None where there is nothing to check.
+        Only whole numbers are classes; the ignored label is left out. It is None where there is nothing to check.
         """
         if not self.ignored or not isinstance(y, Tensor):
             return None
@@ -227,10 +213,8 @@ class Loss:
     def check_labels(self, found: LabelRange | None, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of `y_pred`: the device would compute NaN, or nonsense.
 
-        Args:
-            found: The range that `label_range` found in the batch.
-            y_pred: The module's output, whose dimension 1 is the classes (dimension 0 if it has no other). Left out, it
-                has as many as the last: a replayed step has no output to show.
+        The classes are dimension 1 of the output (0 if it has no other). Left out, it has as many as the last: a
+        replayed step has no output to show.
         """
         if found is not None and isinstance(y_pred, Tensor):
             self._classes = y_pred.shape[min(1, y_pred.dim() - 1)]

@@ -13,11 +13,6 @@ from .outputs import described
 class ModuleLoss:
     """The loss that a module returns beside its logits.
 
-    Attributes:
-        modules: None.
-        users: None.
-        ignored: The label that the module's loss leaves out, as Hugging Face's do, see `LossByOutput.ignored`.
-
     Example:
         >>> import torch
         >>> float(ModuleLoss()({"loss": torch.tensor(2.0), "logits": torch.zeros(3)}))
@@ -27,15 +22,10 @@ class ModuleLoss:
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.users: Any = None
-        self.ignored: dict[Any, int] = {None: -100}
+        self.ignored: dict[Any, int] = {None: -100}  # the label that the module's loss leaves out, as Hugging Face's do
 
     def __call__(self, y_pred: Any, y: Any = None, sample_weight: Any = None) -> Tensor:
-        """Pick the loss from what the module returned.
-
-        Args:
-            y_pred: The module's output, a dict with `"loss"`.
-            y: Not used: the module had the targets.
-            sample_weight: None.
+        """Pick the loss from the dict that the module returned; it had the targets itself.
 
         Raises:
             ArgumentError: There is no loss, or it is to be weighed.

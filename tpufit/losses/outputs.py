@@ -48,11 +48,7 @@ def outputs_of(nest: Any) -> dict[Output, Any]:
 
 
 def part(nest: Any, output: Output) -> Any:
-    """Pick the part of a nest that belongs to an output; None if it has none.
-
-    Args:
-        nest: A dict for an output by name, a tuple or list for one by position.
-        output: The output.
+    """Pick what belongs to an output from a nest, a dict by name or a tuple or list by position; None if it has none.
 
     Example:
         >>> part({"a": 1}, "a"), part((1, 2), 1), part((1, 2), "a"), part({"a": (1, 2)}, ("a", 1))
@@ -74,15 +70,9 @@ def check_form(
     error: type[TpufitError] = ArgumentError,
     like: str = "loss is",
 ) -> None:
-    """Raise an error for a nest that isn't of the outputs' form.
+    """Raise an error for a nest, named `what`, that isn't a dict of outputs by name, or a list by position, as `like`.
 
-    Args:
-        nest: A dict for outputs by name, a tuple or list for outputs by position.
-        outputs: The outputs that there are.
-        what: The nest's name, for the error.
-        needed: The outputs that a dict must have (default: all).
-        error: The class of the error, raised where a part is missing, unknown, or of another form.
-        like: What has the outputs' form, for the error.
+    `needed` are the outputs that a dict must have (default: all).
 
     Example:
         >>> check_form([0.5], [0, 1], "loss_weights")  # doctest: +ELLIPSIS

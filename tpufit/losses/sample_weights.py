@@ -9,12 +9,9 @@ from .outputs import Output, described, part
 
 
 def spread(weight: Any, each: Tensor) -> Tensor:
-    """Shape weights so that they multiply a value for each element.
+    """Shape weights so that they multiply a value for each element, shape `(batch, ...)` or `(batch, time, ...)`.
 
-    Args:
-        weight: One weight a row, shape `(batch,)` or `(batch, 1)`, or one for each element of a sequence, shape
-            `(batch, time)`.
-        each: The values, shape `(batch, ...)` or `(batch, time, ...)`.
+    They are one a row, shape `(batch,)` or `(batch, 1)`, or one for each element of a sequence, shape `(batch, time)`.
 
     Raises:
         ArgumentError: The weights are of another shape.
