@@ -14,35 +14,24 @@ from .build import PerParameter
 
 
 class UpdatePlan(NamedTuple):
-    """The part of an update that a step makes after adding up gradients. Each plan has a graph of its own.
+    """The part of an update that a step makes after adding up gradients. Each plan has a graph of its own."""
 
-    Attributes:
-        takes_step: True if the optimizer takes its step: with `accumulate_steps=n` at the last of n batches.
-        overwrites: True if the weights then become their own moving average.
-    """
-
-    takes_step: bool = True
-    overwrites: bool = False
+    takes_step: bool = True  # with `accumulate_steps=n` at the last of n batches
+    overwrites: bool = False  # then the weights become their own moving average
 
 
 @dataclass(frozen=True)
 class GradientConfig:
     """The options of `compile` for gradients.
 
-    Args:
-        accumulate_steps: The number of batches that make one step of the optimizer.
-        clip_norm: The largest norm of each parameter's gradient.
-        clip_value: The largest absolute value of each element.
-        global_clip_norm: The largest norm of all gradients together.
-
     Raises:
         ArgumentError: A value is out of range, or there is more than one kind of clipping.
     """
 
-    accumulate_steps: int = 1
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    global_clip_norm: float | None = None
+    accumulate_steps: int = 1  # batches that make one step of the optimizer
+    clip_norm: float | None = None  # the largest norm of each parameter's gradient
+    clip_value: float | None = None  # the largest absolute value of each element
+    global_clip_norm: float | None = None  # the largest norm of all gradients together
 
     def __post_init__(self) -> None:
         require_whole("accumulate_steps", self.accumulate_steps)
@@ -56,9 +45,6 @@ class GradientConfig:
 
     def clip(self, parameters: Iterable[nn.Parameter]) -> None:
         """Clip the gradients, inside a step. On several cores they are those of the whole batch by then.
-
-        Args:
-            parameters: The optimizer's parameters.
 
         Source: `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
         """
@@ -76,9 +62,6 @@ class Accumulator(PerParameter):
     """The gradients of an optimizer's parameters, summed over batches on the device: part of what training changes.
 
     A batch counts by its rows, so that any batches give what all their rows would give as one.
-
-    Args:
-        optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -86,11 +69,7 @@ class Accumulator(PerParameter):
         super().__init__(optimizer, partial(torch.zeros_like, dtype=torch.float32, requires_grad=False), ".rows")
 
     def add(self, rows: int) -> None:
-        """Add the gradients of a batch, inside a step.
-
-        Args:
-            rows: The number of rows of the batch.
-        """
+        """Add the gradients of a batch of so many rows, inside a step."""
         self.extend()
         self._number.add_(rows)
         for parameter, total in self._beside.items():

@@ -101,9 +101,7 @@ def create_state(optimizer: Optimizer) -> None:
     """Create the state that PyTorch's optimizers make in their first step, so that step 1 and 2 have one graph.
 
     An optimizer that isn't PyTorch's makes its state in the first step; such a step is not replayed in its first `fit`.
-
-    Args:
-        optimizer: The optimizer. State that it has already stays.
+    State that there is already stays.
     """
     initialize = getattr(optimizer, "_init_group", None)
     if initialize is None:
@@ -166,10 +164,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
 class PerParameter:
     """A tensor beside each parameter that learns, and a number for all of them: part of what training changes.
 
-    Args:
-        optimizer: The optimizer of the parameters.
-        make: Makes the tensor of a parameter.
-        number: The number's name in a checkpoint.
+    `number` is the number's name in a checkpoint.
     """
 
     def __init__(self, optimizer: Optimizer, make: Callable[[nn.Parameter], Tensor], number: str) -> None:
@@ -196,11 +191,7 @@ class PerParameter:
         return self._beside.items()
 
     def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """All its tensors, by name.
-
-        Args:
-            names: The parameters' names by their `id`.
-        """
+        """All its tensors, by name; the parameters' names come by their `id`."""
         return {self._name: self._number} | {names[id(p)]: tensor for p, tensor in self._beside.items()}
 
 

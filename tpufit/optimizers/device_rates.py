@@ -19,12 +19,7 @@ from .shared_counters import CountsTogether, SharedCounterMode
 
 
 class DeviceRates:
-    """The rates of an optimizer as one vector on the device, sent only when they have changed.
-
-    Args:
-        optimizer: The optimizer.
-        placement: Where its parameters are.
-    """
+    """The rates of an optimizer as one vector on the device, sent only when they have changed."""
 
     def __init__(self, optimizer: Optimizer, placement: Placement) -> None:
         self._optimizer, self._placement = optimizer, placement
@@ -34,11 +29,7 @@ class DeviceRates:
     def send(self, steps: list[list[float]]) -> Tensor:
         """Send the rates of the next steps, if they are not there yet: called before steps, never inside one.
 
-        Args:
-            steps: The rates of the groups, for each step.
-
-        Returns:
-            The vector of the only step's rates, or a row for each step.
+        Each step's are those of the groups; the vector has a row for each step, if there are several.
         """
         if steps != self._sent:
             self._sent = steps

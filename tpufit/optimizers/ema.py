@@ -14,16 +14,12 @@ from .build import PerParameter
 class EMAConfig:
     """The options of `compile` for the moving average of the weights.
 
-    Args:
-        momentum: The share of the averages that each update keeps, from 0 to 1.
-        overwrite_frequency: The number of updates after which the weights become the averages; None is never.
-
     Raises:
         ArgumentError: A value is out of range.
     """
 
-    momentum: float = 0.99
-    overwrite_frequency: int | None = None
+    momentum: float = 0.99  # the share of the averages that each update keeps, from 0 to 1
+    overwrite_frequency: int | None = None  # updates after which the weights become the averages; None is never
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum <= 1:
@@ -33,13 +29,7 @@ class EMAConfig:
 
 
 class EMA(PerParameter):
-    """The moving averages of an optimizer's parameters: part of what training changes.
-
-    Args:
-        optimizer: The optimizer. Only its parameters that learn are averaged.
-
-    Attributes:
-        swapped: True while the weights and their averages have changed places.
+    """The moving averages of an optimizer's parameters that learn: part of what training changes.
 
     Source: `use_ema` of `keras.optimizers.Optimizer`.
     """
@@ -47,15 +37,13 @@ class EMA(PerParameter):
     def __init__(self, optimizer: Optimizer) -> None:
         # The number is 0 until the first update, and then 1.
         super().__init__(optimizer, lambda parameter: parameter.detach().clone(), ".begun")
-        self.swapped = False
+        self.swapped = False  # the weights and their averages have changed places
 
     @torch.no_grad()
     def update(self, momentum: float, overwrite: bool) -> None:
-        """Move the averages towards the weights, inside a step. The first time they become the weights.
+        """Move the averages towards the weights, inside a step; if `overwrite`, the weights then become the averages.
 
-        Args:
-            momentum: The share of the averages that is kept.
-            overwrite: True if the weights then become the averages.
+        The first time the averages become the weights. The momentum is the share of them that is kept.
         """
         self.extend()
         kept = self._number * momentum

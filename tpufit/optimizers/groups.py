@@ -16,17 +16,13 @@ ExcludeArgument: TypeAlias = "bool | str | Sequence[str] | None"
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """The options of `compile` for groups of parameters.
-
-    Args:
-        exclude: See `exclude_from_weight_decay` of `Model.compile`.
-        layer_decay: See `Model.compile`.
+    """The options of `Model.compile` for groups of parameters.
 
     Raises:
         ArgumentError: A value is of the wrong kind, or out of range.
     """
 
-    exclude: ExcludeArgument = None
+    exclude: ExcludeArgument = None  # `exclude_from_weight_decay`
     layer_decay: float | None = None
 
     def __post_init__(self) -> None:
@@ -51,13 +47,9 @@ class GroupConfig:
         return self.exclude not in (None, False) or self.layer_decay is not None
 
     def split(self, optimizer: Optimizer, module: nn.Module) -> None:
-        """Split an optimizer's groups by what their parameters are to have in common.
+        """Split the groups of an optimizer, which has taken no step, by what their parameters are to have in common.
 
         The first group then holds parameters with the whole rate, and weight decay if any have it.
-
-        Args:
-            optimizer: The optimizer, which has taken no step.
-            module: The module.
 
         Raises:
             ArgumentError: The optimizer has no weight decay, a pattern matches nothing, or there are no blocks.

@@ -21,12 +21,7 @@ class HostCounters:
 
     @contextmanager
     def traced(self, key: Hashable, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-        """A context in which a step's Python runs: a replay must add to the numbers as much as it does.
-
-        Args:
-            key: The step.
-            optimizers: The optimizers whose numbers it may change.
-        """
+        """A context in which a step's Python runs: a replay must add to the numbers as much as it does."""
         self.catch_up()  # a replay's share, added inside, would count as the trace's
         optimizers = list(optimizers)
         before = {(id(state), name): value for state, name, value in _host_numbers(optimizers)}
@@ -36,11 +31,7 @@ class HostCounters:
 
     @contextmanager
     def untouched(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-        """A context in which a step's Python runs for nothing: the numbers are put back afterwards.
-
-        Args:
-            optimizers: The optimizers whose numbers it may change.
-        """
+        """A context in which a step's Python runs for nothing: the optimizers' numbers are put back afterwards."""
         self.catch_up()
         before = list(_host_numbers(optimizers))
         try:

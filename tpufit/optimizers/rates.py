@@ -30,10 +30,6 @@ def rates(optimizer: Optimizer) -> list[float]:
 def set_rate(optimizer: Optimizer, rate: float) -> None:
     """Give the first group a rate, and the others theirs in proportion.
 
-    Args:
-        optimizer: The optimizer.
-        rate: The actual rate.
-
     Example:
         >>> from torch import nn, optim, zeros
         >>> a, b = nn.Parameter(zeros(1)), nn.Parameter(zeros(1))
@@ -53,12 +49,7 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def scale_rates(optimizer: Optimizer, factor: float) -> None:
-    """Multiply the rate of each group, once: the group keeps the factor, and a group that has one is left alone.
-
-    Args:
-        optimizer: The optimizer.
-        factor: The factor.
-    """
+    """Multiply the rate of each group, once: the group keeps the factor, and a group that has one is left alone."""
     for group in optimizer.param_groups:
         if _FACTOR not in group:
             group["lr"] = group[_SCALED] = float(group["lr"]) * factor

@@ -18,15 +18,12 @@ _OF_NUMBERS = {"add", "sub", "mul", "div", "neg", "pow", "sqrt", "gt", "__rsub__
 
 
 class SharedCounterMode(TorchFunctionMode):
-    """Moves a counter on once, and computes what follows from it once, in the one step of an optimizer.
-
-    Args:
-        counters: The `id` of each counter (default: none is shared).
-    """
+    """Moves a counter on once, and computes what follows from it once, in the one step of an optimizer."""
 
     def __init__(self, counters: Collection[int] = ()) -> None:
         super().__init__()
-        self._counters, self._moved = counters, set[int]()
+        self._counters = counters  # by their `id`
+        self._moved = set[int]()
         self._known: dict[Hashable, tuple[tuple[Any, ...], Tensor, int]] = {}
 
     def __torch_function__(
@@ -60,13 +57,9 @@ class SharedCounterMode(TorchFunctionMode):
 
 
 class CountsTogether(Optimizer):
-    """An optimizer of PyTorch whose parameters may share their step counters.
+    """An optimizer of PyTorch whose parameters may share their step counters."""
 
-    Attributes:
-        mode: The mode in which it steps.
-    """
-
-    mode: type[SharedCounterMode] = SharedCounterMode
+    mode: type[SharedCounterMode] = SharedCounterMode  # in which it steps
     _spare: Tensor | None = None  # a second counter with the value of the first, until the first step
     _stepped = False
 
@@ -89,8 +82,7 @@ class CountsTogether(Optimizer):
     def separate(self, steps: Callable[[Tensor], float | None]) -> None:
         """Give parameters that are to have other counts than those they share a counter with one of their own.
 
-        Args:
-            steps: The function that gives the count of a parameter, or None if it is to keep what it has.
+        `steps` gives the count of a parameter, or None if it is to keep what it has.
         """
         for counter, parameters in self._by_counter().items():
             counts = {p: float(count) for p in parameters if (count := steps(p)) is not None}
