@@ -158,14 +158,10 @@ class CompiledProgram:
 def analyse(
     traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str, after: str, on: Slice
 ) -> CompiledProgram:
-    """Analyse a program.
+    """Analyse a program: what its trace and the compiler tell of it, and its text, as traced and as compiled.
 
-    Args:
-        traced: What its trace tells: role, cause, rows, arguments, lines, precision.
-        compiled: The compiler's figures, or its error.
-        before: The program as it was traced, as text.
-        after: The program as it was compiled, as text; empty if it wasn't.
-        on: The slice.
+    The trace's facts are role, cause, rows, arguments, lines and precision. The text `after` is empty if it wasn't
+    compiled.
 
     Raises:
         ValueError: The compiler has refused it for another reason than memory; its words are the error's.
@@ -225,24 +221,14 @@ def analyse(
 
 
 def where(layer: str, line: int | None = None, lines: Sequence[str] = ()) -> str:
-    """The place of an operation for people.
-
-    Args:
-        layer: The user's layer.
-        line: The index of the user's line (default: none).
-        lines: The user's lines.
-    """
+    """The place of an operation for people: the user's layer and, if its index is known, the user's line."""
     return " at ".join(part for part in (layer, "" if line is None else lines[line]) if part) or "the step"
 
 
 def too_large(words: str, on: Slice, held: int, traced: Mapping[str, Any]) -> str:
     """The compiler's own account of too large a program, in sentences: how much, what is largest, and what to try.
 
-    Args:
-        words: The compiler's error.
-        on: The slice.
-        held: The bytes of weights and optimizer state on a core, whatever the batch.
-        traced: What the program's trace tells.
+    `held` are the bytes of weights and optimizer state on a core, whatever the batch.
     """
     used = _used(words)
     assert used is not None

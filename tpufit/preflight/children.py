@@ -12,14 +12,7 @@ from ..utils import children
 def run(
     command: Sequence[str], what: str, seconds: float, clock: bool = True, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Run a Python program in a process of its own, and wait for its end. Ctrl-C and kill -9 end it too.
-
-    Args:
-        command: The words after `python`.
-        what: What it does, e.g. `"compiling for v5e-8"`.
-        seconds: The seconds that it may take.
-        clock: True (default) to show the seconds while it runs, where a line can be drawn over.
-        environ: Further variables of its environment (default: none).
+    """Run a Python program in a process of its own, see `utils.children.run`, and wait for its end.
 
     Raises:
         PreflightError: It has failed, was ended by a signal, or took too long.

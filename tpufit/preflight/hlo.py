@@ -24,19 +24,12 @@ _SCOPE = re.compile(r"~(\w+)\|([^|~]*)\|(\d+)~")
 
 @dataclass(frozen=True)
 class Array:
-    """The type of an array.
+    """The type of an array."""
 
-    Attributes:
-        dtype: Its type in XLA's words, e.g. `"bf16"`.
-        shape: Its shape.
-        nbytes: Its size in bytes.
-        padded: Its size in memory in bytes, filled up to whole tiles.
-    """
-
-    dtype: str
+    dtype: str  # in XLA's words, e.g. "bf16"
     shape: tuple[int, ...]
     nbytes: int
-    padded: int
+    padded: int  # its size in memory in bytes, filled up to whole tiles
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -44,33 +37,19 @@ class Array:
 
 @dataclass(frozen=True)
 class Operation:
-    """A line of a program.
-
-    Attributes:
-        name: Its name.
-        kind: The operation, e.g. `"fusion"`.
-        arrays: The types of its results.
-        phase: `"forward"`, `"backward"` or `"optimizer"`; empty if it comes from nowhere in particular.
-        layer: The user's layer that it comes from.
-        line: The index of the user's line.
-        cycles: The compiler's estimate of its cycles; 0 if it has none.
-        channel: The number of its communication between cores; None if it has none.
-        operands: The names of the operations that it takes.
-        kernel: The work of the kernel that it calls; None if it calls none that says it.
-        part: The part of the program that it is in.
-    """
+    """A line of a program."""
 
     name: str
-    kind: str
-    arrays: tuple[Array, ...]
-    phase: str
-    layer: str
-    line: int | None
-    cycles: int
-    channel: int | None
-    operands: tuple[str, ...]
-    kernel: KernelWork | None = None
-    part: str = ""
+    kind: str  # e.g. "fusion"
+    arrays: tuple[Array, ...]  # the types of its results
+    phase: str  # "forward", "backward" or "optimizer"; empty if it comes from nowhere in particular
+    layer: str  # the user's, that it comes from
+    line: int | None  # the index of the user's line
+    cycles: int  # the compiler's estimate; 0 if it has none
+    channel: int | None  # the number of its communication between cores
+    operands: tuple[str, ...]  # the names of the operations that it takes
+    kernel: KernelWork | None = None  # the work of the kernel that it calls, if that says it
+    part: str = ""  # of the program
 
     @property
     def nbytes(self) -> int:
@@ -102,14 +81,7 @@ def arrays_of(text: str) -> list[Array]:
 
 
 def operations(text: str) -> Iterator[tuple[Operation, bool]]:
-    """Read the operations of a program.
-
-    Args:
-        text: The program.
-
-    Yields:
-        An operation, and True if it is one of the program's own, and not of a part that these call.
-    """
+    """Read the operations of a program; each with True if it is one of its own, and not of a part that these call."""
     entry, part = False, ""
     for line in text.splitlines():
         start = _LINE.match(line)

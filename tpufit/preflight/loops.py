@@ -51,21 +51,13 @@ class _Line:
 
 
 class Loops:
-    """The loops of a program.
-
-    Args:
-        text: The program.
-
-    Attributes:
-        turns: How often each part runs in which there is a loop or that is in one, by its name.
-        bodies: The body of each loop, with the part that the loop is in.
-        unknown: The number of loops whose turns can't be computed, and are taken to be one.
-    """
+    """The loops of a program."""
 
     def __init__(self, text: str) -> None:
+        # How often each part runs in which there is a loop or that is in one, by its name.
         self.turns: dict[str, int] = {}
-        self.bodies: dict[str, str] = {}
-        self.unknown = 0
+        self.bodies: dict[str, str] = {}  # of each loop, with the part that the loop is in
+        self.unknown = 0  # loops whose turns can't be computed, and are taken to be one
         self._parts: dict[str, dict[str, str]] = {}
         self._roots: dict[str, str] = {}
         self._begun: dict[str, tuple[str, str]] = {}  # by its body: the part that a loop is in, and what it begins with
@@ -187,12 +179,7 @@ class Loops:
         return _fitted(_COMPUTED[line.kind](*known), type_of) if line.kind in _COMPUTED else None
 
     def beyond_once(self, costs: Mapping[str, Mapping[str, float]], figure: str) -> float:
-        """What a figure of a program leaves out, which takes each body once.
-
-        Args:
-            costs: The figures of each body, taken once.
-            figure: The name of the figure.
-        """
+        """What a figure of a program leaves out, which takes each body once; so do the costs of each body."""
         return sum(
             (self.turns.get(body, 1) - self.turns.get(part, 1)) * costs[body][figure]
             for body, part in self.bodies.items()

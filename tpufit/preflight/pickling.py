@@ -23,14 +23,10 @@ _LEFT_BEHIND = {"_engine": None, "history": None}
 
 
 def pickled(training: Any, model: Any, state: Collection[int]) -> bytes:
-    """Pickle a training.
+    """Pickle a training: any object that refers to the user's model.
 
-    Classes and functions of the user's script or notebook go along by value.
-
-    Args:
-        training: Any object that refers to the model.
-        model: The user's model.
-        state: The `id` of each tensor that training changes, of which only shape and dtype go along.
+    Classes and functions of the user's script or notebook go along by value. Of tensors that training changes, whose
+    `id` is in `state`, only shape and dtype go along.
 
     Raises:
         PreflightError: Something in the model can't be pickled.

@@ -30,66 +30,38 @@ ENVIRON = {"PJRT_DEVICE": "CPU", "XLA_IR_DEBUG": "1", "XLA_HLO_DEBUG": "1", "XLA
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch without values.
+    """A batch without values."""
 
-    Attributes:
-        nest: A nest of meta tensors, with the rows of all cores.
-        labels: The range of its class labels, see `Loss.label_range`.
-        rows: The number of rows.
-    """
-
-    nest: Any
-    labels: Any
+    nest: Any  # of meta tensors, with the rows of all cores
+    labels: Any  # the range of its class labels, see `Loss.label_range`
     rows: int
 
 
 @dataclass(frozen=True)
 class PlannedPass:
-    """The steps of a role that differ in their programs.
+    """The steps of a role that differ in their programs."""
 
-    Attributes:
-        role: `"train"` or `"eval"`.
-        transform: The data's transform of each batch on the device, or None.
-        groups: The batches of the steps that run as one, for each program.
-    """
-
-    role: str
-    transform: Callable[[Any], Any] | None
-    groups: list[list[Batch]]
+    role: str  # "train" or "eval"
+    transform: Callable[[Any], Any] | None  # of each batch on the device
+    groups: list[list[Batch]]  # the batches of the steps that run as one, for each program
 
 
 @dataclass(frozen=True)
 class PreflightPlan:
-    """The steps that a `fit` would run.
-
-    Attributes:
-        model: The user's model.
-        config: The arguments of `compile`.
-        class_weight: The weights of rows, by class; None if all weigh the same.
-        passes: Training and validation.
-        cores: The number of cores that share a batch.
-        kind: What they are, see `TPU.kind` (default: any TPU).
-    """
+    """The steps that a `fit` would run."""
 
     model: Any
     config: CompileConfig
     class_weight: ClassWeight | None
-    passes: list[PlannedPass]
-    cores: int
-    kind: str = "TPU"
+    passes: list[PlannedPass]  # training and validation
+    cores: int  # that share a batch
+    kind: str = "TPU"  # see `TPU.kind`; by default any TPU
 
 
 def plan_of(
     engine: Engine, train: TrainingData, validation: ValidationData, cores: int, limit: int | float | None = None
 ) -> PreflightPlan:
-    """Plan the steps of a `fit`. Of the data only one core's first batch is read.
-
-    Args:
-        engine: The model's engine.
-        train: The training data.
-        validation: The validation data.
-        cores: The number of cores that share a batch.
-        limit: The argument of `fit`.
+    """Plan the steps of a `fit` on so many cores. Of the data only one core's first batch is read.
 
     Raises:
         ArgumentError: Steps run eagerly, or the data can be read only once.

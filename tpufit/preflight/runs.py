@@ -33,34 +33,20 @@ _CLOSE = 1.05  # a batch this near to one that doesn't fit is the largest
 
 @dataclass(frozen=True)
 class PreflightRun:
-    """A preflight that was asked for.
-
-    Attributes:
-        engine: The model's engine.
-        train: The training data.
-        validation: The validation data.
-        limit: The argument of `fit`.
-        timeout: The seconds that one process may take.
-        verbose: True to show a clock.
-        compiler: The versions of the TPU's compiler, and of what goes with it (default: not known).
-        remat: `"auto"` to find the policy that costs the least of those with which all fits, or None.
-    """
+    """A preflight that was asked for."""
 
     engine: Engine
     train: TrainingData
     validation: ValidationData
     limit: int | float | None
-    timeout: float
-    verbose: bool
+    timeout: float  # the seconds that one process may take
+    verbose: bool  # show a clock
+    # The versions of the TPU's compiler, and of what goes with it.
     compiler: Mapping[str, str] = field(default_factory=dict)
-    remat: str | None = None
+    remat: str | None = None  # "auto" to find the policy that costs the least of those with which all fits
 
     def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
-        """Compile everything that `fit` would compile on slices. Steps that are the same on several are traced once.
-
-        Returns:
-            A report for each.
-        """
+        """Compile all that `fit` would compile on slices: a report for each. Steps equal on several are traced once."""
         sized = [replace(self, train=replace(self.train, batch_size=self._batch_size(on))) for on in slices]
         alike: dict[Any, list[int]] = {}
         for i, on in enumerate(slices):
@@ -74,14 +60,9 @@ class PreflightRun:
         return [found[i] for i in range(len(slices))]
 
     def fitting(self, slices: Mapping[int, Slice]) -> dict[int, PreflightReport]:
-        """Compile everything for slices that the steps are traced alike for.
+        """Compile everything for numbered slices that the steps are traced alike for: a report for each, by its number.
 
-        Args:
-            slices: The slices, each by a number.
-
-        Returns:
-            A report for each, by its number: with `remat="auto"` by the first policy with which all fits, or by the
-            last.
+        With `remat="auto"` it is by the first policy with which all fits, or by the last.
         """
         left = dict(slices)
         found: dict[int, PreflightReport] = {}
@@ -96,23 +77,14 @@ class PreflightRun:
         return found
 
     def plan(self, on: Slice) -> PreflightPlan:
-        """Plan the steps for a slice.
-
-        Args:
-            on: The slice.
-        """
+        """Plan the steps for a slice."""
         plan = plan_of(self.engine, self.train, self.validation, on.devices, self.limit)
         return replace(plan, kind=on.chip.kind)
 
     def compiled(self, plan: PreflightPlan, slices: Sequence[Slice]) -> list[PreflightReport]:
-        """Trace the steps of a plan, and compile them.
+        """Trace the steps of a plan, and compile them: a report for each slice.
 
-        Args:
-            plan: The plan.
-            slices: The slices, each of as many cores as the plan is for, for which its steps are traced alike.
-
-        Returns:
-            A report for each.
+        Each has as many cores as the plan is for, and its steps are traced alike.
         """
         rows = plan.passes[0].groups[0][0].rows
         size = self.train.batch_size or -(-rows // plan.cores)
@@ -134,11 +106,7 @@ class PreflightRun:
             ]
 
     def trace(self, plan: PreflightPlan, folder: Path) -> dict[str, Any]:
-        """Trace the steps of a plan, for any slice of as many cores, for which they are traced alike.
-
-        Args:
-            plan: The plan.
-            folder: The folder that the programs are written to.
+        """Trace the steps of a plan into a folder, for any slice of as many cores for which they are traced alike.
 
         Returns:
             The facts about each program, by the name of its file, see `Tracer.described`.
@@ -154,13 +122,7 @@ class PreflightRun:
         return traced
 
     def compile(self, traced: Mapping[str, Any], folder: Path, on: Slice) -> list[CompiledProgram]:
-        """Compile programs.
-
-        Args:
-            traced: What `trace` returns, or a part of it.
-            folder: Its folder.
-            on: The slice.
-        """
+        """Compile some of the programs that `trace` has written to its folder."""
         job = {
             "slice": on.name,
             "topology": on.topology,
@@ -237,15 +199,7 @@ class PreflightRun:
 def run_preflight(
     engine: Engine, tpu: str | Sequence[str], arguments: Mapping[str, Any]
 ) -> PreflightReport | Comparison:
-    """Compile the steps of a `fit` for one TPU or several.
-
-    Args:
-        engine: The model's engine.
-        tpu: The name of a slice, or several.
-        arguments: Those of `fit`, and `timeout`.
-
-    Returns:
-        A report, or a comparison of several.
+    """Compile the steps of a `fit` for one TPU or several, by its arguments and `timeout`.
 
     Raises:
         ArgumentError: `fit` has no such argument.
@@ -261,11 +215,7 @@ def run_preflight(
 
 
 def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightRun:
-    """Make a flight of the arguments of `Model.preflight`.
-
-    Args:
-        engine: The model's engine.
-        arguments: All of them but `tpu`.
+    """Make a run of all arguments of `Model.preflight` but `tpu`.
 
     Raises:
         ArgumentError: `fit` has no such argument, or nothing learns.

@@ -27,18 +27,11 @@ _NAMED = "layer"  # in a node's metadata: to keep the node itself would keep the
 
 
 class Scopes(TorchFunctionMode):
-    """Names the operations of a traced step by the user's layer and line, and refuses those that the host would run.
-
-    Args:
-        module: The user's module.
-
-    Attributes:
-        lines: The user's lines, each with its index, which scopes have.
-    """
+    """Names the operations of a traced step by the user's layer and line, and refuses those that the host would run."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.lines: dict[str, int] = {}
+        self.lines: dict[str, int] = {}  # the user's, each with its index, which scopes have
         self._names = {id(part): name or type(part).__name__ for name, part in module.named_modules()}
         self._layers: list[str] = []  # those whose forward is running
         self._open: list[ExitStack] = []

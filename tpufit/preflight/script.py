@@ -32,21 +32,11 @@ class _NotTrained(dict[str, Any]):
 def run_script(
     path: Path, words: Sequence[str], model: type, options: dict[str, Any], told: Callable[[Any], None]
 ) -> list[Any]:
-    """Run a script, and compile each of its fits for a TPU instead of running it.
+    """Run a script, and compile each of its fits for a TPU instead of running it: a report for each, told at once.
 
     `fit` returns a history, and `evaluate` logs, of which every value is NaN. All else runs as it is, on untrained
     weights. An error of the script after its first `fit` is told, and ends it: it may miss what a training would have
-    left.
-
-    Args:
-        path: The script.
-        words: The script's own arguments.
-        model: The class whose methods are replaced.
-        options: Further arguments of `Model.preflight`, such as `tpu`.
-        told: The function that shows each report.
-
-    Returns:
-        The reports, one a `fit`.
+    left. The model is the class whose methods are replaced, the options further arguments of `Model.preflight`.
 
     Raises:
         PreflightError: The script has called no `fit`.

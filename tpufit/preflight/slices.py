@@ -138,14 +138,9 @@ SLICES = {
 
 
 def slice_of(name: str) -> Slice:
-    """Find a TPU slice by the cloud's name for it.
+    """Find a TPU slice by the cloud's name for it, e.g. `"v3-8"`, `"v5e-8"` or `"v5litepod-8"`, which is the same.
 
-    Args:
-        name: E.g. `"v3-8"`, `"v5e-8"` or `"v5litepod-8"`, which is the same. The number is that of the chips for v5e
-            and v6e, and that of the TensorCores, two a chip, for the others.
-
-    Returns:
-        The slice.
+    The number is that of the chips for v5e and v6e, and that of the TensorCores, two a chip, for the others.
 
     Raises:
         UnknownNameError: There is no such slice.

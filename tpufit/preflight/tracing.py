@@ -31,19 +31,12 @@ class _Refusing(Strict):
 
 
 class Tracer:
-    """Traces the steps of a plan, as `fit` would.
-
-    Args:
-        plan: The plan.
-
-    Attributes:
-        recorder: The programs so far.
-    """
+    """Traces the steps of a plan, as `fit` would."""
 
     def __init__(self, plan: PreflightPlan) -> None:
         self._plan = plan
         model = plan.model
-        self.recorder = Recorder()
+        self.recorder = Recorder()  # the programs so far
         self._scopes = Scopes(model.module)
         # Steps that are always traced have the same programs.
         config = plan.config.with_option("jit_compile", "auto")
