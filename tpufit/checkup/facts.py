@@ -15,74 +15,45 @@ _PACKAGES = ("torch", "torch_xla", "tensorflow", "tensorflow-cpu", *releases.COM
 
 @dataclass(frozen=True)
 class Pod:
-    """The hosts of a pod.
+    """The hosts of a pod."""
 
-    Attributes:
-        names: Their names; empty if there is no pod, or the environment doesn't have them.
-        missing: Those whose names lead nowhere.
-        doing: What each is doing, or which are gone; nothing before they have met.
-    """
-
-    names: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    doing: str = ""
+    names: tuple[str, ...] = ()  # empty if there is no pod, or the environment doesn't have them
+    missing: tuple[str, ...] = ()  # those whose names lead nowhere
+    doing: str = ""  # what each is doing, or which are gone; nothing before they have found each other
 
 
 @dataclass(frozen=True)
 class Process:
-    """This process.
-
-    Attributes:
-        pid: Its id.
-        settled: Its cores, in words, or nothing if none are settled.
-        foreign: True if torch_xla was imported in it before tpufit needed it.
-        pod: The pod that it is one host of.
-    """
+    """This process."""
 
     pid: int = 1
-    settled: str = ""
-    foreign: bool = False
-    pod: Pod = Pod()
+    settled: str = ""  # its cores, in words, or nothing if none are settled
+    foreign: bool = False  # torch_xla was imported in it before tpufit needed it
+    pod: Pod = Pod()  # that it is one host of
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that the checks go by. The defaults are those of a sound laptop, so that a test names only the faults.
-
-    Attributes:
-        python: Python's version.
-        versions: The versions of the packages that matter and are installed.
-        environ: The environment's variables.
-        place: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`.
-        chips: The TPU chips on the PCI bus.
-        holders: The commands of the processes that have a TPU open, by process id.
-        process: This process.
-        memory: The bytes that this process may use, by the source of each limit.
-        cpus: The number of CPUs that it may use.
-        disk: Free bytes where caches and checkpoints go by default.
-        trials: The results of the trainings; empty if there were none.
-    """
+    """The facts that the checks go by. The defaults are a sound laptop's, so that a test names only the faults."""
 
     python: tuple[int, ...] = (3, 11, 0)
+    # Of the packages that matter and are installed.
     versions: Mapping[str, str] = field(default_factory=lambda: {"torch": "2.9.0", "torch_xla": "2.9.0"})
     environ: Mapping[str, str] = field(default_factory=dict)
-    place: str = "a machine without a TPU"
-    chips: tuple[hardware.Chip, ...] = ()
+    place: str = "a machine without a TPU"  # or "Kaggle", "Colab", "TPU VM"
+    chips: tuple[hardware.Chip, ...] = ()  # on the PCI bus
+    # The commands of the processes that have a TPU open, by process id.
     holders: Mapping[int, str] = field(default_factory=dict)
     process: Process = Process()
+    # Bytes that this process may use, by the source of each limit.
     memory: Mapping[str, int] = field(default_factory=lambda: {"RAM": 64 << 30})
-    cpus: int = 16
-    disk: int = 100 << 30
-    trials: tuple[Trial, ...] = ()
+    cpus: int = 16  # that it may use
+    disk: int = 100 << 30  # free bytes where caches and checkpoints go by default
+    trials: tuple[Trial, ...] = ()  # the results of the trainings
 
 
 def gather(train: bool, timeout: float) -> Facts:
-    """Gather the facts of this machine.
-
-    Args:
-        train: True to train.
-        timeout: The seconds that each training may take.
-    """
+    """Gather the facts of this machine; each training may take so many seconds."""
     # Loading the runtime loads torch, which may be the fault here.
     runtime, pod = sys.modules.get("tpufit.runtime"), sys.modules.get("tpufit.hosts")
     cores = runtime.settled() if runtime else None

@@ -21,11 +21,7 @@ _SENT = 64 << 20  # bytes
 
 
 def train(cores: int) -> Trial:
-    """Train in this process.
-
-    Args:
-        cores: The number of cores; 0 for all of them.
-    """
+    """Train in this process, on so many cores; 0 for all of them."""
     wanted: int | str = cores or "auto"
     if cores == ALL and platform() == "CPU":
         wanted = _VIRTUAL

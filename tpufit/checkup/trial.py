@@ -11,36 +11,20 @@ ALL = 0  # cores: every core of a TPU; on a CPU 8 virtual ones
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a training.
+    """The result of a training."""
 
-    Attributes:
-        cores: The number of cores that was asked for; 0 for all of them.
-        ran_on: The cores in words, or nothing if it failed.
-        first: The seconds of the first step, in which its graph is traced and compiled.
-        step: The seconds of a later step.
-        bandwidth: The bytes a second to the device and back.
-        memory: The device's memory in bytes, or None where the runtime doesn't tell.
-        failure: The last lines that the process wrote, if it failed.
-        status: Its exit status; below 0 the signal that ended it; None if it was still running.
-    """
-
-    cores: int
-    ran_on: str = ""
-    first: float = 0.0
-    step: float = 0.0
-    bandwidth: float = 0.0
-    memory: int | None = None
-    failure: str = ""
-    status: int | None = 0
+    cores: int  # asked for; 0 for all of them
+    ran_on: str = ""  # the cores in words, or nothing if it failed
+    first: float = 0.0  # seconds of the first step, in which its graph is traced and compiled
+    step: float = 0.0  # seconds of a later step
+    bandwidth: float = 0.0  # bytes a second to the device and back
+    memory: int | None = None  # of the device in bytes; None where the runtime doesn't tell
+    failure: str = ""  # the last lines that the process wrote, if it failed
+    status: int | None = 0  # its exit status; below 0 the signal that ended it; None if it was still running
 
 
 def run(cores: int, timeout: float) -> Trial:
-    """Train in another process.
-
-    Args:
-        cores: The number of cores; 0 for all of them.
-        timeout: The seconds after which it is ended.
-    """
+    """Train in another process, on so many cores (0 for all), which is ended after so many seconds."""
     python = own_python(["-m", f"{__package__}.training", str(cores)])
     try:
         ended = subprocess.run(**python, capture_output=True, text=True, timeout=timeout)
