@@ -64,17 +64,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a part of a check is given.
+    """What a part of a check is given."""
 
-    Attributes:
-        cores: The cores of its process; None for a part without a device.
-        folder: A folder of the check's own, in which its parts leave files for each other.
-        kept: A folder whose files stay beside the report.
-    """
-
-    cores: Cores | None
-    folder: Path
-    kept: Path
+    cores: Cores | None  # of its process; None for a part without a device
+    folder: Path  # of the check's own, in which its parts leave files for each other
+    kept: Path  # a folder whose files stay beside the report
 
     @property
     def count(self) -> int:
@@ -99,42 +93,25 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a check.
-
-    Attributes:
-        part: The function that it runs.
-        cores: `NONE`, `ONE` or `ALL`.
-        ends: The exit status that is right; below 0 a signal (default 0).
-    """
+    """A process of a check."""
 
     part: Part
-    cores: int = ALL
-    ends: int = 0
+    cores: int = ALL  # `NONE`, `ONE` or `ALL`
+    ends: int = 0  # the exit status that is right; below 0 a signal
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something that is verified.
+    """Something that is verified."""
 
-    Attributes:
-        name: What is right if it passes, in a few words.
-        processes: Its processes, which run one after the other.
-        seconds: The seconds that each of them may take.
-        only_tpu: True if only a TPU can tell (default False): on a CPU it runs, and counts for nothing.
-        runs_on_cpu: False if it can't even run there (default True).
-        several: True if it takes more than one core (default False).
-        one_host: True if the hosts of a pod can't run it together (default False): one may end before the others.
-        quick: True if `--quick` has it too (default False).
-    """
-
-    name: str
-    processes: tuple[Process, ...]
-    seconds: float = 120.0
-    only_tpu: bool = False
-    runs_on_cpu: bool = True
-    several: bool = False
-    one_host: bool = False
-    quick: bool = False
+    name: str  # what is right if it passes, in a few words
+    processes: tuple[Process, ...]  # they run one after the other
+    seconds: float = 120.0  # that each of them may take
+    only_tpu: bool = False  # only a TPU can tell: on a CPU it runs, and counts for nothing
+    runs_on_cpu: bool = True  # False if it can't even run there
+    several: bool = False  # it takes more than one core
+    one_host: bool = False  # the hosts of a pod can't run it together: one may end before the others
+    quick: bool = False  # `--quick` has it too
 
     @property
     def on_pods(self) -> bool:

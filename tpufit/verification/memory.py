@@ -55,11 +55,7 @@ class Wide(nn.Module):
 
 
 def rows_too_many(limit: int) -> int:
-    """The rows a core whose hidden layer takes twice a core's memory.
-
-    Args:
-        limit: A core's memory, in bytes.
-    """
+    """The rows a core whose hidden layer takes twice a core's memory, which is `limit` bytes."""
     return 2 * limit // (4 * _WIDE)
 
 

@@ -60,14 +60,7 @@ def precisions(setting: Setting) -> Iterator[Figure]:
 
 
 def product(x: Tensor, weights: Tensor, precision: str, setting: Setting) -> Tensor:
-    """`x @ weights` on the device.
-
-    Args:
-        x: Rows.
-        weights: A matrix.
-        precision: The argument `matmul_precision` of `compile`.
-        setting: The setting of the check.
-    """
+    """`x @ weights` on the device, with this `matmul_precision` of `compile`."""
     layer = nn.Linear(weights.shape[0], weights.shape[1], bias=False)
     with torch.no_grad():
         layer.weight.copy_(weights.T)

@@ -19,25 +19,15 @@ FIGURES, FAULT, STARTED = "figures.jsonl", "fault.json", "started.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What a process has to do.
+    """What a process has to do."""
 
-    Attributes:
-        module: The module of its function.
-        function: The function's name.
-        cores: `NONE`, `ONE` or `ALL`.
-        virtual: The number of virtual cores that `ALL` means on a CPU.
-        folder: The folder of the check.
-        kept: The folder beside the report.
-        until: The time, on this machine's monotonic clock, at which it writes where it is.
-    """
-
-    module: str
+    module: str  # of its function
     function: str
-    cores: int
-    virtual: int
-    folder: str
-    kept: str
-    until: float
+    cores: int  # `NONE`, `ONE` or `ALL`
+    virtual: int  # the number of virtual cores that `ALL` means on a CPU
+    folder: str  # of the check
+    kept: str  # the folder beside the report
+    until: float  # the time, on this machine's monotonic clock, at which it writes where it is
 
 
 def main(job: Job) -> None:

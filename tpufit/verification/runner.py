@@ -64,20 +64,11 @@ class _TimeOverError(Exception):
 
 
 class Runner:
-    """Runs checks.
-
-    Args:
-        virtual: The number of virtual cores that all are where there is no TPU.
-        kept: The folder for what stays beside the report.
-        seconds: The seconds after which no further check is begun.
-
-    Attributes:
-        device: The device.
-    """
+    """Runs checks."""
 
     def __init__(self, virtual: int, kept: Path, seconds: float) -> None:
         self._virtual, self._kept = virtual, kept
-        self._until = perf_counter() + seconds
+        self._until = perf_counter() + seconds  # no further check is begun then
         self._tried: dict[int, bool] = {}  # whether the device has started, by cores
         self.device = Device()
 
