@@ -8,11 +8,7 @@ from .cache import CachedDataset
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line.
-
-    Args:
-        arguments: The words after `python -m tpufit.data` (default: those of this process).
-    """
+    """Run the command line: the words after `python -m tpufit.data`."""
     parser = argparse.ArgumentParser(prog="python -m tpufit.data", description="Caches of samples.")
     parser.add_argument("command", choices=["warm"], help="make the files of a CachedDataset that are missing")
     parser.add_argument("dataset", metavar="module:dataset", help="the CachedDataset, e.g. my_project.data:train")

@@ -34,11 +34,7 @@ class Augmentation(nn.Module):
     """
 
     def forward(self, batch: Any) -> Any:
-        """Augment a batch.
-
-        Args:
-            batch: Images, or a tuple of images, labels and perhaps weights.
-        """
+        """Augment a batch: images, or a tuple of images, labels and perhaps weights."""
         if not isinstance(batch, (tuple, list)):
             return self.images(_checked(batch))
         return (self.images(_checked(batch[0])), *batch[1:])
@@ -269,9 +265,7 @@ class RandomErasing(Augmentation):
 class _Mixing(Augmentation):
     """Mixes each image with the one before it in the batch, and their labels.
 
-    Args:
-        num_classes: The number of classes.
-        alpha: The parameter of the beta distribution, above 0 and up to 2, that a batch's share is drawn from.
+    A batch's share is drawn from the beta distribution of `alpha`, above 0 and up to 2.
     """
 
     def __init__(self, num_classes: int, alpha: float = 1.0) -> None:
@@ -403,13 +397,9 @@ def _as_before(out: Tensor, x: Tensor) -> Tensor:
 
 
 def _rectangles(x: Tensor, height: Tensor, width: Tensor, whole: bool) -> Tensor:
-    """Draw where a rectangle lies in each image: True inside.
+    """Draw where a rectangle of this height and width, in pixels, lies in each image: True inside.
 
-    Args:
-        x: The images.
-        height: The rectangle's height in pixels.
-        width: Its width.
-        whole: True if it lies wholly inside; else its middle does, and the edge may cut it off.
+    It lies wholly inside of the image, or else its middle does, and the edge may cut it off.
     """
     inside = []
     for side, length in zip(x.shape[-2:], (height, width), strict=True):
@@ -427,12 +417,8 @@ def _rectangles(x: Tensor, height: Tensor, width: Tensor, whole: bool) -> Tensor
 def _sampled(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
     """Look up pixels at places between pixels, with bilinear interpolation; outside of the image they are black.
 
+    The places go down and right from the images' middle, and are of a shape that broadcasts to (N, height, width).
     Torch's own `grid_sample` is none of the device's operations.
-
-    Args:
-        x: The images.
-        down: The places along the height from the images' middle, (N, height, width) or such as broadcasts to it.
-        right: Those along the width.
     """
     height, width = x.shape[-2:]
     down, right = torch.broadcast_tensors(down + (height - 1) / 2, right + (width - 1) / 2)

@@ -106,12 +106,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rows_in(tensor: Tensor, rows: slice | np.ndarray[Any, Any]) -> Tensor:
-    """Rows of a host tensor: a slice shares its memory, numbers are looked up in their order.
-
-    Args:
-        tensor: The tensor.
-        rows: A slice, or numbers that are in range.
-    """
+    """Rows of a host tensor: a slice shares its memory, numbers, all in range, are looked up in their order."""
     if isinstance(rows, slice):
         return tensor[rows]
     # NumPy copies in this very thread. PyTorch would share the work among threads and wait for the last of them, which
@@ -157,11 +152,7 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 def fields(batch: Any) -> dict[str, Any]:
-    """The parts of a batch by their names: x, y and sample_weight if it is a tuple of these.
-
-    Args:
-        batch: A nest of tensors.
-    """
+    """The parts of a batch by their names: x, y and sample_weight if it is a tuple of these."""
     parts = ("x", "y", "sample_weight")
     usual = is_row_of_parts(batch) and 1 <= len(batch) <= len(parts)
     return dict(zip(parts, batch, strict=False)) if usual else {"batch": batch}
@@ -169,9 +160,6 @@ def fields(batch: Any) -> dict[str, Any]:
 
 def listed(parts: Mapping[str, Any]) -> str:
     """The tensors of named parts with their dtypes and shapes, for errors.
-
-    Args:
-        parts: Nests of tensors by name.
 
     Example:
         >>> import torch

@@ -23,31 +23,18 @@ _ENOUGH = 8
 
 @dataclass
 class ReadTimes:
-    """The work of a reader so far, in seconds.
+    """The work of a reader so far, in seconds."""
 
-    Attributes:
-        batches: The number of batches, or groups of them, that it has given.
-        waited: The time that `next` has waited for data.
-        busy: The time spent on reading and preparing.
-        prepared: The part of `busy` that was spent on preparing.
-        computed: The part of `busy` in which the processor worked.
-        paused: The time that the loop's processor spent on other things than steps, as on capturing a graph.
-    """
-
-    batches: int = 0
-    waited: float = 0.0
-    busy: float = 0.0
-    prepared: float = 0.0
-    computed: float = 0.0
-    paused: float = 0.0
+    batches: int = 0  # or groups of them, that it has given
+    waited: float = 0.0  # by `next`, for data
+    busy: float = 0.0  # with reading and preparing
+    prepared: float = 0.0  # the part of `busy` that was spent on preparing
+    computed: float = 0.0  # the part of `busy` in which the processor worked
+    paused: float = 0.0  # the loop's processor, on other things than steps, as on capturing a graph
 
 
 class BatchReader(Generic[T_co]):
-    """Gives prepared batches in order, none lost or repeated: a `Prefetcher` or an `InlineReader`.
-
-    Attributes:
-        times: The reader's work so far.
-    """
+    """Gives prepared batches in order, none lost or repeated: a `Prefetcher` or an `InlineReader`."""
 
     times: ReadTimes
 
@@ -85,12 +72,7 @@ class InlineReader(BatchReader[T_co]):
     """Reads and prepares each batch when it is asked for, without a thread.
 
     The device doesn't wait for it as long as the steps before keep it busy. A thread could do less meanwhile than it
-    takes to hand a batch over, and two threads of Python are in each other's way.
-
-    Args:
-        batches: Any iterable; a generator is closed at the end.
-        prepare: Called with each batch, e.g. to start its transfer to the device.
-        pace: What the times are for (default: they are always taken).
+    takes to hand a batch over, and two threads of Python are in each other's way. A generator is closed at the end.
 
     Example:
         >>> with InlineReader([1, 2, 3], lambda batch: batch * 10) as reader:
@@ -128,27 +110,18 @@ class InlineReader(BatchReader[T_co]):
 class Pace:
     """Decides, pass after pass, if some data are read without a thread.
 
-    Args:
-        in_memory: True for rows that lie in memory, which never need one.
-        movable: False for other data that always do.
-
-    Attributes:
-        inline: True if the next pass needs no thread.
-        decides: True as long as the times of a pass may change that.
-        passed: True once there has been a pass.
+    Rows that lie in memory never need one; of other data, those that aren't `movable` always do.
     """
 
     def __init__(self, in_memory: bool, movable: bool) -> None:
-        self.inline = in_memory
-        self.passed = False
-        self.decides = movable and not in_memory
+        self.inline = in_memory  # the next pass needs no thread
+        self.passed = False  # there has been a pass
+        self.decides = movable and not in_memory  # the times of a pass may change `inline`
 
     def note(self, times: ReadTimes, own: float) -> None:
-        """Decide by the times of a pass. Data that were quick once and are no more get their thread back for good.
+        """Decide by the times of a pass, and the seconds that the loop itself has computed.
 
-        Args:
-            times: The reader's work in the pass.
-            own: The time that the loop itself has computed, in seconds.
+        Data that were quick once and are no more get their thread back for good.
         """
         if self.decides:
             before = self.inline

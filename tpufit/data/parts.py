@@ -20,28 +20,18 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """A host's own rows of a global batch.
+    """A host's own rows of a global batch."""
 
-    Attributes:
-        batch: The rows of its cores, core by core, in the nest of the data.
-        rows: The number of rows of the global batch.
-    """
-
-    batch: Any
-    rows: int
+    batch: Any  # the rows of its cores, core by core, in the nest of the data
+    rows: int  # of the global batch
 
 
 @dataclass(frozen=True)
 class Share:
-    """A host's share of every batch.
+    """A host's share of every batch."""
 
-    Attributes:
-        shards: The numbers of the host's cores.
-        cores: The number of all cores.
-    """
-
-    shards: tuple[int, ...]
-    cores: int
+    shards: tuple[int, ...]  # the numbers of the host's cores
+    cores: int  # the number of all cores
 
     @property
     def hosts(self) -> int:
@@ -53,10 +43,7 @@ class Share:
         return rows_of(self.shards, self.cores, count)
 
     def of(self, batch: Any) -> Part:
-        """Take the host's rows out of a global batch that it has whole.
-
-        Args:
-            batch: A nest of arrays and tensors.
+        """Take the host's rows out of a global batch, a nest of arrays and tensors, that it has whole.
 
         Raises:
             DataError: Two tensors have different numbers of rows.

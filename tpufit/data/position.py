@@ -22,27 +22,16 @@ _KEPT = 1024
 
 @dataclass  # not frozen: that takes longer to make, and there is one for each batch
 class Position:
-    """A position between two batches.
+    """A position between two batches."""
 
-    Attributes:
-        batches: The number of batches of the epoch that come before.
-        number: The number of the pass over the data.
-        offset: The offset in that pass, as the source counts.
-        own: The data's own account of their position, if they keep one.
-        begun: The random numbers' state when the pass began, where it is kept.
-        draws: The random numbers' state here, with nothing more read, where it is kept.
-        kept_begun: What the data's objects kept when the pass began, see `Kept`.
-        kept: What they keep here, with nothing more read.
-    """
-
-    batches: int = 0
-    number: int = 0
-    offset: int = 0
-    own: dict[str, Any] | None = None
-    begun: RNGState | None = None
-    draws: RNGState | None = None
-    kept_begun: dict[str, Any] | None = None
-    kept: dict[str, Any] | None = None
+    batches: int = 0  # of the epoch, that come before
+    number: int = 0  # of the pass over the data
+    offset: int = 0  # in that pass, as the source counts
+    own: dict[str, Any] | None = None  # the data's own account of their position, if they keep one
+    begun: RNGState | None = None  # the random numbers' state when the pass began, where it is kept
+    draws: RNGState | None = None  # the random numbers' state here, with nothing more read, where it is kept
+    kept_begun: dict[str, Any] | None = None  # what the data's objects kept when the pass began, see `Kept`
+    kept: dict[str, Any] | None = None  # what they keep here, with nothing more read
 
     def state_dict(self) -> dict[str, Any]:
         """The same as plain values, which JSON can hold."""
@@ -59,31 +48,21 @@ class Position:
 
 
 def at_next_pass(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the position of the pass after a position, as plain values: the data begin anew, in an order of their own.
+    """Return the position, as plain values, of the pass after one in the middle of an epoch: the data begin anew.
 
-    Args:
-        state: The state that `Stream.state_dict` gave in the middle of an epoch.
+    They come in an order of their own.
     """
     position = Position.of(state)
     return Position(number=position.number + 1, begun=position.draws, kept_begun=position.kept).state_dict()
 
 
 class PositionLog:
-    """Notes the position after each batch of an epoch. It never holds a batch: a cache uses its memory again.
-
-    Args:
-        source: The source of the batches.
-
-    Attributes:
-        resumed: The position where the next epoch is to begin, after a resumption.
-        passes: The number of passes that have been read to their end.
-        kept: What the data's objects keep, if that is to be noted too.
-    """
+    """Notes the position after each batch of an epoch. It never holds a batch: a cache uses its memory again."""
 
     def __init__(self, source: Source) -> None:
-        self.resumed: Position | None = None
-        self.passes = 0
-        self.kept: Kept | None = None
+        self.resumed: Position | None = None  # where the next epoch is to begin, after a resumption
+        self.passes = 0  # that have been read to their end
+        self.kept: Kept | None = None  # what the data's objects keep, if that is to be noted too
         self._source = source
         self._begun: RNGState | None = None  # the random numbers' state when the pass began
         self._kept_begun: dict[str, Any] | None = None
@@ -100,14 +79,7 @@ class PositionLog:
         return next((position for position in positions if position.batches == batches), None)
 
     def begin_epoch(self, usual: Position) -> Position:
-        """Begin an epoch.
-
-        Args:
-            usual: The position where it begins, if it isn't resumed.
-
-        Returns:
-            The position where it does begin.
-        """
+        """Begin an epoch, and return the position where it does so: the usual one, if it isn't resumed."""
         begin = self.resumed or usual
         self.resumed = None
         self._positions.clear()
@@ -117,9 +89,7 @@ class PositionLog:
     def read(self, begin: Position, keeps_draws: bool) -> Iterator[Any]:
         """Read a pass over the data with the random numbers that it had, and note the position after each batch.
 
-        Args:
-            begin: The position where it begins.
-            keeps_draws: True to keep the random numbers' state with the positions.
+        If it `keeps_draws`, the random numbers' state is kept with the positions.
         """
         source = self._source
         if begin.begun is not None:

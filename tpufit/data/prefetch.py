@@ -34,12 +34,8 @@ class Prefetcher(BatchReader[T_co]):
 
     It ends when the data end, when `close` is called (or a `with` block left), or when nobody holds it any more. An
     exception in the data or in `prepare` is raised by `next`, itself and with its own traceback, after all batches
-    before it. The thread reads the data, so a source must not share state, such as a random generator, with the loop.
-
-    Args:
-        batches: Any iterable. It is iterated in the thread; a generator is closed there too.
-        prepare: Called in the thread with each batch, e.g. to start its transfer to the device.
-        depth: The number of prepared batches that may wait, at least 1. No more are read ahead.
+    before it. The thread reads the data, so a source must not share state, such as a random generator, with the loop. A
+    generator is closed in it, too. No more than `depth` prepared batches wait.
 
     Raises:
         ArgumentError: `depth` is not a whole number of at least 1.

@@ -7,16 +7,9 @@ from numpy.typing import NDArray
 
 
 def order(rows: int, seed: int, epoch: int, within: int | None = None) -> NDArray[np.int64]:
-    """A random permutation that depends on nothing but its arguments.
+    """A random permutation, shape `(rows,)`, that depends on nothing but its arguments.
 
-    Args:
-        rows: The number of rows.
-        seed: The run's seed, from 0.
-        epoch: The number of the pass over the data, from 0.
-        within: Permute the rows only within each block of so many (default: all of them).
-
-    Returns:
-        The row numbers in their order, shape `(rows,)`.
+    It permutes all rows, or only those within each block of so many.
 
     Example:
         >>> order(5, seed=0, epoch=1).tolist() == order(5, seed=0, epoch=1).tolist()
@@ -31,17 +24,9 @@ def order(rows: int, seed: int, epoch: int, within: int | None = None) -> NDArra
 
 
 def rows_of(shards: Sequence[int], count: int, rows: int) -> NDArray[np.int64]:
-    """The rows of a batch that some of its shards hold.
+    """The rows of a batch that some of its `count` shards hold, shard by shard; they need not be neighbours.
 
     A batch is split into equal blocks of consecutive rows, one a device; the last blocks may hold fewer, or none.
-
-    Args:
-        shards: The numbers of the shards, from 0; they need not be neighbours.
-        count: The number of all shards.
-        rows: The number of rows in the batch.
-
-    Returns:
-        The numbers of the rows within the batch, shard by shard.
 
     Example:
         >>> rows_of([0, 2], count=4, rows=7).tolist(), rows_of([1, 3], count=4, rows=7).tolist()

@@ -70,10 +70,9 @@ class Source(ABC):
 
     @abstractmethod
     def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
-        """Make one pass over the data.
+        """Make one pass over the data, whose index determines the order with the seed.
 
         Args:
-            index: The pass's number, from 0; with the seed it determines the order.
             start: The offset to begin at: 0, or one that came with a batch of such a pass.
             skipped: Called when all before `start` has been skipped, which may have drawn random numbers.
 
@@ -120,23 +119,14 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Plan:
-    """The way from rows to batches.
+    """The way from rows to batches."""
 
-    Attributes:
-        batch_size: Rows per core.
-        cores: The number of cores that share a batch.
-        shuffle: True for another order in each pass, `"batch"` for one within each block of `batch_size` rows.
-        seed: Determines the order, with the pass's number.
-        name: The data's name in errors.
-        share: This host's share of a batch, which alone it reads (default: all).
-    """
-
-    batch_size: int
-    cores: int
-    shuffle: bool | str
-    seed: int
-    name: str
-    share: Share | None = None
+    batch_size: int  # rows per core
+    cores: int  # that share a batch
+    shuffle: bool | str  # another order in each pass, or with "batch" one within each block of `batch_size` rows
+    seed: int  # determines the order, with the pass's number
+    name: str  # of the data in errors
+    share: Share | None = None  # of this host in a batch, which alone it reads; None: all
 
     @property
     def rows(self) -> int:
@@ -145,12 +135,7 @@ class Plan:
 
 
 class _Rows(Source):
-    """Reads rows in any order. Its offsets count rows.
-
-    Args:
-        length: The number of rows.
-        plan: The way from rows to batches.
-    """
+    """Reads rows in any order. Its offsets count rows."""
 
     def __init__(self, length: int, plan: Plan) -> None:
         if not length:
@@ -209,17 +194,11 @@ class _Rows(Source):
 
 
 class Arrays(_Rows):
-    """Tensors of equal length, in a nest.
-
-    Args:
-        nest: The tensors, and None where a part is left out.
-        plan: The way from rows to batches.
-        in_memory: False if their memory is mapped from files.
-    """
+    """Tensors of equal length, in a nest, with None where a part is left out."""
 
     def __init__(self, nest: Any, plan: Plan, in_memory: bool = True) -> None:
         self.leaves, self.spec = tree_flatten(nest)
-        self.in_memory = in_memory
+        self.in_memory = in_memory  # False if they are mapped from files
         shapes = [tuple(leaf.shape) for leaf in self.leaves if leaf is not None]
         lengths = [shape[0] for shape in shapes]
         if len(set(lengths)) > 1:
@@ -468,11 +447,7 @@ class Iteration(Source):
 
 
 class _JoinedBatches:
-    """A batch sampler that joins `cores` of another's batches, so that its own rules (drop_last, ...) stay in force.
-
-    Attributes:
-        rows: On a pod the rows of the batches that are being read, of which this host reads its own.
-    """
+    """A batch sampler that joins `cores` of another's batches, so that its own rules (drop_last, ...) stay in force."""
 
     def __init__(
         self, batches: Any, cores: int, share: Share | None = None, start: int = 0, skipped: Hook = _nothing
@@ -484,16 +459,13 @@ class _JoinedBatches:
         self._share = share
         self._begun: Hook = _nothing
         self._ahead = 0
+        # On a pod, of the batches that are being read, of which this host reads its own.
         self.rows: deque[int] = deque()
 
     def begin(self, start: int, begun: Hook, skipped: Hook, ahead: int) -> None:
-        """Let the next pass begin at an offset.
+        """Let the next pass begin at an offset, in batches to leave out.
 
-        Args:
-            start: The number of batches to leave out.
-            begun: Called when it begins.
-            skipped: Called when they are left out, and so many more have been given.
-            ahead: The number of these.
+        It calls `begun` when it begins, and `skipped` when they are left out, and `ahead` more have been given.
         """
         self.start = start
         self._begun = begun
@@ -579,10 +551,6 @@ def _any_thread(batches: Any) -> bool:
 
 class InTurn:
     """Two transforms, one after the other.
-
-    Args:
-        first: The first one.
-        second: The second one, which is given what the first has made.
 
     Example:
         >>> InTurn(abs, float)(-1)

@@ -20,8 +20,7 @@ def is_foreign(data: Any) -> bool:
 def numbers_of(data: Any) -> NDArray[Any]:
     """Make an array of a table, shape `(rows, columns)` and of the columns' common dtype, or of a series, `(rows,)`.
 
-    Args:
-        data: A table or series. Categories count as their values.
+    Categories count as their values.
 
     Raises:
         DataError: A column holds text or other objects, or lacks a value.

@@ -20,26 +20,16 @@ IGNORED = -100  # the label that PyTorch's cross entropy and Hugging Face's mode
 
 
 class RowsOfTokens(Dataset[Any]):
-    """A map-style dataset that reads a batch of rows at once.
+    """A map-style dataset that reads a batch of rows at once."""
 
-    Attributes:
-        device_transform: A function from a batch to the model's input, run on the device; or None.
-        facts: What a report says of the data, by name.
-    """
-
-    device_transform: Any = None
-    facts: Mapping[str, str] = {}
+    device_transform: Any = None  # from a batch to the model's input, run on the device
+    facts: Mapping[str, str] = {}  # what a report says of the data, by name
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def get_batch(self, indices: NDArray[np.int64], epoch: int = 0) -> Any:
-        """The rows of a batch, collated.
-
-        Args:
-            indices: The numbers of the rows, from 0, shape `(batch,)`.
-            epoch: Without effect: each epoch has the same rows.
-        """
+        """The rows of a batch, collated, by their numbers; each epoch has the same rows."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Any:
@@ -261,14 +251,9 @@ class TokenFile(RowsOfTokens):
 
 
 def pack(sizes: NDArray[np.int64], length: int) -> list[NDArray[np.int64]]:
-    """Put pieces into rows: the longest first, each into the fullest row that has room.
+    """Put pieces into rows: the longest first, each into the fullest row that has room; give the pieces of each row.
 
-    Args:
-        sizes: The size of each piece, from 1 to `length`.
-        length: The size of a row.
-
-    Returns:
-        The numbers of the pieces of each row.
+    All sizes are from 1 to `length`, that of a row.
 
     Example:
         >>> [row.tolist() for row in pack(np.array([3, 2, 4]), 5)]

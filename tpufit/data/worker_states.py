@@ -59,22 +59,14 @@ class _Beginning:
 
 
 class WorkerStates:
-    """The states of a loader's workers, as they come with its batches.
-
-    Args:
-        loader: The loader, which has workers.
-
-    Attributes:
-        count: The number of workers.
-        ahead: The number of batches that they are asked for ahead.
-        options: The arguments of a loader whose workers tell their states.
-    """
+    """The states of a loader's workers, as they come with its batches."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.count = loader.num_workers
         self._stay = loader.persistent_workers
-        self.ahead = self.count * (loader.prefetch_factor or 2)
+        self.ahead = self.count * (loader.prefetch_factor or 2)  # batches that they are asked for ahead
         self._begin = _Beginning(loader.worker_init_fn, loader.collate_fn)
+        # The arguments of a loader whose workers tell their states.
         self.options: dict[str, Any] = {"collate_fn": _Telling(loader.collate_fn), "worker_init_fn": self._begin}
         self._last: dict[str, Any] = {}
         self._round: dict[str, Any] = {}  # after the last whole round of batches
@@ -87,10 +79,7 @@ class WorkerStates:
         return done // self.count * self.count
 
     def begin(self, done: int) -> bool:
-        """Begin a pass, or go on with one.
-
-        Args:
-            done: The number of its batches that are done, in whole rounds.
+        """Begin a pass, or go on with one, of whose batches so many are done, in whole rounds.
 
         Returns:
             True if workers that stay are started anew in a later pass, for which PyTorch draws once more.
@@ -126,10 +115,6 @@ class WorkerStates:
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on from states.
-
-        Args:
-            state: The dict that `state_dict` returned, of as many workers.
-        """
+        """Let the next pass go on from states, which `state_dict` returned of as many workers."""
         self._last = dict(state["workers"])
         self._later = state["later"]

@@ -16,10 +16,7 @@ from ..errors import DataError
 
 
 def read(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Read the loader's batches.
-
-    Args:
-        loader: Any loader, with workers or without.
+    """Read the batches of a loader, with workers or without.
 
     Raises:
         DataError: A worker died, or gave nothing within the loader's `timeout`; or a sample raised `StopIteration`,

@@ -37,8 +37,7 @@ Workers = int | Literal["auto"]
 def exclusive(folder: Path) -> Iterator[None]:
     """Hold a cache's lock, which ends with the process if not before, and clear the drafts that killed warm-ups left.
 
-    Args:
-        folder: The cache; it is made if need be.
+    The folder is made if need be.
 
     Raises:
         CacheBusyError: Another warm-up holds it.
@@ -63,14 +62,9 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def build(maker: Maker, folder: Path, manifest: Manifest, workers: Workers, progress: bool) -> None:
-    """Make the files of a cache that are missing.
+    """Make the files of a cache that are missing, while its lock is held.
 
-    Args:
-        maker: Makes the samples.
-        folder: The cache, whose lock is held.
-        manifest: The cache's manifest.
-        workers: The number of processes; 0 is this one, `"auto"` one for each CPU.
-        progress: True to show a bar.
+    It takes so many processes: 0 is this one, `"auto"` one for each CPU.
 
     Raises:
         CacheDiskFullError: There is no room any more.
@@ -96,10 +90,6 @@ def build(maker: Maker, folder: Path, manifest: Manifest, workers: Workers, prog
 
 def check_room(folder: Path, manifest: Manifest) -> None:
     """Make sure that the missing files will fit on the disk, before any work is done.
-
-    Args:
-        folder: The cache.
-        manifest: The cache's manifest.
 
     Raises:
         CacheDiskFullError: They won't.
@@ -162,19 +152,13 @@ class _InWorkerError(Exception):
 
 
 class _Worker:
-    """A worker process, as its parent sees it.
-
-    Args:
-        folder: The cache.
-        manifest: The cache's manifest.
-        payload: The pickled maker. It is sent only when asked for: a pipe holds little, and who fills it waits.
-        index: The worker's number, from 0.
-    """
+    """A worker process, as its parent sees it; they are numbered from 0."""
 
     def __init__(self, folder: Path, manifest: Manifest, payload: bytes, index: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._manifest = manifest
+        # The pickled maker, sent only when asked for: a pipe holds little, and who fills it waits.
         self._payload = payload
         self._index = index
         self._doing = "before it made a file"

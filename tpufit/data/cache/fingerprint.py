@@ -24,12 +24,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def describe(value: Any) -> str:
-    """Describe an object by its name, and a hash of its code and of its public settings.
+    """Describe a function, object or class by its name, and a hash of its code and of its public settings.
 
     Absolute paths don't count, so that a cache may be used where the data lie in another folder.
-
-    Args:
-        value: A function, an object or a class.
 
     Example:
         >>> from functools import partial

@@ -26,27 +26,14 @@ _INTERVAL = 0.1  # seconds between two reports of the progress: one a row would 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes samples from a source and a transform. It is sent to the worker processes.
+    """Makes samples from a source and a transform. It is sent to the worker processes."""
 
-    Attributes:
-        source: The user's map-style dataset.
-        transform: The function from an item to a sample, or None.
-        seed: The seed of the random numbers.
-    """
-
-    source: Any
-    transform: Callable[[Any], Any] | None
-    seed: int
+    source: Any  # the user's map-style dataset
+    transform: Callable[[Any], Any] | None  # from an item to a sample
+    seed: int  # of the random numbers
 
     def sample(self, index: int, copy: int) -> tuple[Any, dict[str, Tensor]]:
-        """Make one sample, from random numbers that are a function of (seed, index, copy).
-
-        Args:
-            index: The number of the source's item.
-            copy: The number of the variant.
-
-        Returns:
-            Its structure and its leaves, as `flatten` gives them.
+        """Make one sample, from random numbers that are a function of (seed, index, copy): see `flatten`.
 
         Raises:
             DataError: The source or the transform raised, or gave something that a cache can't keep.
@@ -64,13 +51,7 @@ class Maker:
         return flatten(made, index)
 
     def build(self, folder: Path, manifest: Manifest, number: int, tell: Callable[[int], None]) -> None:
-        """Make one file of a cache.
-
-        Args:
-            folder: The cache.
-            manifest: The cache's manifest.
-            number: The number of the file.
-            tell: Called now and then with the number of rows made since the last call.
+        """Make one file of a cache, and `tell` now and then the number of rows made since the last call.
 
         Raises:
             DataError: A sample can't be made, or is unlike the first one.
@@ -110,14 +91,9 @@ def check(source: Any, copies: int, workers: int | str, seed: int, shard_mb: flo
 
 
 def plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool) -> Manifest:
-    """Plan a cache of these samples.
+    """Plan a cache of these samples, in files of at most `shard_mb` MiB.
 
-    Args:
-        maker: Makes them.
-        copies: The number of variants of each.
-        version: The user's own version.
-        shard_mb: The largest size of a file, in MiB.
-        again: True to make some of them twice and compare them, because there is no cache yet.
+    Unless there is a cache yet, some of them are made `again`, and compared.
     """
     rows = len(maker.source)
     structure, leaves = maker.sample(0, copy=0)

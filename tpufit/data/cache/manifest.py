@@ -42,43 +42,23 @@ _ORIGINS = {
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents and the layout of a cache.
+    """The contents and the layout of a cache."""
 
-    Attributes:
-        rows: The number of the source's samples.
-        copies: The number of variants of each. Copy c of sample i is row `c * rows + i` of the cache.
-        seed: The seed of their random numbers.
-        version: The user's own version.
-        source: The source, in short.
-        transform: The transform, in short.
-        probe: A hash of some samples, or None if they can't be made alike twice.
-        structure: The structure of a sample, as `flatten` gives it.
-        fields: The leaves of a sample.
-        rows_per_file: The number of rows in a file; the last one may hold fewer.
-        rows_per_block: The number of rows of a file that have one checksum.
-    """
-
-    rows: int
-    copies: int
-    seed: int
-    version: str
-    source: str
+    rows: int  # of the source
+    copies: int  # variants of each row; copy c of sample i is row `c * rows + i` of the cache
+    seed: int  # of their random numbers
+    version: str  # the user's own
+    source: str  # in short; so is the transform
     transform: str
-    probe: str | None
-    structure: Any
-    fields: tuple[Field, ...]
-    rows_per_file: int
-    rows_per_block: int
+    probe: str | None  # a hash of some samples, or None if they can't be made the same twice
+    structure: Any  # of a sample, as `flatten` gives it
+    fields: tuple[Field, ...]  # the leaves of a sample
+    rows_per_file: int  # the last file may hold fewer
+    rows_per_block: int  # rows of a file that have one checksum
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Read `meta.json`.
-
-        Args:
-            folder: The cache.
-
-        Returns:
-            The manifest, or None if there is no cache.
+        """Read a cache's `meta.json`; None if there is no cache.
 
         Raises:
             CacheDamagedError: The file is not as it was written.
@@ -138,11 +118,7 @@ class Manifest:
         return [number for number in range(self.files) if not (folder / self.name(number)).exists()]
 
     def differences(self, now: Manifest) -> list[str]:
-        """Say what has changed since; a probe that can't be repeated tells nothing.
-
-        Args:
-            now: The manifest of a cache that were made now.
-        """
+        """Say what a cache that is made now has different; a probe that can't be repeated tells nothing."""
         found = []
         for name, (words, shown) in _ORIGINS.items():
             then = getattr(self, name)
@@ -153,15 +129,7 @@ class Manifest:
 
 
 def cut(rows: int, row_bytes: int, file_mb: float) -> tuple[int, int]:
-    """Cut a cache into files and blocks.
-
-    Args:
-        rows: The number of all rows.
-        row_bytes: The size of a row.
-        file_mb: The largest size of a file, in MiB.
-
-    Returns:
-        `(rows_per_file, rows_per_block)`.
+    """Cut a cache into files of at most `file_mb` MiB, and blocks: the rows per file, and per block.
 
     Example:
         >>> cut(20_000, 27_656, file_mb=256)  # 16 files, because 3 would keep no more than 3 workers busy

@@ -24,13 +24,10 @@ _KEPT = 4
 
 
 class _Memory:
-    """Gives room for batches, again when nobody holds it any more: new memory costs as much as filling it.
+    """Gives room for batches of a field, again when nobody holds it any more: new memory costs as much as filling it.
 
     Nobody holds a room when it would be freed if it weren't kept here. So a transfer to a device that still reads it,
     and holds it for that, is not disturbed.
-
-    Args:
-        field: The field to give room for.
     """
 
     def __init__(self, field: Field) -> None:
@@ -54,12 +51,7 @@ class _Memory:
 
 
 class Mapped:
-    """Reads rows of a cache from the mapped files, each checked when it is first read from.
-
-    Args:
-        manifest: The cache's manifest.
-        shards: All its files.
-    """
+    """Reads rows of a cache from the mapped files, each checked when it is first read from."""
 
     def __init__(self, manifest: Manifest, shards: Sequence[Shard]) -> None:
         self._fields = manifest.fields
@@ -70,14 +62,7 @@ class Mapped:
         self._columns = {field.name: [shard.columns[field.name] for shard in shards] for field in manifest.fields}
 
     def read(self, rows: Rows, ordered: bool) -> dict[str, Tensor]:
-        """Copy rows.
-
-        Args:
-            rows: The numbers of the rows.
-            ordered: True to keep their order. Else they come sorted, which is faster.
-
-        Returns:
-            The rows by the fields' names, each of shape `(len(rows), *shape)`.
+        """Copy rows by the fields' names, each of shape `(len(rows), *shape)`, in this order or sorted (faster).
 
         Raises:
             CacheDamagedError: They are not what was written.

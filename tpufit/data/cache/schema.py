@@ -19,17 +19,11 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Field:
-    """One leaf of every sample.
+    """One leaf of every sample."""
 
-    Attributes:
-        name: The expression that reaches it: `sample[0]['image']`.
-        dtype: Its dtype.
-        shape: Its shape in one sample.
-    """
-
-    name: str
+    name: str  # the expression that reaches it: sample[0]['image']
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in one sample
 
     @property
     def row_bytes(self) -> int:
@@ -51,15 +45,11 @@ class Field:
 
 
 def flatten(sample: Any, index: int) -> tuple[Any, dict[str, Tensor]]:
-    """Take a sample apart.
+    """Take a sample apart into its structure and its leaves by name.
 
-    Args:
-        sample: A tensor, array or number, or a nest of tuples, lists and dicts of them.
-        index: The sample's number, for errors.
-
-    Returns:
-        Its structure and its leaves by name. The structure is the nest with names for leaves, as JSON can hold it: a
-        sequence begins with its kind. Numbers become bool, int64 and float32.
+    The structure is the nest of tuples, lists and dicts with names for leaves, as JSON can hold it: a sequence begins
+    with its kind. Leaves are tensors and arrays; numbers become bool, int64 and float32. Errors tell the sample's
+    index.
 
     Raises:
         DataError: A cache can't keep one of its leaves.
@@ -85,11 +75,7 @@ def flatten(sample: Any, index: int) -> tuple[Any, dict[str, Tensor]]:
 
 
 def nest(structure: Any, leaves: Mapping[str, Any]) -> Any:
-    """Put a nest together again.
-
-    Args:
-        structure: The structure that `flatten` gave.
-        leaves: A leaf for each name.
+    """Put a nest together again, of the structure that `flatten` gave and a leaf for each name.
 
     Example:
         >>> nest(["tuple", "sample[0]", {"y": "sample[1]['y']"}], {"sample[0]": 1, "sample[1]['y']": 2})
@@ -105,14 +91,7 @@ def nest(structure: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def check_alike(structure: Any, fields: Sequence[Field], other: Any, leaves: Mapping[str, Tensor], index: int) -> None:
-    """Make sure that a sample has the structure, the shapes and the dtypes of the first one.
-
-    Args:
-        structure: The structure of the first sample.
-        fields: The leaves of the first sample.
-        other: The structure of the sample.
-        leaves: The leaves of the sample.
-        index: The sample's number.
+    """Make sure that a sample of this index has the structure, the shapes and the dtypes of the first one.
 
     Raises:
         DataError: It is not; the message names the sample, the field and both forms.

@@ -21,13 +21,7 @@ _NOTE = "tpufit"
 
 
 def write_shard(folder: Path, manifest: Manifest, number: int, columns: Mapping[str, Tensor]) -> None:
-    """Write one file of a cache. It is whole or not there.
-
-    Args:
-        folder: The cache's folder.
-        manifest: The cache's manifest.
-        number: The number of the file.
-        columns: Its rows by the fields' names, each of shape `(rows, *shape)`.
+    """Write one file of a cache: rows by the fields' names, each of shape `(rows, *shape)`. It is whole or not there.
 
     Raises:
         OSError: The file system refused. With an errno of `files.DISK_FULL` there is no room.
@@ -45,15 +39,6 @@ def write_shard(folder: Path, manifest: Manifest, number: int, columns: Mapping[
 
 class Shard:
     """A file of a cache, mapped into memory. Its size and header are checked at once, its rows when asked.
-
-    Args:
-        folder: The cache's folder.
-        manifest: The cache's manifest.
-        number: The number of the file.
-
-    Attributes:
-        name: The file's name.
-        columns: All its rows.
 
     Raises:
         CacheDamagedError: The file is cut short, or is another one than it should be.
@@ -82,10 +67,7 @@ class Shard:
         self.columns = {field.name: field.bits(tensors[field.name]) for field in manifest.fields}
 
     def check(self, columns: Columns | None = None) -> None:
-        """Compare all rows with their checksums.
-
-        Args:
-            columns: A copy of them (default: the file's own).
+        """Compare all rows, the file's own or a copy of them, with their checksums.
 
         Raises:
             CacheDamagedError: Some are not what was written.
