@@ -77,11 +77,7 @@ _region: Callable[[Attend], Attend] | None = None
 
 @contextmanager
 def attending_in(region: Callable[[Attend], Attend]) -> Iterator[None]:
-    """A context in which each attention is a region of its own.
-
-    Args:
-        region: Makes a function one whose calls are regions.
-    """
+    """A context in which each attention is a region of its own; `region` makes regions of a function's calls."""
     global _region
     before, _region = _region, region
     try:

@@ -218,10 +218,8 @@ def flash(
         query: Shape (rows, heads, queries, width).
         key: Shape (rows, heads or fewer, keys, width).
         value: Shape (rows, heads of `key`, keys, any width).
-        pattern: What queries look at.
-        mask: The mask that this stands for.
+        mask: The mask that the pattern stands for.
         scale: What scores are multiplied by.
-        placement: The cores.
         plain: The same attention in PyTorch, of query, key, value and mask, for second derivatives.
     """
     result: Tensor = _Flash.apply(  # type: ignore[no-untyped-call]

@@ -40,12 +40,7 @@ _now: _Choosing | None = None
 
 @contextmanager
 def choosing(forms: AttentionForms, placement: CorePlacement) -> Iterator[None]:
-    """A context of a trace in which attention takes the forms that were asked for.
-
-    Args:
-        forms: What was asked for; what each layer gets is noted there.
-        placement: The cores.
-    """
+    """A context of a trace in which attention takes the forms asked for; what each layer gets is noted there."""
     global _now
     before, _now = _now, _Choosing(forms, placement)
     # To see masks costs time, which is for those alone who may get the kernel.
@@ -64,15 +59,7 @@ def _has_kernel(kind: str) -> bool:
 def flash_form(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, dropout: float
 ) -> tuple[CorePlacement, Pattern] | None:
-    """The cores on which an attention is to be computed by the kernel, and what it looks at; None if it is to be plain.
-
-    Args:
-        query: Its queries.
-        key: Its keys.
-        mask: Its mask.
-        is_causal: True if a query looks at keys up to its own place.
-        dropout: The share of weights that it drops.
-    """
+    """The cores on which the kernel is to compute an attention, and what it looks at; None if it is to be plain."""
     now = _now
     if now is None or now.forms.asked == "plain":
         return None

@@ -42,11 +42,8 @@ def own_kernels(backend: str = "XLA", forms: AbstractContextManager[None] | None
 
     Results, gradients, running statistics, dtypes and errors are the native ones', but for rounding. The kernels are
     the dispatcher's, so they hold for modules, functions, scripted code and the parts that autograd computes again in
-    its own threads, which a `TorchFunctionMode` or a patched `torch.nn.functional` would miss.
-
-    Args:
-        backend: The dispatch key of the tensors (default: `"XLA"`); tests take `"CPU"`.
-        forms: The context that chooses the form of each attention, see `choosing` (default: all is plain).
+    its own threads, which a `TorchFunctionMode` or a patched `torch.nn.functional` would miss. The backend is the
+    dispatch key of the tensors; tests take `"CPU"`. `forms` chooses the form of each attention, see `choosing`.
 
     Example:
         >>> import torch

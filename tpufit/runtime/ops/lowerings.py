@@ -10,19 +10,12 @@ _KEYS = ("XLA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFuncti
 
 
 def has_kernel(operation: str) -> bool:
-    """True if the device computes an operation itself; else the host does, with a wait in each step.
-
-    Args:
-        operation: Its full name, e.g. `"aten::add.Tensor"`.
-    """
+    """True if the device computes `"aten::add.Tensor"`, or another, itself; else the host does, with a wait a step."""
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key) for key in _KEYS)
 
 
 def falls_back(name: str) -> bool:
     """True if the device computes no form of an operation.
-
-    Args:
-        name: Its name, e.g. `"add"`.
 
     Example:
         >>> falls_back("add"), falls_back("dim"), falls_back("histc")
@@ -36,13 +29,11 @@ def falls_back(name: str) -> bool:
 
 
 def lower_missing(backend: str = "XLA") -> None:
-    """Teach the device Huber's loss, for the name, `nn.HuberLoss` and `torch.nn.functional` alike.
+    """Teach the device Huber's loss, for the name, `nn.HuberLoss` and `torch.nn.functional`.
 
     Of the losses that `compile` takes by name it is the only one without a lowering in torch_xla 2.9. Values and
-    gradients are PyTorch's, but for rounding where `delta` is not 1.
-
-    Args:
-        backend: The dispatch key of the tensors (default: `"XLA"`); tests take `"CPU"`.
+    gradients are PyTorch's, but for rounding where `delta` is not 1. The backend is the dispatch key of the tensors;
+    tests take `"CPU"`.
     """
     if backend not in _libraries:  # for good: taking a kernel back while another thread is in it would be a crash
         library = _libraries[backend] = torch.library.Library("aten", "IMPL")

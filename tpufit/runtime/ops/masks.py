@@ -77,19 +77,12 @@ class Pattern:
 
 @dataclass(frozen=True)
 class _Part:
-    """A mask that must be true with others.
-
-    Attributes:
-        mask: The mask.
-        how: How it was compared, e.g. `"le"`; nothing if it wasn't.
-        sides: What was compared.
-        versions: How often these were written into by then.
-    """
+    """A mask that must be true with others."""
 
     mask: Tensor
-    how: str
-    sides: tuple[Any, ...]
-    versions: tuple[int, ...]
+    how: str  # it was compared, e.g. "le"; nothing if it wasn't
+    sides: tuple[Any, ...]  # what was compared
+    versions: tuple[int, ...]  # how often these were written into by then
 
     @classmethod
     def of(cls, mask: Tensor, how: str = "", *sides: Any) -> _Part:
@@ -250,11 +243,7 @@ class Masks(TorchFunctionMode):
     def pattern(self, mask: Tensor, rows: int, queries: int, keys: int) -> Pattern | None:
         """What queries look at by a mask, if that is of a kind that a kernel takes, which this proves; else None.
 
-        Args:
-            mask: True for the keys that a query may look at, or what is added to their scores.
-            rows: The number of rows.
-            queries: The number of queries.
-            keys: The number of keys.
+        The mask is True for the keys that a query may look at, or is what is added to their scores.
         """
         if not self._known(mask):
             return None
@@ -307,11 +296,7 @@ class _Made:
         return bool(_version(self.args[0]) == self.version)
 
     def of_rows(self, at: int) -> bool:
-        """True if it goes along the last of two dimensions.
-
-        Args:
-            at: The place of this argument.
-        """
+        """True if it goes along the last of two dimensions, at this of its arguments."""
         axis = self.kwargs.get("dim", self.args[at] if len(self.args) > at else -1)
         return self.args[0].dim() == 2 and axis in (-1, 1)
 
@@ -512,11 +497,7 @@ def pattern_of(mask: Tensor, query: Tensor, key: Tensor) -> Pattern | None:
 
 @contextmanager
 def seeing_again(copies: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """A context in the backward pass, in which a block's Python runs once more.
-
-    Args:
-        copies: What the block is given now, with what it was given before.
-    """
+    """A context in the backward pass, in which a block's Python runs once more, on copies of what it was given."""
     if _now is None:
         yield
         return

@@ -146,13 +146,7 @@ def _normalised(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise over some dimensions; also the mean and the variance, with these dimensions of size 1.
 
-    Args:
-        input: The tensor.
-        dims: The dimensions.
-        eps: Added to the variance.
-        weight: A factor, or None.
-        bias: A summand, or None.
-        shape: The shape of both, beside the last dimensions of the input.
+    Weight and bias are of `shape`, beside the last dimensions of the input. `eps` is added to the variance.
     """
     shape = (1,) * (input.dim() - len(shape)) + shape
     weight, bias = (None if p is None else p.view(shape) for p in (weight, bias))

@@ -47,11 +47,8 @@ class _Product(torch.autograd.Function):
 def product(equation: str, a: Tensor, b: Tensor, kept: bool = False) -> Tensor:
     """Multiply two tensors and add up, in one operation of XLA.
 
-    Args:
-        equation: As in `torch.einsum`, without an ellipsis. Each index is of two of the three tensors.
-        a: The first.
-        b: The second.
-        kept: True if a region that keeps products keeps this one (default False).
+    The equation is as in `torch.einsum`, without an ellipsis; each index is of two of the three tensors. A region that
+    keeps products keeps this one if it is to be `kept`.
 
     Example:
         >>> product("ij,jk->ik", torch.ones(2, 3), torch.ones(3, 4)).shape
@@ -125,15 +122,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor 
 
 
 def divided(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...] | None:
-    """Compute a result of `linear` once more, as several products. XLA leaves the first one out.
+    """Compute a result of `linear` once more, as several products of these sizes. XLA leaves the first one out.
 
-    Args:
-        x: A tensor.
-        sizes: The sizes of the parts, which together are its last dimension.
-
-    Returns:
-        The parts; None if the tensor isn't such a result, if what it was made of has been written into since, or if
-        its own gradient is asked for.
+    It is None if the tensor isn't such a result, if what it was made of has been written into since, or if its own
+    gradient is asked for.
     """
     given = getattr(x.grad_fn, "given", None)
     if not isinstance(given, _Given) or _versions(*given.tensors) != given.versions:

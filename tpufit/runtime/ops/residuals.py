@@ -11,14 +11,10 @@ Results = Sequence[Tensor]
 
 
 class Residuals:
-    """The results that a region keeps, in the order in which it computes them.
-
-    Attributes:
-        kept: The results of each computation; none of one that was forgotten.
-    """
+    """The results that a region keeps, in the order in which it computes them."""
 
     def __init__(self) -> None:
-        self.kept: list[Results] = []
+        self.kept: list[Results] = []  # of each computation; none of one that was forgotten
         self._given: Iterator[Results] | None = None
 
     @property
@@ -34,11 +30,7 @@ class Residuals:
 
     @contextmanager
     def giving(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """A context in which the region is repeated.
-
-        Args:
-            tensors: The results instead of `tensors`.
-        """
+        """A context in which the region is repeated, with these tensors instead of `tensors`."""
         left = iter(tensors)
         self._given = iter([[next(left) for _ in results] for results in self.kept])
         with _set(self):
@@ -67,13 +59,9 @@ def keeps() -> bool:
 
 
 def residual(compute: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
-    """Compute tensors, or take those that the region has kept.
+    """Compute tensors, without random numbers, or take those that the region has kept.
 
-    Args:
-        compute: Computes them. It draws no random numbers.
-
-    Returns:
-        The tensors; and a function to call if they aren't used after all, so that they aren't kept either.
+    With them comes a function to call if they aren't used after all, so that they aren't kept either.
 
     Example:
         >>> import torch

@@ -16,10 +16,7 @@ from .products import divided
 
 
 def unflattened(x: Tensor) -> Tensor:
-    """Take back the flattening of a tensor's leading dimensions.
-
-    Args:
-        x: A tensor, such as the logits of all words of a batch, `(batch * time, classes)`.
+    """Take back the flattening of a tensor's leading dimensions, as of a batch's logits `(batch * time, classes)`.
 
     Returns:
         The tensor that it is a view of, if that has the same elements in the same order and the same last dimension;
