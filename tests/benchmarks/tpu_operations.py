@@ -31,6 +31,7 @@ _PLACES = {  # what the names of scopes and of source files tell; the first that
 }
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "partition-id"}
 _UNITS = {"count": 1.0, "1,000 cycles": 1e3, "MB, main": 1e6, "MB, fast": 1e6}
+_WHOLE = {"s32", "u32", "s64", "u64", "pred"}
 _MOVES = {"copy", "transpose", "reshape", "convert", "slice", "concatenate", "pad", "dynamic-slice", "broadcast"}
 
 
@@ -116,6 +117,12 @@ class Text:
             sums["MB, fast" if "S(1)" in one else "MB, main"] += sum(array.nbytes for array in arrays_of(one))
         return sums
 
+    def of_indices(self) -> tuple[int, int]:
+        """The cycles and the number of the operations that make whole numbers alone: indices, ranges, random bits."""
+        lines = [line for line in self.own(self.entry) if {array.dtype for array in line.made.arrays} <= _WHOLE]
+        found = [line.made.cycles for line in lines if any(array.nbytes > 64 for array in line.made.arrays)]
+        return sum(found), len(found)
+
     def fullest(self) -> Counter[str]:
         """The bytes that are live in main memory at the program's fullest moment, by the arrays' types."""
         source: dict[str, set[str]] = {}  # the operations whose results a name stands for
@@ -178,12 +185,20 @@ def main() -> None:
     parser.add_argument("texts", nargs=2, type=Path)
     parser.add_argument("--largest", type=int, default=0, metavar="N", help="also the N operations with most bytes")
     args = parser.parse_args()
-    texts = {path.stem.partition("-")[0]: Text(path) for path in args.texts}
+    names = [path.stem.partition("-")[0] for path in args.texts]
+    if len({*names}) < len(names):
+        names = [path.stem for path in args.texts]
+    texts = {name: Text(path) for name, path in zip(names, args.texts, strict=True)}
     show(compared(texts))
     for name, text in texts.items():
         live = text.fullest()
         most = ", ".join(f"{array} {nbytes / 1e6:,.1f}" for array, nbytes in live.most_common(8))
         print(f"\n{name}: {live.total() / 1e6:,.1f} MB live at the fullest moment: {most}\n")
+        cycles, count = text.of_indices()
+        share = cycles / sum(line.made.cycles for line in text.own(text.entry))
+        print(
+            f"{name}: {count} operations make whole numbers alone, in {cycles / 1e3:,.0f} thousand cycles ({share:.2%})"
+        )
         if args.largest:
             show(largest(text, args.largest))
 
