@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import optimizers
-from .backend import HOST, CoresArgument
+from .backend import HOST, Cores, CoresArgument
 from .callbacks import Callback, History
 from .callbacks.base import TrainedModel
 from .callbacks.progbar_logger import resolve_verbose
@@ -283,7 +283,7 @@ class Model(StepMethods):
         self,
         x: Any = None,
         y: Any = None,
-        batch_size: int | None = None,
+        batch_size: int | str | None = None,
         epochs: int | None = None,
         verbose: str | int = "auto",
         callbacks: Callbacks = None,
@@ -317,7 +317,10 @@ class Model(StepMethods):
                 shape (rows, columns), a series one of shape (rows,); a missing value in one is an error.
             y: Targets, with arrays.
             batch_size: Rows per core (default 32): the global batch is `batch_size * cores`. From a `DataLoader` or an
-                iterable, each core gets one of its batches.
+                iterable, each core gets one of its batches. `"auto"`, for arrays and map-style datasets: the most that
+                fit into a core's memory, by the TPU's compiler if `tpufit[preflight]` is installed, else by trial,
+                which trains a step at several sizes and puts everything back. On a CPU, which has no memory of its own
+                to fill, that is 32. It is printed, and in `report()`.
             epochs: The number of the last epoch: training runs from `initial_epoch` to it (default 1, or with
                 `max_steps` as many as these need; 0: no epoch).
             verbose: `"auto"` (default), 0 (silent), 1 (a progress bar) or 2 (a line an epoch).
@@ -370,6 +373,7 @@ class Model(StepMethods):
         Raises:
             NotCompiledError: `compile` has not been called.
             ArgumentError, DataError, CoresError: See their messages; raised before anything is compiled.
+            OutOfMemoryError: A step doesn't fit, or with `batch_size="auto"` not even one row a core.
             LabelError: A class label is outside the module's classes.
             CallbackError: A callback raised; the others' `on_train_end` has run.
             CheckpointError: The checkpoint to resume from is missing, damaged, or of another model or data; or too many
@@ -395,6 +399,7 @@ class Model(StepMethods):
             callbacks,
             verbose,
             cores,
+            _by_compiler,
         )
 
     def preflight(
@@ -1118,6 +1123,13 @@ def _returned(logs: Mapping[str, Any], names: Sequence[str], return_dict: bool) 
         return logs
     values = [logs[name] for name in (*names, *sorted(logs.keys() - set(names))) if name in logs]
     return values[0] if len(values) == 1 else values
+
+
+def _by_compiler(engine: Engine, train: TrainingData, cores: Cores, memory: int) -> int | None:
+    """Find the largest batch by the TPU's compiler, for `batch_size="auto"`; None where that is missing."""
+    from .preflight import largest_batch  # here, because few who import tpufit will need it
+
+    return largest_batch(engine, train, cores, memory)
 
 
 def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> Model:

@@ -17,4 +17,4 @@
 """
 
 from .report import Comparison, PreflightReport
-from .runs import run_preflight
+from .runs import largest_batch, run_preflight

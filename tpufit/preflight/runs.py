@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from .. import errors
+from ..backend import Cores
 from ..data.stream import DEFAULT_BATCH_SIZE, brings_batches
 from ..errors import ArgumentError, PreflightError, counted
 from ..runtime import has_flash, keeps_bfloat16
 from ..step import Engine, policies_for
 from ..trainer.arguments import TrainingData, ValidationData, require_learning
-from ..utils import releases
+from ..utils import hardware, releases
 from ..utils.users_code import warn
 from .analysis import CompiledProgram, analyse
 from .children import run
 from .pickling import pickled
 from .plan import ENVIRON, FAULT, PLAN, TRACED, PreflightPlan, plan_of
 from .report import Comparison, PreflightReport
-from .slices import Slice, slice_of
+from .slices import Slice, slice_of, slice_with
 
 # The arguments of `fit` that change none of its programs.
 _WITHOUT_EFFECT = {"epochs", "callbacks", "initial_epoch", "min_epochs", "max_steps", "max_time", "resume", "strict"}
@@ -47,7 +48,7 @@ class PreflightRun:
 
     def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
         """Compile all that `fit` would compile on slices: a report for each. Steps equal on several are traced once."""
-        sized = [replace(self, train=replace(self.train, batch_size=self._batch_size(on))) for on in slices]
+        sized = [replace(self, train=replace(self.train, batch_size=self.batch_size_on(on))) for on in slices]
         alike: dict[Any, list[int]] = {}
         for i, on in enumerate(slices):
             kind = on.chip.kind
@@ -155,8 +156,12 @@ class PreflightRun:
                 raise PreflightError(f"the compiler for {on.name} refuses the {facts['role']} step: {error}") from None
         return found
 
-    def _batch_size(self, on: Slice) -> int | None:
-        """The rows per core on a slice, by the argument of `fit`."""
+    def batch_size_on(self, on: Slice) -> int | None:
+        """The rows per core on a slice, by the argument of `fit`.
+
+        Args:
+            on: The slice.
+        """
         size: int | str | None = self.train.batch_size
         if not isinstance(size, str):
             return size
@@ -212,6 +217,28 @@ def run_preflight(
     reports = one.reports(slices)
     engine.log.predicted = reports[0].seconds
     return reports[0] if isinstance(tpu, str) else Comparison(reports)
+
+
+def largest_batch(engine: Engine, train: TrainingData, cores: Cores, memory: int) -> int | None:
+    """Find the largest batch whose training step fits into the cores that there are.
+
+    Args:
+        engine: The model's engine.
+        train: The training data, whose `batch_size` doesn't count.
+        cores: The cores of the process.
+        memory: A core's memory, in bytes.
+
+    Returns:
+        The rows per core; None if the compiler is missing, or these cores are no slice that it could compile for.
+
+    Raises:
+        PreflightError: The step can't be traced or compiled, or not even one row fits.
+    """
+    on = slice_with(hardware.chips(), cores.count, memory)
+    if on is None or releases.missing(releases.compiler()):
+        return None
+    run = PreflightRun(engine, replace(train, batch_size="auto"), ValidationData(), None, 3600.0, True, checked())
+    return run.batch_size_on(on)
 
 
 def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightRun:

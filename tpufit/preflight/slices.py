@@ -1,12 +1,13 @@
 """`slice_of`: a TPU slice by the cloud's name for it, with what its devices can do and how its chips are laid out."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnknownNameError
 from ..runtime import KernelWork
-from ..utils.hardware import GENERATIONS
+from ..utils.hardware import GENERATIONS, Chip
 
 
 @dataclass(frozen=True)
@@ -158,3 +159,23 @@ def slice_of(name: str) -> Slice:
     counted = "its chips" if generation in ("v5e", "v6e") else "its TensorCores, two a chip"
     hint = f"The number of a {generation} is that of {counted}." if known else "Write a generation and a number."
     raise UnknownNameError("TPU slice", name, known or SLICES, hint)
+
+
+def slice_with(chips: Sequence[Chip], devices: int, memory: int) -> Slice | None:
+    """Find the slice that a host's chips are, or are a part of.
+
+    Args:
+        chips: The chips that are attached to the host.
+        devices: The number of devices that are used, on all hosts.
+        memory: The memory of each, in bytes, which tells a v2 from a v3.
+
+    Returns:
+        The slice; None if there are no chips, or no slice has so many devices.
+
+    Example:
+        >>> slice_with([GENERATIONS["v5e"]] * 8, 8, 17 << 30).name
+        'v5e-8'
+    """
+    names = {name for chip in chips[:1] for name in chip.name.split(" or ")}
+    fitting = [found for found in SLICES.values() if found.chip.name in names and found.devices == devices]
+    return min(fitting, key=lambda found: abs(found.chip.memory - memory), default=None)

@@ -228,7 +228,8 @@ class Engine:
         """Undo a trial; see `TrainState.put_back`."""
         self.state.put_back(before)
         # The trial's graphs may take state that its first step created and that is gone now. XLA keeps them compiled.
-        self.roles["train"].program = None
+        # The shapes of its batches are none that training goes through either.
+        self.roles["train"] = Role("train", self._python_state, self.attention)
 
     def take_in_new_state(self) -> None:
         """Adopt the state that a traced step has created; graphs without it are forgotten, and captured again."""

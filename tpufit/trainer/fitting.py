@@ -11,6 +11,7 @@ from ..backend import Cores, CoresArgument
 from ..callbacks import CallbackList, History
 from ..callbacks.progbar_logger import resolve_verbose
 from ..checkpoint import find_checkpoint, saved_state
+from ..data import Stream
 from ..errors import counted
 from ..hosts import is_first
 from ..step import Engine, FitOptions
@@ -19,12 +20,14 @@ from . import consistency, loop
 from .arguments import (
     Schedule,
     TrainingData,
+    Validation,
     ValidationData,
     callback_list,
     require_compiled,
     require_gradients,
     require_learning,
 )
+from .batch_size import AUTO, ByCompiler, choose, require_rows
 from .hosts import started_with
 from .validation import check_first
 
@@ -37,6 +40,7 @@ def run_fit(
     callbacks: Any,
     verbose: str | int,
     cores: CoresArgument,
+    by_compiler: ByCompiler,
 ) -> History:
     """Train as `Model.fit` says. Whatever can be checked is checked before anything is compiled."""
     require_compiled(engine, "fit")
@@ -47,6 +51,10 @@ def run_fit(
     given = CallbackList(callbacks).callbacks
     if validation.limit is None and validation.given:
         validation = replace(validation, limit=schedule.limit)
+    auto = isinstance(train.batch_size, str) and train.batch_size == AUTO
+    if auto:
+        require_rows(train.x)
+        train = replace(train, batch_size=None)
     train, validation = validation.split_off(train)  # first: the balance of classes is that of the rows to train on
     options = FitOptions(schedule.policy(engine), train.weigher(engine), fitting=True)
     # Only now: a process can settle its cores once, so bad arguments must be found before.
@@ -55,15 +63,24 @@ def run_fit(
     # A resumed run keeps its seed, which the order of the data depends on.
     seed = torch.initial_seed() if resumed is None else resumed.state["model"]["seed"]
     placement = engine.place_on(settled)
-    data = train.stream(placement, settled, seed)
-    held_out = validation.build(placement, settled, train.batch_size, data.steps)
-    if schedule.limit is not None:
-        data.limit(schedule.limit)
+
+    def streams() -> tuple[Stream, Validation | None]:
+        data = train.stream(placement, settled, seed)
+        held_out = validation.build(placement, settled, train.batch_size, data.steps)
+        if schedule.limit is not None:
+            data.limit(schedule.limit)
+        return data, held_out
+
+    data, held_out = streams()
     if held_out is not None:
         check_first(engine, held_out.stream, data)
     # Before the move, which can't write back values that a failed step has lost.
     if resumed is not None and engine.state.device.lost:
         engine.reset_to(saved_state(resumed))
+    chosen = choose(engine, train, placement, settled, seed, by_compiler) if auto else None
+    if chosen is not None:
+        train = replace(train, batch_size=chosen.rows)
+        data, held_out = streams()
     consistency.check(
         engine,
         **{f"fit({name})": value for name, value in vars(schedule).items() if name != "resume"},
@@ -75,6 +92,8 @@ def run_fit(
     consistency.move(engine, placement, compared=True)
     before = engine.scale_rates(settled.count)
     if verbosity and is_first():
+        if chosen is not None:
+            print(f"batch_size='auto': {chosen.why}", flush=True)
         print(_headline(engine, settled, data.batch_size, before), flush=True)
         if resumed is not None:
             print(f"going on from step {resumed.step}", flush=True)
@@ -84,7 +103,7 @@ def run_fit(
     all_callbacks = callback_list(engine, callbacks, params, history)
     # Last: an error above leaves the history and the report of the `fit` before.
     engine.begin_fit(history, options, seed)
-    engine.log.data = data.facts
+    engine.log.data = {**data.facts, **({} if chosen is None else {"batch size": chosen.why})}
     epochs = range(schedule.initial_epoch, course["epochs"] or 0)
     limits = loop.Limits(schedule.min_epochs, schedule.max_steps, schedule.seconds)
     try:

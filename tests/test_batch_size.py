@@ -1,0 +1,136 @@
+"""`fit(batch_size="auto")`: the largest batch that fits, by trial or by the TPU's compiler; on a CPU the usual one."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import tpufit
+from tpufit.errors import ArgumentError, OutOfMemoryError
+from tpufit.preflight.slices import slice_with
+from tpufit.runtime.release import release
+from tpufit.trainer.batch_size import largest
+from tpufit.utils import hardware
+from tpufit.utils.hardware import CHIPS, GENERATIONS
+
+X = np.random.default_rng(0).normal(size=(640, 4)).astype("float32")
+Y = X[:, :3].copy()
+
+
+class Limited(nn.Module):
+    """Asks for 24 terabytes if a batch has too many rows."""
+
+    def __init__(self, most, width=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.drop, self.width, self.most = nn.Linear(width, 3), nn.Dropout(0.2), width, most
+
+    def forward(self, x):
+        y = self.drop(self.layer(nn.functional.pad(x, (0, self.width - 4))))
+        if len(x) > self.most:
+            y = y + (torch.ones(10**12, device=x.device) * y.sum().detach()).cumsum(0).sort()[0][:1]
+        return y
+
+
+def made(module, **options):
+    model = tpufit.Model(module)
+    model.compile("adam", "mse", scale_lr=None, **options)
+    return model
+
+
+def fit(model, cores, batch_size, **how):
+    tpufit.set_random_seed(0)
+    history = model.fit(X, Y, batch_size, 2, cores=cores, **{"verbose": 0, **how}).history
+    return history, model.state_dict()
+
+
+@pytest.fixture
+def memory_is_known(monkeypatch):
+    """As on a TPU."""
+    import torch_xla.core.xla_model as xm
+
+    monkeypatch.setattr(xm, "get_memory_info", lambda device: {"bytes_limit": 16 << 30, "bytes_used": 0})
+
+
+def test_the_largest_size():
+    for fitting in range(1, 200):
+        for most in (1, 20, 32, 33, 64, 1000):
+            found, tried = largest(lambda size, fitting=fitting: size <= fitting, most)
+            assert found <= min(fitting, most) and len(tried) == len(set(tried)) <= 12
+            assert found + max(1, found // 8) >= min(fitting, most)
+    assert largest(lambda size: False, 100) == (None, [32, 16, 8, 4, 2, 1])
+
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataLoader(TensorDataset(torch.ones(4, 4), torch.ones(4, 3)), batch_size=2), "DataLoader brings its own"),
+        ([(X[:8], Y[:8])], "list brings its own batches"),
+        (Rows(), "Rows reads its rows in one go"),
+    ],
+)
+def test_data_that_are_batched_already_are_refused_before_anything_starts(data, message):
+    with pytest.raises(ArgumentError, match=f"goes with arrays and map-style datasets: this {message}"):
+        made(nn.Linear(4, 3)).fit(data, batch_size="auto")
+
+
+@pytest.mark.cores(1, 8)
+def test_on_a_cpu_it_is_the_usual_size(cores, capsys):
+    model = made(nn.Linear(4, 3))
+    history, _ = fit(model, cores, "auto", verbose=2)
+    said = capsys.readouterr().out
+    assert "batch_size='auto': 32 rows a core, as usual, since only a TPU says how much memory there is\n" in said
+    assert f"batch 32 x {cores}" in said and "batch size" in str(model.report())
+    assert len(history["loss"]) == 2 and model.steps_taken == 2 * (640 // (32 * cores) + (640 % (32 * cores) > 0))
+    with pytest.raises(ArgumentError, match="batch_size must be"):
+        fit(model, cores, "large")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(release() == "2.8", reason="torch_xla 2.8 ends the process where memory is full")
+@pytest.mark.cores(1, 8, quick=False)
+@pytest.mark.parametrize("width", [4, pytest.param(1 << 20, id="lost", marks=pytest.mark.soak)])
+def test_it_is_tried_where_nobody_can_compile_for_the_device(cores, width, memory_is_known, capsys):
+    """Also with a state so large that a step which fails takes it along."""
+    model = made(Limited(40 * cores, width))
+    before = model.get_weights()
+    model.fit(X, Y, "auto", 0, cores=cores, verbose=2)
+    said = capsys.readouterr().out
+    assert "40 rows a core, the most that fit of those that were tried (32, 64, 48, 40, 44)" in said
+    assert model.steps_taken == 0 and all(map(np.array_equal, before, model.get_weights()))
+    assert "the most that fit of those" in str(model.report())
+    found = fit(model, cores, "auto")
+    expected = fit(made(Limited(10**9, width)), cores, 40)
+    assert found[0] == expected[0] and all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+    model.module.most = 0
+    with pytest.raises(OutOfMemoryError, match="not even one row a core fits: the device has no room"):
+        model.fit(X, Y, "auto", verbose=0)
+    assert all(torch.equal(expected[1][name], value) for name, value in model.state_dict().items())
+
+
+def test_the_slice_of_a_hosts_chips():
+    assert slice_with([GENERATIONS["v5e"]] * 4, 8, 1).name == "v5e-8"  # of two hosts
+    assert slice_with([GENERATIONS["v6e"]], 1, 1).name == "v6e-1"
+    old = [CHIPS["0x0027"]] * 4
+    assert (slice_with(old, 8, 8 << 30).name, slice_with(old, 8, 15 << 30).name) == ("v2-8", "v3-8")
+    assert (
+        slice_with([], 1, 1) is None and slice_with(old, 3, 1) is None and slice_with([CHIPS["0x0076"]], 2, 1) is None
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.cores(1)
+def test_it_is_compiled_where_the_compiler_is(cores, memory_is_known, monkeypatch, capsys):
+    pytest.importorskip("libtpu")
+    monkeypatch.setattr(hardware, "chips", lambda: [GENERATIONS["v5e"]])
+    model = made(nn.Linear(4, 3))
+    fit(model, cores, "auto", verbose=2)
+    said = capsys.readouterr().out
+    assert "640 rows a core, the most that fit by the TPU's compiler" in said and model.steps_taken == 2
