@@ -26,14 +26,7 @@ _DRAWN_ON: list[Console] = []
 
 
 def canvas_of(console: Console) -> Canvas | None:
-    """Begin to draw where a console writes.
-
-    Args:
-        console: The place to draw.
-
-    Returns:
-        A canvas; None if another one is drawn on, or if the console is no terminal or notebook.
-    """
+    """Begin to draw where a console writes; None if another canvas is drawn on, or it is no terminal or notebook."""
     if _DRAWN_ON or not can_draw(console):
         return None
     canvas = NotebookCanvas() if console.is_jupyter else TerminalCanvas(console)
@@ -42,12 +35,7 @@ def canvas_of(console: Console) -> Canvas | None:
 
 
 def print_line(line: str, console: Console) -> None:
-    """Print a line that stays, whole however narrow the terminal is, and above the canvas if one is drawn on.
-
-    Args:
-        line: The line.
-        console: The place to print, if no canvas is drawn on.
-    """
+    """Print a line that stays, whole however narrow the terminal is, and above the canvas if one is drawn on."""
     if console.is_jupyter:
         print(line)
     else:
@@ -56,11 +44,7 @@ def print_line(line: str, console: Console) -> None:
 
 
 class TerminalCanvas:
-    """The last line of a terminal. Whatever is printed meanwhile comes above it.
-
-    Args:
-        console: The terminal.
-    """
+    """The last line of a terminal. Whatever is printed meanwhile comes above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -108,9 +92,6 @@ class NotebookCanvas:
 
 def as_html(line: Text) -> str:
     """A line with its colours, for a notebook.
-
-    Args:
-        line: The line.
 
     Example:
         >>> as_html(Text("3/4"))

@@ -74,12 +74,9 @@ class CheckpointPath:
             raise ArgumentError(f"a path without a suffix is a run directory, and {path!r} is a file")
 
     def at(self, epoch: int, batch: int | None, logs: Mapping[str, Any]) -> Path | Url:
-        """The file of one checkpoint.
+        """The file of one checkpoint, of an epoch and perhaps a batch in it, from 1.
 
-        Args:
-            epoch: The epoch, from 1.
-            batch: The batch in the epoch, from 1; None between epochs.
-            logs: The logs; only those named in the template are read.
+        Of the logs only those named in the template are read.
 
         Raises:
             ArgumentError: A field that is neither of these, or a name that would leave the folder.

@@ -5,11 +5,7 @@ from threading import Event, Thread
 
 
 class Clock:
-    """Calls a function at an interval, in a thread of its own, until it is stopped.
-
-    Args:
-        tick: The function.
-        interval: Seconds from the end of a call to the next.
+    """Calls a function in a thread of its own, so many seconds after the end of the last call, until it is stopped.
 
     Example:
         >>> ticked = Event()

@@ -12,18 +12,10 @@ _MISSING = "NA"
 
 
 class CSVFile:
-    """A CSV file that is whole after every row, whenever the process may die.
+    """A CSV file or URL that is whole after every row, whenever the process may die. Missing folders are made.
 
     The first row names the columns. A later row may bring new ones: the whole file is then written again, with `NA`
-    where the rows before have nothing.
-
-    Args:
-        path: The file, or its URL. Missing folders are made.
-        separator: The character between two values (default `","`).
-        append: Go on with a file that is there, and its columns (default False: it is replaced).
-
-    Attributes:
-        rows: The number of rows, without the one of names.
+    where the rows before have nothing. To `append` goes on with a file that is there, and its columns.
 
     Example:
         >>> import pathlib, tempfile
@@ -45,7 +37,7 @@ class CSVFile:
         if append:
             self._mirror.pull()
         self._columns: list[str] = []
-        self.rows = 0
+        self.rows = 0  # without the one of names
         if append and self._path.is_file():
             self._columns, rows = self._read()
             self.rows = len(rows)
@@ -54,11 +46,7 @@ class CSVFile:
             self._write([])
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row.
-
-        Args:
-            row: The values by column; an array or another iterable becomes `[a, b]`.
-        """
+        """Add a row: values by column; an array or another iterable becomes `[a, b]`."""
         new = [name for name in row if name not in self._columns]
         if new:
             rows = self._read()[1]
@@ -72,11 +60,9 @@ class CSVFile:
         self._mirror.push()
 
     def drop_epochs_from(self, epoch: int, first_row: int) -> None:
-        """Drop the last rows of a training that is to be taken up again at an epoch.
+        """Drop the last rows of a training that is to be taken up again at an epoch, from 0, and one that is cut short.
 
-        Args:
-            epoch: The epoch, from 0: rows of it and of later ones go, and so does one that is cut short.
-            first_row: The first of the training's rows; those before stay.
+        Rows before the training's first one stay.
         """
         self._columns, rows = self._read()
         column = self._columns.index("epoch") if "epoch" in self._columns else 0

@@ -10,11 +10,7 @@ from ...utils.urls import Mirror
 
 
 class EventFiles:
-    """The event files of a training.
-
-    Args:
-        place: The folder, or its URL, which the files are sent to whenever they are flushed.
-    """
+    """The event files of a training, in a folder, or behind a URL, where they are sent whenever they are flushed."""
 
     def __init__(self, place: str) -> None:
         self._mirror = Mirror(place)
@@ -61,11 +57,8 @@ def rewind(folder: Path, keep: Callable[[str, int], bool]) -> None:
 
     TensorBoard's own way, a purge step, goes by the step alone, and so can't tell an epoch's number from a batch's.
     Half a record, as a killed process may leave, is left out. Whenever this is interrupted, the files are good, and a
-    server that is open shows the new ones soon after.
-
-    Args:
-        folder: The run's; it need not exist.
-        keep: Called with the tag and the step of each point; True keeps it.
+    server that is open shows the new ones soon after. `keep` is called with the tag and the step of each point. The
+    folder need not exist.
     """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog

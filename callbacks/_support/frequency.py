@@ -8,12 +8,7 @@ from ...errors import ArgumentError
 
 
 def batches(name: str, value: object, words: Mapping[str, int]) -> int:
-    """Turn an argument that is a word or a number of batches into a number of batches.
-
-    Args:
-        name: The argument's name, for the error.
-        value: The argument.
-        words: The number of batches that each word stands for.
+    """Turn an argument, named in the error, that is a word or a number of batches into a number of batches.
 
     Raises:
         ArgumentError: Neither of these words nor a whole number, 1 or more.
@@ -55,20 +50,11 @@ class SaveRule:
         self._saved = 0.0
 
     def begin(self, steps: int) -> None:
-        """Go on counting from here: the model's own steps may be others than before.
-
-        Args:
-            steps: The model's steps so far.
-        """
+        """Go on counting from here: the model's own steps may be others than before."""
         self._steps = steps
 
     def is_due(self, steps: int, now: float) -> bool:
-        """Say if a checkpoint is due after a batch.
-
-        Args:
-            steps: The model's steps so far.
-            now: The time, in seconds of any clock.
-        """
+        """Say if a checkpoint is due after a batch, by the model's steps so far and the seconds of any clock."""
         self._since += steps - self._steps
         self._steps = steps
         if not self._every:
@@ -79,11 +65,7 @@ class SaveRule:
         return due
 
     def saved(self, now: float) -> None:
-        """Count seconds from here.
-
-        Args:
-            now: The time.
-        """
+        """Count seconds from here."""
         self._saved = now
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,11 +73,6 @@ class SaveRule:
         return {"since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any], steps: int) -> None:
-        """Go on from a state.
-
-        Args:
-            state: The dict that `state_dict` returned.
-            steps: The model's steps so far.
-        """
+        """Go on from the dict that `state_dict` returned, and the model's steps so far."""
         self._since = state["since"]
         self._steps = steps

@@ -61,11 +61,7 @@ class Monitor:
         self.follow(name, mode)
 
     def follow(self, name: str, mode: str) -> None:
-        """Follow another log, or in another mode.
-
-        Args:
-            name: The log.
-            mode: See the class.
+        """Follow another log, or in another mode, see the class.
 
         Raises:
             ArgumentError: An unknown mode.
@@ -78,11 +74,9 @@ class Monitor:
         self.settled = False
 
     def settle(self, higher_is_better: bool | None, known: Sequence[str] = ()) -> None:
-        """Let the metric decide the direction, if the mode is `"auto"`.
+        """Let the metric decide the direction, if the mode is `"auto"`; None leaves it to the name.
 
-        Args:
-            higher_is_better: The metric's answer; None leaves it to the name.
-            known: The logs that are sure to be there, for the message to a typing error (default: unknown).
+        A message to a typing error lists the logs that are `known` to be there.
 
         Raises:
             ArgumentError: The name doesn't decide either. A guess would keep the worst weights half of the time.
@@ -101,23 +95,14 @@ class Monitor:
         self.settled = True
 
     def reset(self, best: float | None = None) -> None:
-        """Forget the values so far.
-
-        Args:
-            best: The value to begin with (default: none).
-        """
+        """Forget the values so far, but for one to begin with."""
         self.best = best
         self.wait = 0
 
     def read(self, logs: Mapping[str, Any] | None, asker: str) -> float | None:
-        """Find the value in logs. The first time that it is missing, a warning lists the logs that there are.
+        """Find the value in logs, for the callback that asks. If they are lazy and have it, this waits for the device.
 
-        Args:
-            logs: The logs; if they are lazy and have it, this waits for the device.
-            asker: The name of the callback, for the message.
-
-        Returns:
-            The value, or None.
+        The first time that it is missing, a warning lists the logs that there are.
 
         Raises:
             ArgumentError: The log is not a single number.
@@ -138,12 +123,7 @@ class Monitor:
         return value
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """True if a value is better than another by more than `min_delta`. NaN and infinities never are.
-
-        Args:
-            value: The value.
-            than: The other; None is worse than any.
-        """
+        """True if a value beats another by more than `min_delta`, or None. NaN and infinities never do."""
         if not math.isfinite(value):
             return False
         if than is None:
@@ -151,14 +131,7 @@ class Monitor:
         return value - self.min_delta > than if self.rising else value + self.min_delta < than
 
     def observe(self, value: float) -> bool:
-        """Compare a value with the best so far, and keep it if it is better.
-
-        Args:
-            value: The value.
-
-        Returns:
-            True if it is better.
-        """
+        """Compare a value with the best so far, and keep it if it is better."""
         better = self.is_better(value, self.best)
         self.wait += 1
         if better:
@@ -172,11 +145,7 @@ class Monitor:
         return {"best": self.best, "wait": self.wait}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
-
-        Args:
-            state: The dict that `state_dict` returned.
-        """
+        """Go on from the dict that `state_dict` returned."""
         self.best = state["best"]
         self.wait = state["wait"]
 

@@ -10,11 +10,9 @@ _FORMATS = ("HW", "HWC", "CHW", "NHW", "NHWC", "NCHW")
 
 
 def pixels(image: Any, dataformats: str) -> np.ndarray[Any, Any]:
-    """Turn a picture, or several side by side, into bytes.
+    """Turn a picture, or several side by side, of bytes or of floats from 0 to 1, into bytes.
 
-    Args:
-        image: A host tensor or array, of bytes or of floats from 0 to 1.
-        dataformats: The order of its dimensions: H, W, perhaps C, and N in front for several.
+    The order of its dimensions is H, W, perhaps C, and N in front for several.
 
     Raises:
         ArgumentError: An unknown order, other dimensions, or neither one nor three nor four channels.
@@ -45,11 +43,7 @@ def pixels(image: Any, dataformats: str) -> np.ndarray[Any, Any]:
 
 
 def drawn(figure: Any) -> np.ndarray[Any, Any]:
-    """Draw a figure of matplotlib's.
-
-    Args:
-        figure: The figure.
-    """
+    """Draw a figure of matplotlib's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas: Any = FigureCanvasAgg(figure)

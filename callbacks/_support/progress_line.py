@@ -12,17 +12,6 @@ _WIDTH = 20
 class ProgressLine:
     """The progress of a pass over the data, as text. Time comes in as an argument, in seconds of any clock.
 
-    Args:
-        title: The line's beginning, e.g. `"Epoch 3/10"`.
-        total: Steps of the pass, or None if unknown.
-        now: The time at which it begins.
-
-    Attributes:
-        done: The number of steps so far.
-        values: The loss and the metrics, as they were last known.
-        speed: The function that says what steps at some pace come to, see `tpufit.Model.speed`.
-        input_bound: The share of the time in which data were waited for, once that is known.
-
     Example:
         >>> line = ProgressLine("Epoch 3/10", total=23, now=0.0)
         >>> line.advance(23, now=2.0)
@@ -32,12 +21,13 @@ class ProgressLine:
     """
 
     def __init__(self, title: str, total: int | None, now: float) -> None:
-        self.title = title
-        self.total = total
-        self.done = 0
-        self.values: dict[str, float] = {}
+        self.title = title  # the line's beginning, e.g. "Epoch 3/10"
+        self.total = total  # steps of the pass, or None if unknown
+        self.done = 0  # steps so far
+        self.values: dict[str, float] = {}  # the loss and the metrics, as they were last known
+        # Says what steps at some pace come to, see `tpufit.Model.speed`.
         self.speed: Callable[[float], dict[str, float]] = lambda steps_per_second: {}
-        self.input_bound: float | None = None
+        self.input_bound: float | None = None  # the share of the time in which data were waited for, once that is known
         self._began = now
         # After the first step, which may have been compiled, and after the last.
         self._first_time = now
@@ -48,13 +38,7 @@ class ProgressLine:
         self._stopped = False
 
     def advance(self, done: int, now: float, rows: int = 0) -> None:
-        """Note the steps done.
-
-        Args:
-            done: Steps done since the start of the pass.
-            now: The time.
-            rows: Rows in these steps (default 0: unknown).
-        """
+        """Note the steps done since the start of the pass, and the rows in them (0: unknown)."""
         self._last_time = now
         self._last_rows = rows
         if self.done == 0:
@@ -64,11 +48,7 @@ class ProgressLine:
         self.done = done
 
     def stop(self, now: float) -> None:
-        """Note that the device has come to the end of the steps; a validation may follow.
-
-        Args:
-            now: The time.
-        """
+        """Note that the device has come to the end of the steps; a validation may follow."""
         if not self._stopped:
             self._last_time = now
             self._stopped = True
@@ -91,32 +71,20 @@ class ProgressLine:
         return said if share is None else [*said, f"{share:.0%} of the peak"]
 
     def seconds_left(self, now: float) -> float | None:
-        """An estimate from the steps after the first, which may have been compiled; None before and when all are done.
-
-        Args:
-            now: The time.
-        """
+        """An estimate from the steps after the first, which may have been compiled; None before and in the end."""
         if self.total is None or not 2 <= self.done < self.total:
             return None
         return (self.total - self.done) * (now - self._first_time) / (self.done - 1)
 
     def summary(self, now: float) -> str:
-        """The line without a bar, for a file.
-
-        Args:
-            now: The time.
-        """
+        """The line without a bar, for a file."""
         steps = f"{self.done} step{'' if self.done == 1 else 's'}"
         return " - ".join([self.title, duration(now - self._began), steps, *self._values()])
 
     def bar(self, now: float, ended: bool, ascii_only: bool = False, compiling_since: float | None = None) -> Text:
-        """The line with a bar, for a terminal.
+        """The line with a bar, for a terminal, with the time taken if it has ended, else with the time left.
 
-        Args:
-            now: The time.
-            ended: True gives the time taken, False the time left.
-            ascii_only: True if the terminal can't show other characters.
-            compiling_since: The time at which the compilation under way began, if there is one.
+        A compilation under way began at `compiling_since`.
         """
         full, empty = ("=", "-") if ascii_only else ("━", "━")
         share = min(1.0, self.done / self.total) if self.total else 0.0
@@ -145,9 +113,6 @@ class ProgressLine:
 
 def duration(seconds: float) -> str:
     """A time for people.
-
-    Args:
-        seconds: The time.
 
     Example:
         >>> duration(2.125), duration(83), duration(3723)

@@ -17,9 +17,6 @@ Metadata = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None
 def embedding_layers(module: nn.Module) -> dict[str, str]:
     """The names of a module's embedding layers, each with the name of its weight.
 
-    Args:
-        module: The module.
-
     Example:
         >>> embedding_layers(nn.Sequential(nn.Embedding(3, 2), nn.Flatten()))
         {'0': '0.weight'}
@@ -29,12 +26,9 @@ def embedding_layers(module: nn.Module) -> dict[str, str]:
 
 
 def metadata_files(metadata: Metadata, layers: Mapping[str, str], folder: str) -> dict[str, Path]:
-    """The file of labels of each layer that has one.
+    """The file of labels of each of the `embedding_layers` that has one, by the argument of `TensorBoard`.
 
-    Args:
-        metadata: The argument of `TensorBoard`.
-        layers: What `embedding_layers` returned.
-        folder: The folder that relative paths begin in.
+    Relative paths begin in the folder.
 
     Raises:
         ArgumentError: There is no such layer, or no such file.
@@ -53,12 +47,9 @@ def metadata_files(metadata: Metadata, layers: Mapping[str, str], folder: str) -
 
 
 def write_embeddings(folder: Path, tables: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
-    """Write embeddings in place of those before.
+    """Write embeddings, weights on the host by layer, to a run's folder, in place of those before.
 
-    Args:
-        folder: The run's.
-        tables: The weights on the host by layer.
-        files: The files of labels by layer; they are copied, because TensorBoard reads nothing outside of the run.
+    Their files of labels are copied, because TensorBoard reads nothing outside of the run.
     """
     from tensorboard.plugins.projector import ProjectorConfig, visualize_embeddings
 

@@ -5,10 +5,9 @@ from typing import Any
 
 
 def scalars(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    """The logs that are single numbers, as floats. The others, such as an array with a value a class, are left out.
+    """The logs that are single numbers, as floats. If they are lazy, this waits for the device.
 
-    Args:
-        logs: Logs by name, or None. If they are lazy, this waits for the device.
+    The others, such as an array with a value a class, are left out.
 
     Example:
         >>> import numpy as np
@@ -24,11 +23,7 @@ def scalars(logs: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def as_scalar(value: Any) -> float | None:
-    """The number as a float, or None for anything that isn't a single number.
-
-    Args:
-        value: A number, an array or a host tensor.
-    """
+    """The number as a float, or None for anything that isn't a single number."""
     if isinstance(value, (int, float)):
         return float(value)
     if hasattr(value, "item") and hasattr(value, "shape") and all(side == 1 for side in value.shape):
@@ -39,9 +34,6 @@ def as_scalar(value: Any) -> float | None:
 
 def as_text(value: float) -> str:
     """A number with four decimals, in the form with an exponent if these would hide it.
-
-    Args:
-        value: The number.
 
     Example:
         >>> as_text(0.123456), as_text(0.000123456), as_text(0)

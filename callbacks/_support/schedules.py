@@ -13,13 +13,7 @@ _TIMESCALE = 10_000
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """A schedule by name, which a number of steps makes complete.
-
-    Args:
-        name: One of `NAMES`.
-        warmup: The steps of the warm-up, or as a float their share.
-        floor: The least share of the peak after the warm-up, from 0 to 1.
-        decay: The steps of the fall at the end of `"wsd"`, or as a float their share.
+    """A schedule by name, one of `NAMES`, which a number of steps makes complete.
 
     Raises:
         UnknownNameError: There is no such schedule.
@@ -32,9 +26,9 @@ class NamedSchedule:
     """
 
     name: str
-    warmup: int | float = 0
-    floor: float = 0.0
-    decay: int | float = 0.2
+    warmup: int | float = 0  # its steps, or as a float their share
+    floor: float = 0.0  # the least share of the peak after the warm-up, from 0 to 1
+    decay: int | float = 0.2  # the steps of the fall at the end of "wsd", or as a float their share
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -57,12 +51,7 @@ class NamedSchedule:
         return self.name in ("linear", "cosine", "wsd") or isinstance(self.warmup, float)
 
     def factor(self, step: int, total: int | None) -> float:
-        """Return the share of the peak that a step has.
-
-        Args:
-            step: The number of the optimizer's step, from 0.
-            total: The number of steps; None if it isn't needed.
-        """
+        """Return the share of the peak that a step of the optimizer, from 0, has; most need the `total` of steps."""
         warmup = _steps(self.warmup, total)
         if step < warmup:
             return (step + 1) / (warmup + 1)
