@@ -185,7 +185,7 @@ class ModelCheckpoint(MonitorCallback):
             self.model.save_checkpoint(self.checkpoints, self._metric(batch, logs))
             where = self.filepath
         else:
-            where = str(self._path.at(epoch + 1, None if batch is None else batch + 1, logs))
+            where = str(self._path.file_path(epoch + 1, None if batch is None else batch + 1, logs))
             try:
                 self.model.save_weights(where, finite_only=True)
             except CheckpointNotWrittenError as error:

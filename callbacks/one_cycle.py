@@ -100,9 +100,9 @@ class OneCycle(RateCallback):
         elif isinstance(peaks, (int, float)):
             peaks = [peaks * rate / own[0] if own[0] else peaks for rate in own]
         # PyTorch's schedule, on an optimizer of its own: it would leave its marks on ours.
-        twin = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1, momentum=0.9)
-        self._cycle = OneCycleLR(twin, peaks, total_steps=total, **self._options)
-        twin.step()  # it warns where none came before
+        scheduled = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1, momentum=0.9)
+        self._cycle = OneCycleLR(scheduled, peaks, total_steps=total, **self._options)
+        scheduled.step()  # it warns where none came before
         self._position = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -119,10 +119,10 @@ class OneCycle(RateCallback):
         cycle.last_epoch = min(self._position, cycle.total_steps - 1) - 1
         cycle.step()
         self._position += 1
-        for group, twin in zip(self.model.optimizer.param_groups, cycle.optimizer.param_groups, strict=True):
-            group["lr"] = float(twin["lr"])
+        for group, scheduled in zip(self.model.optimizer.param_groups, cycle.optimizer.param_groups, strict=True):
+            group["lr"] = float(scheduled["lr"])
             if self.cycle_momentum:
-                _set_momentum(group, self._level(float(twin["momentum"])))
+                _set_momentum(group, self._level(float(scheduled["momentum"])))
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the cycle, for data that don't say how many batches they have."""

@@ -20,9 +20,9 @@ def clock(monkeypatch):
     return clock
 
 
-def captured(in_step=False, cost=0.5, agreed=True):
+def captured(in_lockstep=False, cost=0.5, agreed=True):
     """The audits of a graph that has been captured, and audited at the beginning of a pass."""
-    own = audits.Audits(in_step)
+    own = audits.Audits(in_lockstep)
     own.captured("graph")
     own.begin_pass()
     assert own.due("graph", None)
@@ -44,11 +44,11 @@ def steps_audited(own, clock, steps, seconds, left=lambda i: None, after=lambda 
 
 
 def test_distances_double(clock):
-    assert steps_audited(captured(in_step=True), clock, 200, 0.0) == [4, 12, 28, 60, 124]
+    assert steps_audited(captured(in_lockstep=True), clock, 200, 0.0) == [4, 12, 28, 60, 124]
 
 
 def test_they_begin_anew_with_each_pass(clock):
-    own = captured(in_step=True)
+    own = captured(in_lockstep=True)
     steps_audited(own, clock, 50, 0.0)
     own.begin_pass()
     assert steps_audited(own, clock, 14, 0.0) == [0, 4, 12]
@@ -112,6 +112,6 @@ def test_after_a_difference_all_graphs_are_in_doubt(clock):
 
 
 def test_an_audit_that_could_not_compare_is_followed_by_another(clock):
-    own = captured(in_step=True)
+    own = captured(in_lockstep=True)
     own.disturbed("graph")
     assert own.due("graph", None)

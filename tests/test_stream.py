@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tpufit.data import PerHost, stream, workers
-from tpufit.data.parts import Part
+from tpufit.data.per_host import LocalBatch
 from tpufit.data.position import at_next_pass
 from tpufit.data.sampling import order, rows_of
 from tpufit.errors import ArgumentError, DataError
@@ -34,7 +34,7 @@ class Numbers(Dataset):
 
 
 def rows(batches):
-    batches = [batch.batch if isinstance(batch, Part) else batch for batch in batches]
+    batches = [batch.batch if isinstance(batch, LocalBatch) else batch for batch in batches]
     return [int(row) for batch in batches for row in (batch[0] if isinstance(batch, (tuple, list)) else batch)]
 
 

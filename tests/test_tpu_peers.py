@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from conftest import ROOT
 
-from tpufit.utils.own_python import own_python
+from tpufit.utils.child_python import child_python
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ def test_a_step_of_an_mlp_is_the_same_work_by_all_means(tmp_path):
     found = {}
     for name, file in FILES.items():
         command = [str(BENCHMARK), "--only", "MLP 2 x 2048", "--contender", name, "--out", str(tmp_path)]
-        done = subprocess.run(**own_python(command, {"XLA_FLAGS": ""}), capture_output=True, text=True)
+        done = subprocess.run(**child_python(command, {"XLA_FLAGS": ""}), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         (found[name],) = json.loads((tmp_path / file).read_text())["programs"]
     ours = found["tpufit"]

@@ -35,7 +35,7 @@ class CheckpointPath:
 
     Example:
         >>> path = CheckpointPath("ckpt/{epoch:02d}-{val_loss:.2f}.safetensors", per_batch=False)
-        >>> path.at(epoch=10, batch=None, logs={"val_loss": 0.125}).as_posix()
+        >>> path.file_path(epoch=10, batch=None, logs={"val_loss": 0.125}).as_posix()
         'ckpt/10-0.12.safetensors'
         >>> CheckpointPath("runs/a", per_batch=False).run.as_posix()
         'runs/a'
@@ -73,7 +73,7 @@ class CheckpointPath:
         if self._is_run and isinstance(place, Path) and place.is_file():
             raise ArgumentError(f"a path without a suffix is a run directory, and {path!r} is a file")
 
-    def at(self, epoch: int, batch: int | None, logs: Mapping[str, Any]) -> Path | Url:
+    def file_path(self, epoch: int, batch: int | None, logs: Mapping[str, Any]) -> Path | Url:
         """The file of one checkpoint, of an epoch and perhaps a batch in it, from 1.
 
         Of the logs only those named in the template are read.

@@ -31,7 +31,7 @@ class Sums(Protocol):
     def begin(self) -> None:
         """Begin a trace."""
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Take a trace back that isn't run."""
 
 
@@ -129,14 +129,14 @@ class Program(ABC):
     ) -> None:
         """Trace a step that is replayed, and compare. If it is another one, `replays` is false from then on.
 
-        Nothing is run, and the state is left as it is. The arguments are those of `__call__` and `take_sample`.
+        Nothing is run, and the state is left as it is. The arguments are those of `__call__` and `trace_sample`.
         """
 
     def lacks_sample(self, key: Hashable) -> bool:
         """True if a step with this key has just been shown to be replayable, and has no sample for audits."""
         return False
 
-    def take_sample(
+    def trace_sample(
         self, key: Hashable, inputs: list[Tensor], seeds: list[int], sample: Body, pause: Pause = nullcontext
     ) -> None:
         """Trace one of several joined steps alone, for audits to compare: to trace all would take them as many times.
@@ -149,6 +149,6 @@ class Program(ABC):
             pause: See `__call__`.
         """
 
-    def take_change(self) -> tuple[str, int] | None:
+    def pop_change(self) -> tuple[str, int] | None:
         """Return the change that the last audit has found, once: in words if it is known, and the steps in doubt."""
         return None

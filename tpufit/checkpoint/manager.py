@@ -18,7 +18,7 @@ from ..utils.random import RNGState
 from ..utils.users_code import warn
 from .format import Checkpoint, Score
 from .objects import UsersObjects
-from .resume import keepers
+from .resume import checkpoint_callbacks
 from .store import step_of
 from .weight_files import NotFiniteError, write_weights
 from .writer import AsyncCheckpointWriter
@@ -123,7 +123,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         CheckpointMismatchError: The checkpoint is of another net or optimizer. Nothing has changed.
     """
     engine.state.load_state_dict(saved_state(checkpoint))
-    engine.take_in_new_state()
+    engine.register_new_state()
 
 
 def saved_state(checkpoint: Checkpoint) -> SavedState:
@@ -178,7 +178,7 @@ class CheckpointManager:
         self._progress: Progress | None = None
         self._objects: UsersObjects | None = None
         engine.log.wanted_saves.clear()  # requests left over from a `fit` that broke off
-        train.keeps_draws = bool(keepers(callbacks))
+        train.keeps_draws = bool(checkpoint_callbacks(callbacks))
 
     def begin(self, resumes: bool) -> None:
         """Note what the user's objects keep, once the callbacks have begun, and before `fit` resumes.
@@ -186,7 +186,7 @@ class CheckpointManager:
         Raises:
             WeightsError: The module keeps something in its state that isn't a tensor, and there will be checkpoints.
         """
-        saves = bool(keepers(self._callbacks))
+        saves = bool(checkpoint_callbacks(self._callbacks))
         if saves:
             named_tensors(self._engine.model.module)  # now, and not when the first is due
         if saves or resumes:
@@ -223,7 +223,7 @@ class CheckpointManager:
 
     def save_now(self) -> None:
         """Take a last checkpoint for every callback that keeps checkpoints, and wait until it is written."""
-        self._save_for(writer for _, writer in keepers(self._callbacks))
+        self._save_for(writer for _, writer in checkpoint_callbacks(self._callbacks))
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
@@ -234,7 +234,9 @@ class CheckpointManager:
             if self._progress is not None and (self._run is None or not self._run.inside):
                 if self._run is not None:  # a callback may have raised after a step that nobody had noted yet
                     self._progress = replace(self._progress, batches=self._run.tally.batches)
-                self._save_for(writer for callback, writer in keepers(self._callbacks) if callback.save_on_exception)
+                self._save_for(
+                    writer for callback, writer in checkpoint_callbacks(self._callbacks) if callback.save_on_exception
+                )
             for writer in self._taken:
                 try:
                     writer.finish()

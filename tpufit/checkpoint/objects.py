@@ -14,7 +14,7 @@ from ..errors import few
 from ..metrics import is_collection, is_metric
 from ..step import Engine, UserModel, named_tensors
 from ..utils.json_codec import is_json
-from ..utils.kept import Kept, Some
+from ..utils.kept import ItemsExcept, Kept
 from ..utils.users_code import is_users_module, warn
 
 # The attributes of `Model` and of `Callback` themselves.
@@ -41,14 +41,14 @@ class UsersObjects:
         roots: dict[str, Any] = {
             "module": model.module,
             "loss": config.loss and config.loss.users,
-            "model": Some(vars(model), {*_MODELS, *tracked}),
+            "model": ItemsExcept(vars(model), {*_MODELS, *tracked}),
             **optimizers,
             **{metric.name: metric.users for metric in config.metrics},
         }
         for name, optimizer in optimizers.items():
             for i, group in enumerate(optimizer.param_groups):  # the others are saved with the optimizer
                 plain = [key for key, value in group.items() if key == "params" or is_json(value)]
-                roots[f"{name}.param_groups[{i}]"] = Some(group, plain)
+                roots[f"{name}.param_groups[{i}]"] = ItemsExcept(group, plain)
         self._engine = engine
         self._warned = set[str]()
         self._streams = list(streams)
@@ -118,7 +118,7 @@ def _of_callbacks(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
             functions = (types.FunctionType, types.MethodType, partial)
             yield from ((f"{name}.{k}", v) for k, v in (attributes or {}).items() if isinstance(v, functions))
         else:
-            yield name, callback if attributes is None else Some(attributes, _CALLBACKS)
+            yield name, callback if attributes is None else ItemsExcept(attributes, _CALLBACKS)
 
 
 def _has_state(callback: Any) -> bool:

@@ -24,7 +24,7 @@ def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[o
     asked = resume is not False and resume is not None
     if asked and not isinstance(resume, bool) and resume not in ("best", "next_epoch"):
         return named_checkpoint(resume)
-    runs = [writer.run for callback, writer in keepers(callbacks) if asked or callback.restores]
+    runs = [writer.run for callback, writer in checkpoint_callbacks(callbacks) if asked or callback.restores]
     if asked and not runs:
         cure = "none does. Pass callbacks=[ModelCheckpoint('a_folder')], or the path of a folder as resume"
         raise ArgumentError(f"resume={resume!r} looks for checkpoints where a callback keeps them: {cure}")
@@ -47,7 +47,7 @@ def named_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return newest
 
 
-def keepers(callbacks: Iterable[Any]) -> list[tuple[Any, AsyncCheckpointWriter]]:
+def checkpoint_callbacks(callbacks: Iterable[Any]) -> list[tuple[Any, AsyncCheckpointWriter]]:
     """Return the callbacks that keep checkpoints, as `Callback` declares it, each with its writer."""
     found = [(callback, getattr(callback, "checkpoints", None)) for callback in callbacks]
     return [(callback, writer) for callback, writer in found if isinstance(writer, AsyncCheckpointWriter)]

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .checks import CHECKS, Row
-from .facts import gather
+from .facts import collect
 
 
 def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
@@ -37,7 +37,7 @@ def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
         >>> rows[0].name, rows[0].status
         ('Python', 'ok')
     """
-    facts = gather(train, timeout)
+    facts = collect(train, timeout)
     rows = [row for check in CHECKS for row in check(facts)]
     Console(width=None if Console().is_terminal else 120).print(table(rows))
     return rows

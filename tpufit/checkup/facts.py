@@ -1,4 +1,4 @@
-"""`gather`: the facts of this machine, without a judgement and without starting the runtime in this process."""
+"""`collect`: the facts of this machine, without a judgement and without starting the runtime in this process."""
 
 import os
 import shutil
@@ -52,7 +52,7 @@ class Facts:
     trials: tuple[Trial, ...] = ()  # the results of the trainings
 
 
-def gather(train: bool, timeout: float) -> Facts:
+def collect(train: bool, timeout: float) -> Facts:
     """Gather the facts of this machine; each training may take so many seconds."""
     # Loading the runtime loads torch, which may be the fault here.
     runtime, pod = sys.modules.get("tpufit.runtime"), sys.modules.get("tpufit.hosts")

@@ -4,7 +4,7 @@ import json
 import subprocess
 from dataclasses import dataclass
 
-from ..utils.own_python import own_python
+from ..utils.child_python import child_python
 
 ALL = 0  # cores: every core of a TPU; on a CPU 8 virtual ones
 
@@ -25,7 +25,7 @@ class Trial:
 
 def run(cores: int, timeout: float) -> Trial:
     """Train in another process, on so many cores (0 for all), which is ended after so many seconds."""
-    python = own_python(["-m", f"{__package__}.training", str(cores)])
+    python = child_python(["-m", f"{__package__}.training", str(cores)])
     try:
         ended = subprocess.run(**python, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -4,8 +4,8 @@ from .batches import unpack
 from .cache import CachedDataset
 from .collate import PadToBuckets
 from .images import ImageFolder, presize
-from .parts import PerHost
-from .sources import InTurn, Transform
+from .per_host import PerHost
+from .sources import Compose, Transform
 from .stream import Stream, stream, train_validation_split
 from .texts import PackedDataset, TokenFile
 

@@ -55,12 +55,12 @@ def count_rows(leaves: Iterable[Any]) -> int:
 
 def as_tensors(batch: Any) -> Any:
     """The batch with its arrays, tables and numbers as tensors. Strings and other objects stay as they are."""
-    if is_plain(batch):
+    if is_flat(batch):
         return type(batch)([leaf.float() if leaf.dtype is torch.float64 else leaf for leaf in batch])
     return tree_map(_as_tensor, batch)
 
 
-def is_plain(batch: Any) -> bool:
+def is_flat(batch: Any) -> bool:
     """True for a tuple or list of tensors, as most batches are: walking any nest takes as long as sending a batch."""
     if type(batch) is not tuple and type(batch) is not list:
         return False

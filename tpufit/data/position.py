@@ -13,7 +13,7 @@ from ..utils.kept import Kept
 from ..utils.random import RNGState
 from ..utils.users_code import warn
 from .batches import as_tensors
-from .parts import map_batch
+from .per_host import map_batch
 from .sources import Source
 
 # How far behind the batches read one may ask for a position: more than are ever read ahead.
@@ -73,7 +73,7 @@ class PositionLog:
         """The position after the last batch that was read."""
         return self._positions[-1]
 
-    def at(self, batches: int) -> Position | None:
+    def after(self, batches: int) -> Position | None:
         """The position after so many batches of the epoch, or None if they were not read."""
         positions = tuple(self._positions)  # the prefetcher's thread may be adding to them
         return next((position for position in positions if position.batches == batches), None)
@@ -95,7 +95,7 @@ class PositionLog:
         if begin.begun is not None:
             begin.begun.restore(source.generators)  # the batches to skip are drawn again, as a loader's order is
         self.set_kept(begin.kept_begun)
-        self._begun = RNGState.now(source.generators) if keeps_draws and source.draws else None
+        self._begun = RNGState.now(source.generators) if keeps_draws and source.runs_users_code else None
         self._kept_begun = self.now_kept()
         if begin is self.last:  # nothing has been read yet, and what is read ahead may never be used
             draws = begin.draws or self._begun

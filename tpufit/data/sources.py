@@ -22,9 +22,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..errors import DataError
 from ..utils.random import RNGState
 from ..utils.users_code import warn
-from .batches import as_tensors, count_rows, is_plain, join, rows_in
+from .batches import as_tensors, count_rows, is_flat, join, rows_in
 from .cache import CachedDataset
-from .parts import Part, PerHost, Share, without_rows
+from .per_host import LocalBatch, PerHost, Share, without_rows
 from .sampling import order
 from .texts import RowsOfTokens
 from .worker_states import WorkerStates
@@ -51,7 +51,7 @@ class Source(ABC):
         device_transform: The data's own function of a batch, to be run on the device; or None.
         any_thread: True if different threads may make passes over the data.
         in_memory: True if the rows lie in memory, so that nothing is gained by a thread that reads ahead.
-        draws: True if reading the data runs the user's code, which may draw random numbers.
+        runs_users_code: True if reading the data runs the user's code, which may draw random numbers.
         generators: The user's own random generators that are drawn from.
         stride: The offsets between two global batches.
         per_host: True if each host has batches of its own.
@@ -62,7 +62,7 @@ class Source(ABC):
     device_transform: Transform | None = None
     any_thread: bool = True
     in_memory: bool = False
-    draws: bool = False
+    runs_users_code: bool = False
     generators: Sequence[torch.Generator] = ()
     stride: int
     per_host: bool = False
@@ -118,7 +118,7 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """The way from rows to batches."""
 
     batch_size: int  # rows per core
@@ -137,7 +137,7 @@ class Plan:
 class _Rows(Source):
     """Reads rows in any order. Its offsets count rows."""
 
-    def __init__(self, length: int, plan: Plan) -> None:
+    def __init__(self, length: int, plan: BatchPlan) -> None:
         if not length:
             raise DataError(f"{plan.name} is empty: it has no rows")
         self.length = length
@@ -175,7 +175,7 @@ class _Rows(Source):
             return
         for first in range(start, self.length, plan.rows):
             end = min(first + plan.rows, self.length)
-            yield end, self._part(plan.share, first, end, shuffled, index)
+            yield end, self._local(plan.share, first, end, shuffled, index)
 
     def _whole(self, start: int, shuffled: NDArray[np.int64] | None, index: int) -> Batches:
         """The batches of a pass where this host reads all of their rows."""
@@ -183,20 +183,20 @@ class _Rows(Source):
             end = min(first + self.plan.rows, self.length)
             yield end, self.take(slice(first, end) if shuffled is None else shuffled[first:end], index)
 
-    def _part(self, share: Share, first: int, end: int, shuffled: NDArray[np.int64] | None, index: int) -> Part:
+    def _local(self, share: Share, first: int, end: int, shuffled: NDArray[np.int64] | None, index: int) -> LocalBatch:
         """A host's own rows of a batch."""
         mine = share.rows(end - first) + first
         if len(mine) or self._form is None:
             read = mine if len(mine) else np.array([first])
             batch = self.take(read if shuffled is None else shuffled[read], index)
             self._form = without_rows(batch) if self._form is None else self._form
-        return Part(batch if len(mine) else self._form, end - first)
+        return LocalBatch(batch if len(mine) else self._form, end - first)
 
 
 class Arrays(_Rows):
     """Tensors of equal length, in a nest, with None where a part is left out."""
 
-    def __init__(self, nest: Any, plan: Plan, in_memory: bool = True) -> None:
+    def __init__(self, nest: Any, plan: BatchPlan, in_memory: bool = True) -> None:
         self.leaves, self.spec = tree_flatten(nest)
         self.in_memory = in_memory  # False if they are mapped from files
         shapes = [tuple(leaf.shape) for leaf in self.leaves if leaf is not None]
@@ -209,7 +209,7 @@ class Arrays(_Rows):
         super().__init__(lengths[0], plan)
         row = sum(leaf[:1].nbytes for leaf in self.leaves if leaf is not None)
         self._at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(1, row * plan.rows)))
-        self._plain = type(nest) is tuple and is_plain(nest)
+        self._is_flat = type(nest) is tuple and is_flat(nest)
 
     def take(self, rows: Rows, index: int) -> Any:
         leaves = [None if leaf is None else rows_in(leaf, rows) for leaf in self.leaves]
@@ -224,15 +224,15 @@ class Arrays(_Rows):
             read: Rows = some if shuffled is None else shuffled[some]
             parts = [repeat(None) if leaf is None else rows_in(leaf, read).split(rows) for leaf in self.leaves]
             for i, batch in enumerate(zip(*parts, strict=False), 1):
-                yield min(first + i * rows, some.stop), batch if self._plain else tree_unflatten(batch, self.spec)
+                yield min(first + i * rows, some.stop), batch if self._is_flat else tree_unflatten(batch, self.spec)
 
 
 class Samples(_Rows):
     """A map-style data set, read a sample at a time."""
 
-    draws = True
+    runs_users_code = True
 
-    def __init__(self, dataset: Dataset[Any], plan: Plan) -> None:
+    def __init__(self, dataset: Dataset[Any], plan: BatchPlan) -> None:
         super().__init__(len(dataset), plan)  # type: ignore[arg-type]
         self.dataset: Any = dataset
         self.device_transform = _transform_of(dataset)
@@ -261,7 +261,9 @@ class Samples(_Rows):
 class Cached(_Rows):
     """A data set that reads a batch at a time, or some rows of one."""
 
-    def __init__(self, dataset: CachedDataset | RowsOfTokens, plan: Plan, some: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, dataset: CachedDataset | RowsOfTokens, plan: BatchPlan, some: Sequence[int] | None = None
+    ) -> None:
         super().__init__(len(dataset) if some is None else len(some), plan)
         self.dataset = dataset
         self.some = None if some is None else np.asarray(some, dtype=np.int64)
@@ -276,7 +278,7 @@ class Cached(_Rows):
 class Loader(Source):
     """A `DataLoader` with a sampler, `cores` of its batches joined to one. Its offsets count its own batches."""
 
-    draws = True
+    runs_users_code = True
 
     def __init__(self, loader: DataLoader[Any], cores: int, share: Share | None = None) -> None:
         self.loader = loader
@@ -350,7 +352,7 @@ class Loader(Source):
             rows = rest.rows
         rows.clear()  # a pass that was left has read ahead
         for number, batch in enumerate(read(loader), 1):
-            yield start + number * self.stride, batch if self._share is None else self._part(batch, rows.popleft())
+            yield start + number * self.stride, batch if self._share is None else self._local(batch, rows.popleft())
 
     def _told_batches(self, workers: WorkerStates, start: int, skipped: Hook) -> Batches:
         """The batches of a pass of workers that tell their states."""
@@ -367,18 +369,18 @@ class Loader(Source):
             batch = workers.take(told)
             rows = self._batches.rows.popleft() if self._share is not None else 0
             if number > done:
-                yield first + number * self.stride, batch if self._share is None else self._part(batch, rows)
+                yield first + number * self.stride, batch if self._share is None else self._local(batch, rows)
         workers.end()
 
-    def _part(self, batch: Any, rows: int) -> Part:
+    def _local(self, batch: Any, rows: int) -> LocalBatch:
         assert self._share is not None
-        return Part(batch if len(self._share.rows(rows)) else without_rows(batch), rows)
+        return LocalBatch(batch if len(self._share.rows(rows)) else without_rows(batch), rows)
 
 
 class Iteration(Source):
     """Any iterable of batches, `cores` of them joined to one. Its offsets count its own batches."""
 
-    draws = True
+    runs_users_code = True
 
     def __init__(self, batches: Iterable[Any], cores: int, share: Share | None = None) -> None:
         self._share = share
@@ -428,13 +430,13 @@ class Iteration(Source):
         while group := list(islice(batches, self.stride)):
             offset += len(group)
             batch = group[0] if len(group) == 1 else join([as_tensors(batch) for batch in group])
-            yield offset, batch if self._share is None else self._part(batch, self._share)
+            yield offset, batch if self._share is None else self._local(batch, self._share)
 
-    def _part(self, batch: Any, share: Share) -> Part:
+    def _local(self, batch: Any, share: Share) -> LocalBatch:
         if not self.per_host:
             return share.of(batch)
         batch = as_tensors(batch)
-        return Part(batch, count_rows(tree_leaves(batch)) * share.hosts)
+        return LocalBatch(batch, count_rows(tree_leaves(batch)) * share.hosts)
 
     def state_dict(self) -> dict[str, Any] | None:
         return None if self._stateful is None else self._stateful.state_dict()
@@ -549,11 +551,11 @@ def _any_thread(batches: Any) -> bool:
     return not getattr(batches, "num_workers", 0) and not isinstance(batches, Iterator)
 
 
-class InTurn:
+class Compose:
     """Two transforms, one after the other.
 
     Example:
-        >>> InTurn(abs, float)(-1)
+        >>> Compose(abs, float)(-1)
         1.0
     """
 
@@ -566,7 +568,7 @@ class InTurn:
 
     def is_of(self, other: object) -> bool:
         """True for one of the same two."""
-        return isinstance(other, InTurn) and self.first is other.first and self.second is other.second
+        return isinstance(other, Compose) and self.first is other.first and self.second is other.second
 
 
 def _transform_of(dataset: Any) -> Transform | None:

@@ -24,9 +24,9 @@ from ..utils.users_code import warn
 from .batches import as_tensors, count_rows, host_array
 from .cache import CachedDataset
 from .inline import Pace
-from .parts import PerHost, Share
+from .per_host import PerHost, Share
 from .position import Position, PositionLog
-from .sources import Arrays, Cached, Iteration, Plan, Samples, Source, Transform, of_loader
+from .sources import Arrays, BatchPlan, Cached, Iteration, Samples, Source, Transform, of_loader
 from .texts import RowsOfTokens
 
 DEFAULT_BATCH_SIZE = 32  # Keras's
@@ -62,7 +62,7 @@ def stream(
         restart: With `steps`, True to begin each epoch with the first batch (an evaluation), False to go on where the
             epoch before left off (training).
         local_shards: The shards of a batch that this process reads, one a core (default: all). With fewer, batches are
-            `Part`s. Only iterables are read whole, unless they are `PerHost`.
+            `LocalBatch`s. Only iterables are read whole, unless they are `PerHost`.
         name: The data's name in errors.
 
     Returns:
@@ -84,7 +84,7 @@ def stream(
     if shuffle not in (True, False, "batch"):
         raise ArgumentError(f"shuffle must be True, False or 'batch', got {shuffle!r}")
     share = None if local_shards is None or len(local_shards) == cores else Share(tuple(local_shards), cores)
-    plan = Plan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, share)
+    plan = BatchPlan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, share)
     source: Source
     if isinstance(x, TensorDataset) and y is None:  # collating its rows one by one would give the same, slower
         source = Arrays(tree_map(host_array, x.tensors), plan)
@@ -188,7 +188,7 @@ class Stream:
     @property
     def foreseen(self) -> bool:
         """True if the shapes of all batches are known: `sizes`, and no code of the user's makes the rows."""
-        return self.sizes() is not None and not self.per_host and not self._source.draws
+        return self.sizes() is not None and not self.per_host and not self._source.runs_users_code
 
     @property
     def passed(self) -> bool:
@@ -209,7 +209,7 @@ class Stream:
 
     def keep(self) -> None:
         """Note from now on what the user's objects that read the data keep: counts, random generators and the like."""
-        if self._log.kept is None and self._source.draws:
+        if self._log.kept is None and self._source.runs_users_code:
             self._log.kept = Kept(self._source.objects())
             self._source.keep()
 
@@ -269,7 +269,7 @@ class Stream:
         Raises:
             ArgumentError: So many have not been read.
         """
-        position = None if batches is None else self._log.at(batches)
+        position = None if batches is None else self._log.after(batches)
         if batches is None:
             own = self._source.state_dict()
             if not self._goes_on:
@@ -371,7 +371,7 @@ class Stream:
             )
 
 
-def _of_batches(data: Any, batch_size: int | None, plan: Plan) -> Source:
+def _of_batches(data: Any, batch_size: int | None, plan: BatchPlan) -> Source:
     name = plan.name
     cores = plan.cores
     share = plan.share

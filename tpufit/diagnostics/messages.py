@@ -19,7 +19,7 @@ def traced(role: str, cause: str) -> str:
     Example:
         >>> print(traced("train", "its Python draws random numbers at net.py:8"))
         the train step is traced anew on every call, because its Python draws random numbers at net.py:8. Draw on the \
-    ce (torch.rand(..., device=x.device)) or in the data set
+device (torch.rand(..., device=x.device)) or in the data set
     """
     return f"the {role} step is traced anew on every call, because {cause}. {cure_for(cause)}"
 
@@ -105,7 +105,7 @@ def logs_read(times: int, steps: int) -> str | None:
     Example:
         >>> print(logs_read(90, 100))
         callbacks read the logs of 90 of 100 batches, and each time the device was waited for: read them every \
-    redth batch, or in on_epoch_end
+hundredth batch, or in on_epoch_end
     """
     if times < _OFTEN or times < _SHARE * steps:
         return None

@@ -133,13 +133,13 @@ hundredth batch, or in on_epoch_end']
         counts = self.counts
         training = [one for one in self.passes if one.role == "train"]
         traced = {role: cause for role, cause in self.traced.items() if cause}
-        fallen = [(what, line) for what, line in counts.lines if counts.fallbacks[what]]
+        on_host = [(what, line) for what, line in counts.lines if counts.fallbacks[what]]
         reads = self.lines_read - {line for line in self.lines_read for cause in traced.values() if line in cause}
         roles = ("train", "eval", "predict")
         compiled = {role: [one.cause for one in counts.compiled if one.role == role] for role in roles}
         found = [
             *(advice.traced(role, cause) for role, cause in traced.items()),
-            *(advice.fell_back(what, counts.fallbacks[what], line, cure_for(what)) for what, line in fallen),
+            *(advice.fell_back(what, counts.fallbacks[what], line, cure_for(what)) for what, line in on_host),
             advice.read(reads, counts.host_reads) if reads else None,
             None if counts.lines or traced else advice.read_elsewhere(counts.host_reads, self.steps),
             *(advice.compiled(role, causes) for role, causes in compiled.items()),

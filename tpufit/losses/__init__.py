@@ -5,5 +5,5 @@ from .by_output import LossByOutput, LossWeightsArgument, SharedLoss
 from .class_weight import ClassWeight
 from .loss import NAMES, Loss
 from .module_loss import ModuleLoss
-from .outputs import Output, aligned, check_form, described, logits_of, output_name, part, targets_of
+from .outputs import Output, aligned, check_form, described, logits_of, output_name, pick, targets_of
 from .sample_weights import spread, weight_of

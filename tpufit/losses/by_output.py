@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, DataError
 from .loss import LabelRange, Loss, OneLoss
-from .outputs import Output, check_form, is_nest, output_name, outputs_of, part
+from .outputs import Output, check_form, is_nest, output_name, outputs_of, pick
 from .sample_weights import weight_of
 
 LossByOutputArgument = Mapping[str, Any] | Sequence[Any]  # of losses, None, or further nests
@@ -53,7 +53,7 @@ class LossByOutput:
             raise ArgumentError(f"at least one output needs a loss, got loss={losses!r}")
         if weights is not None:
             check_form(weights, self.outputs, "loss_weights", ())
-        self._weights = {key: 1.0 if (own := part(weights, key)) is None else own for key in self._losses}
+        self._weights = {key: 1.0 if (own := pick(weights, key)) is None else own for key in self._losses}
         for weight in self._weights.values():
             if isinstance(weight, bool) or not isinstance(weight, (int, float)):
                 raise ArgumentError(f"loss_weights must be numbers, got {weight!r}")
@@ -76,7 +76,7 @@ class LossByOutput:
         if sample_weight is not None and not isinstance(sample_weight, Tensor):
             check_form(sample_weight, self.outputs, "sample_weight", (), like=self._like)
         return {
-            key: loss(part(y_pred, key), part(y, key), weight_of(sample_weight, key))
+            key: loss(pick(y_pred, key), pick(y, key), weight_of(sample_weight, key))
             for key, loss in self._losses.items()
         }
 
@@ -96,13 +96,13 @@ class LossByOutput:
 
     def label_range(self, y: Any) -> dict[Output, LabelRange] | None:
         """Find the range of each output's host labels, where there is something to check, see `Loss.label_range`."""
-        found = {key: loss.label_range(part(y, key)) for key, loss in self._losses.items()}
+        found = {key: loss.label_range(pick(y, key)) for key, loss in self._losses.items()}
         return {key: labels for key, labels in found.items() if labels is not None} or None
 
     def check_labels(self, found: Mapping[Output, LabelRange] | None, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of its output, see `Loss.check_labels`."""
         for key, labels in (found or {}).items():
-            self._losses[key].check_labels(labels, part(y_pred, key))
+            self._losses[key].check_labels(labels, pick(y_pred, key))
 
 
 class SharedLoss(Loss):

@@ -47,11 +47,11 @@ def outputs_of(nest: Any) -> dict[Output, Any]:
     return found
 
 
-def part(nest: Any, output: Output) -> Any:
+def pick(nest: Any, output: Output) -> Any:
     """Pick what belongs to an output from a nest, a dict by name or a tuple or list by position; None if it has none.
 
     Example:
-        >>> part({"a": 1}, "a"), part((1, 2), 1), part((1, 2), "a"), part({"a": (1, 2)}, ("a", 1))
+        >>> pick({"a": 1}, "a"), pick((1, 2), 1), pick((1, 2), "a"), pick({"a": (1, 2)}, ("a", 1))
         (1, 2, None, 2)
     """
     for key in path_of(output):
@@ -94,7 +94,7 @@ def check_form(
         hint = ". (Where an output has no loss, loss has None.)" if like == "loss is" else ""
         raise error(f"{what} must be {wanted}, as {like}, got {described(nest)}{hint}")
     for key, inner in below.items():
-        own = part(nest, key)
+        own = pick(nest, key)
         if inner and (own is not None or key in required):
             wants = None if needed is None else [path_of(o)[1:] for o in needed if path_of(o)[0] == key]
             check_form(own, inner, f"{what} under {key!r}", wants, error, like)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .outputs import Output, described, part
+from .outputs import Output, described, pick
 
 
 def spread(weight: Any, each: Tensor) -> Tensor:
@@ -39,4 +39,4 @@ def spread(weight: Any, each: Tensor) -> Tensor:
 
 def weight_of(sample_weight: Any, output: Output) -> Any:
     """Pick the weights of an output; one tensor is for all outputs."""
-    return sample_weight if isinstance(sample_weight, Tensor) else part(sample_weight, output)
+    return sample_weight if isinstance(sample_weight, Tensor) else pick(sample_weight, output)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from ..losses import Output, check_form, output_name, part
+from ..losses import Output, check_form, output_name, pick
 from .library import MetricArgument, is_collection
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _by_output(metrics: Any, outputs: Sequence[Output] | None, argument: str) ->
     if outputs:
         check_form(metrics, outputs, argument, ())
         if any(isinstance(output, tuple) for output in outputs):
-            return [(output, part(metrics, output)) for output in outputs]
+            return [(output, pick(metrics, output)) for output in outputs]
     if not isinstance(metrics, (Mapping, list, tuple)):
         return [(None, metrics)]
     pairs = list(metrics.items() if isinstance(metrics, Mapping) else enumerate(metrics))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..backend import Placement
 from ..errors import ArgumentError
-from ..losses import Output, aligned, described, output_name, part, spread, weight_of
+from ..losses import Output, aligned, described, output_name, pick, spread, weight_of
 from ..runtime import has_kernel, move
 from ..utils.kept import Kept
 from ..utils.python_state import facts
@@ -142,7 +142,7 @@ class Metric:
     def _pair(self, y_pred: Any, y: Any) -> tuple[Tensor, Tensor]:
         """Pick the output and the target that this metric compares."""
         output = self._output
-        one, other = (nest if output is None else part(nest, output) for nest in (y_pred, y))
+        one, other = (nest if output is None else pick(nest, output) for nest in (y_pred, y))
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
             which = "" if output is None else f" for output {output!r}"
             raise ArgumentError(

@@ -77,9 +77,9 @@ class PassMetrics(SumTable):
         super().begin()
         self.kept, self._noted = [], {}
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Return to the sums that the trace of a step began with, and let go what it gave metrics to keep."""
-        super().take_back()
+        super().roll_back()
         self.kept, self._noted = [], {}
 
     @contextmanager
@@ -174,7 +174,7 @@ class PassMetrics(SumTable):
         snapshot = self._snapshot()
         return LazyLogs(self.names, lambda: snapshot("batch logs"))
 
-    def take_sums(self) -> tuple[dict[str, Tensor], int]:
+    def pop_sums(self) -> tuple[dict[str, Tensor], int]:
         """Take the sums behind the means, by name and on the device, and the number of rows; a new pass begins."""
         means = [name for name in self._returned if name not in self._slots]
         taken = {name: self.tensors[self._index[name, "total"]] for name in means}, self.rows

@@ -31,7 +31,7 @@ class SumTable:
         self.begun = self.tensors
         self.tensors = list(self.tensors)  # a batch's logs may hold the list, and keep their values
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Return to the sums that the trace of a step began with."""
         self.tensors = self.begun
 

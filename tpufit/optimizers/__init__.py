@@ -17,4 +17,4 @@ from .ema import EMA, EMAConfig
 from .groups import ExcludeArgument, GroupConfig
 from .host_counters import HostCounters
 from .rates import RATE_KEYS, begin_from_peak, note_scheduled, rates, required, scale_rates, scaled_rates, set_rate
-from .shared_counters import CountsTogether
+from .shared_counters import SharedStepCounters

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, UnknownNameError, counted
 from ..runtime import keeps_count
 from .groups import GroupConfig
 from .rates import rates, set_rate
-from .shared_counters import CountsTogether
+from .shared_counters import SharedStepCounters
 
 OptimizerArgument = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -78,7 +78,7 @@ def build(optimizer: OptimizerArgument, module: nn.Module, groups: GroupConfig |
         kind: Any = type(optimizer)
         # The user's own object gets Keras's property, which only a class can have: callbacks write
         # `model.optimizer.learning_rate = 0.01`. The class is a subclass of the same name, so nothing else changes.
-        optimizer.__class__ = _as_ours(kind, CountsTogether.fits(optimizer))
+        optimizer.__class__ = _as_ours(kind, SharedStepCounters.fits(optimizer))
     own = {id(p) for p in module.parameters()}
     foreign = [p for p in parameters(optimizer) if id(p) not in own]
     if foreign:
@@ -132,21 +132,21 @@ def device_state(optimizer: Optimizer) -> list[Tensor]:
     """
     counts_there = keeps_count(optimizer)
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    if isinstance(optimizer, CountsTogether):
+    if isinstance(optimizer, SharedStepCounters):
         values = [*optimizer.counters(), *values]
     return list({id(value): value for value in values if value.dim() or counts_there}.values())
 
 
 def share_counters(optimizer: Optimizer) -> None:
     """Let parameters that step together share their step counter, where the optimizer counts on the device."""
-    if isinstance(optimizer, CountsTogether) and keeps_count(optimizer):
+    if isinstance(optimizer, SharedStepCounters) and keeps_count(optimizer):
         optimizer.share()
 
 
 def clear_state(optimizer: Optimizer) -> None:
     """Drop all that the optimizer keeps beside the parameters."""
     optimizer.state.clear()
-    if isinstance(optimizer, CountsTogether):
+    if isinstance(optimizer, SharedStepCounters):
         optimizer.share()
 
 
@@ -196,9 +196,9 @@ class PerParameter:
 
 
 @functools.cache
-def _as_ours(kind: Any, together: bool) -> Any:
+def _as_ours(kind: Any, shares_counters: bool) -> Any:
     """Make a subclass with Keras's name for the rate, and maybe with step counters that can be shared."""
     rate = property(lambda self: rates(self)[0], set_rate, doc="The actual learning rate.")
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    bases = (CountsTogether, kind) if together else (kind,)
+    bases = (SharedStepCounters, kind) if shares_counters else (kind,)
     return type(kind.__name__, bases, same | {"learning_rate": rate})

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..backend import Placement
 from ..runtime import keeps_count, to_device
 from ..utils.replaced import replaced
-from .shared_counters import CountsTogether, SharedCounterMode
+from .shared_counters import SharedCounterMode, SharedStepCounters
 
 
 class DeviceRates:
@@ -52,8 +52,8 @@ class DeviceRates:
     def stepping(self) -> Iterator[None]:
         """A context in which the optimizer takes tensors for its rates, and counts its steps on the device."""
         ours = {"foreach": False, "fused": False, "capturable": keeps_count(self._optimizer)}
-        together = isinstance(self._optimizer, CountsTogether)
-        with self._restoring(*ours), replaced(self._optimizer, mode=_OnDevice) if together else _OnDevice():
+        shares = isinstance(self._optimizer, SharedStepCounters)
+        with self._restoring(*ours), replaced(self._optimizer, mode=_OnDevice) if shares else _OnDevice():
             for group in self._optimizer.param_groups:
                 group.update({key: value for key, value in ours.items() if key in group})
             yield
@@ -92,7 +92,7 @@ class _OnDevice(SharedCounterMode):
                 target, first, *rest = args
                 args = (target, torch.mul(first, kwargs.pop(scalar)), *rest)
         same = _IN_PLACE.get(func.__name__)
-        if same is None or torch.is_grad_enabled() or not _are_alike(*args):
+        if same is None or torch.is_grad_enabled() or not _same_shapes(*args):
             return func(*args, **kwargs)
         target = args[0]
         takes_numbers = target.dtype is torch.float32 and target.device.type != "cpu"
@@ -112,7 +112,7 @@ class _OnDevice(SharedCounterMode):
         return known
 
 
-def _are_alike(target: Tensor, *others: Any) -> bool:
+def _same_shapes(target: Tensor, *others: Any) -> bool:
     shape = target.shape
     for other in others:  # noqa: SIM110 - runs for each operation of each parameter, where `all` takes longer
         if isinstance(other, Tensor) and other.shape != shape and other.dim():

@@ -1,4 +1,4 @@
-"""`CountsTogether`: one step counter for the parameters that step together, instead of one for each.
+"""`SharedStepCounters`: one step counter for the parameters that step together, instead of one for each.
 
 PyTorch's Adam and its kin count the steps of each parameter, and compute the same bias corrections from each count. In
 a graph these are hundreds of operations on single numbers, and as many inputs and outputs.
@@ -56,7 +56,7 @@ class SharedCounterMode(TorchFunctionMode):
         return result
 
 
-class CountsTogether(Optimizer):
+class SharedStepCounters(Optimizer):
     """An optimizer of PyTorch whose parameters may share their step counters."""
 
     mode: type[SharedCounterMode] = SharedCounterMode  # in which it steps
@@ -113,7 +113,7 @@ class CountsTogether(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # PyTorch lets a class run hooks once it makes the first of its kind, which may have been in another process.
-        kind: Any = type(self).__mro__[type(self).__mro__.index(CountsTogether) + 1]
+        kind: Any = type(self).__mro__[type(self).__mro__.index(SharedStepCounters) + 1]
         if not getattr(kind.step, "hooked", False):
             kind.step = self.profile_hook_step(kind.step)
             kind.step.hooked = True

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import counted, few
-from ..utils.less_memory import measures, shortage
+from ..utils.out_of_memory import remedies, shortage
 from ..utils.text import bytes_of, size
 from .hlo import COLLECTIVES, Array, Operation, arguments_of, operations, products_of, scopes_of
 from .loops import Loops
@@ -249,7 +249,7 @@ def too_large(words: str, on: Slice, held: int, traced: Mapping[str, Any]) -> st
     rows = -(-traced["rows"] // traced["steps"] // on.devices)
     split = any(one["source"] == "state" and one["axis"] is not None for one in traced["arguments"])
     training = traced["role"] == "train"
-    cures = measures(held, needs, rows, on.devices, split, traced["remat"]) if training else ["a smaller batch_size"]
+    cures = remedies(held, needs, rows, on.devices, split, traced["remat"]) if training else ["a smaller batch_size"]
     if held > has:
         # Fewer rows don't help.
         cures = cures[: not split and on.devices > 1]

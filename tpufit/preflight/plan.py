@@ -1,4 +1,4 @@
-"""`Plan`: the steps that a `fit` would run, as the processes need it that trace and compile them."""
+"""`PreflightPlan`: the steps that a `fit` would run, as the processes need it that trace and compile them."""
 
 from __future__ import annotations
 

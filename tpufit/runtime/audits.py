@@ -29,16 +29,16 @@ class _Since:
 class Audits:
     """Decides which steps of one role are audited, and counts those that have run since the last audit."""
 
-    def __init__(self, in_step: bool = False) -> None:
-        self._in_step = in_step  # other hosts must decide the same: then no clock is asked
+    def __init__(self, in_lockstep: bool = False) -> None:
+        self._in_lockstep = in_lockstep  # other hosts must decide the same: then no clock is asked
         self._since: dict[Hashable, _Since] = {}  # by the graph's key
-        self._met: set[Hashable] = set()  # the graphs that need no audit before their next replay
+        self._audited: set[Hashable] = set()  # the graphs that need no audit before their next replay
         self._code = 0  # the times that user code has run
         self._cost, self._ended = 0.0, perf_counter()  # of the last audit: its duration and its end, in seconds
 
     def begin_pass(self) -> None:
         """Begin a pass, in which each graph is audited when it is first replayed."""
-        self._met.clear()
+        self._audited.clear()
         for since in self._since.values():
             since.interval = _FIRST
 
@@ -46,14 +46,14 @@ class Audits:
         """Note that user code has run between steps; if `seldom`, each graph can be audited before its next replay."""
         self._code += 1
         if seldom:
-            self._met.clear()
+            self._audited.clear()
 
     def due(self, key: Hashable, left: int | None) -> bool:
         """True if the next replay of a graph is to be an audit; `left` groups of steps come after it in the pass."""
-        if key not in self._met:
+        if key not in self._audited:
             return True
         since = self._since[key]
-        affordable = self._in_step or perf_counter() - self._ended > _SHARE * self._cost
+        affordable = self._in_lockstep or perf_counter() - self._ended > _SHARE * self._cost
         # The last two: a short batch at the end has a graph of its own.
         if left is not None and left < 2:
             return since.code < self._code or (affordable and since.replayed > 0)
@@ -78,7 +78,7 @@ class Audits:
 
         If nothing was compiled, the seconds that it took are known: an audit will take as long.
         """
-        self._met.add(key)
+        self._audited.add(key)
         self._since[key] = _Since(self._code)
         if seconds is not None:
             self._cost, self._ended = seconds, perf_counter()
@@ -86,14 +86,14 @@ class Audits:
     def disturbed(self, key: Hashable) -> None:
         """Note an audit that couldn't compare. Another one follows as soon as it can be afforded."""
         self._since[key].interval = 0
-        self._met.add(key)
+        self._audited.add(key)
         self._ended = perf_counter()
 
     def ended(self, key: Hashable, seconds: float, agreed: bool) -> None:
         """Note an audit. If it hasn't found the graph that is replayed, the others are in doubt too."""
-        interval = 2 * self._since[key].interval if key in self._met else _FIRST
+        interval = 2 * self._since[key].interval if key in self._audited else _FIRST
         if not agreed:
-            self._met.clear()
+            self._audited.clear()
         self.captured(key)
         self._since[key].interval = interval if agreed else _FIRST
         self._cost, self._ended = seconds, perf_counter()

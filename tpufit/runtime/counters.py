@@ -8,7 +8,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from ..utils.counters import Counts, note_compiled, tally
+from ..utils.counters import Counts, note_compiled, totals
 
 _LOOKS = ("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")  # torch_xla's counters
 
@@ -26,7 +26,7 @@ def counts() -> Counts:
     """The counters as they stand: take one before and one after, and subtract."""
     fallbacks, metrics = fallback_counts(), _xla_metrics()
     return replace(
-        tally(),
+        totals(),
         host_reads=fallbacks.pop("aten::_local_scalar_dense", 0),
         fallbacks=fallbacks,
         executing=(metrics.metric_data("ExecuteTime") or (0, 0.0))[1] / 1e9 if metrics else 0.0,

@@ -6,7 +6,7 @@ from .. import errors
 from ..backend.load import Load
 from ..errors import StartError, TpufitError, counted
 from ..utils import hardware, releases
-from ..utils.less_memory import measures, shortage
+from ..utils.out_of_memory import remedies, shortage
 from ..utils.text import bytes_of, size
 from .release import message_of
 
@@ -156,7 +156,7 @@ def _full(text: str, load: Load | None) -> str:
         )
         state = load.weights + load.optimizer + load.learns
         room = bytes_of(said.has) if said.has else _ROOM
-        cures = measures(state, max(room, state), each, load.cores, load.split, load.remat)
+        cures = remedies(state, max(room, state), each, load.cores, load.split, load.remat)
         cures += ["compile(precision='bf16')"] if load.precision == "fp32" else []
         cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
     else:

@@ -55,11 +55,11 @@ def _of_convolution(result: Shape, images: Shape, kernel: Shape, attributes: str
     terms: int = of_kernel["i"] * of_kernel["o"] * of_images["b"] // (int(groups[1]) if groups else 1)
     for name in filter(str.isdigit, labels[1]):
         layout = {key: value.split("x")[int(name)] for key, value in given.items()}
-        terms *= _met(of_images[name], of_kernel[name], of_result[name], layout)
+        terms *= _overlaps(of_images[name], of_kernel[name], of_result[name], layout)
     return terms
 
 
-def _met(images: int, kernel: int, result: int, layout: dict[str, str]) -> int:
+def _overlaps(images: int, kernel: int, result: int, layout: dict[str, str]) -> int:
     """The pairs of places, in the result and in the kernel, that meet one of the images, in one dimension."""
     stride, apart = int(layout.get("stride", 1)), int(layout.get("rhs_dilate", 1))
     holes, before = int(layout.get("lhs_dilate", 1)), int(layout.get("pad", "0_0").partition("_")[0])

@@ -62,7 +62,7 @@ class CapturedProgram(Program):
     Attributes:
         audits: Decides which replays are audited.
         change: The change that the last audit has found, in words if it is known, and the number of steps that may have
-            run without it; None if it has found none, or after `take_change`.
+            run without it; None if it has found none, or after `pop_change`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class CapturedProgram(Program):
         donates = donate and (free or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
         self._target = Target(placement, role, state, sums, donates, inside)
         self._strict = self._new = LENIENT
-        self.audits = Audits(in_step=placement.hosts > 1)
+        self.audits = Audits(in_lockstep=placement.hosts > 1)
         self.change: tuple[str, int] | None = None
         self._matmul_precision = matmul_precision
         self._variables: tuple[str, ...] = ()
@@ -204,12 +204,12 @@ class CapturedProgram(Program):
         finally:
             # Whoever has taken more of the trace, as another thread, can't have its value, as nothing computes it.
             drop(pending_elsewhere(target.state.tensors, new))
-            target.sums.take_back()
+            target.sums.roll_back()
 
     def lacks_sample(self, key: Hashable) -> bool:
         return self.replays(key) and self._graphs[key].sample is None
 
-    def take_sample(
+    def trace_sample(
         self,
         key: Hashable,
         inputs: list[Tensor],
@@ -317,7 +317,7 @@ class CapturedProgram(Program):
         count_capture(difference)
         self.change = "" if not known and earlier.hash != later.hash else difference, doubtful
 
-    def take_change(self) -> tuple[str, int] | None:
+    def pop_change(self) -> tuple[str, int] | None:
         change, self.change = self.change, None
         return change
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ _VIEWING = frozenset((Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr
 
 
 @dataclass(frozen=True)
-class _Part:
+class _WeightView:
     """A split weight, or a view of one."""
 
     weight: Tensor
@@ -49,14 +50,14 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Use:
+class _Call:
     """A call of a function that takes split weights."""
 
     func: Callable[..., Any]
     leaves: Sequence[Any]  # its arguments; of its tensors nothing
     spec: TreeSpec  # the nest of its arguments
-    at: Sequence[int]  # the places of its tensors among the leaves
-    parts: Mapping[int, _Part]  # what it takes of split weights, by the place of a tensor
+    indices: Sequence[int]  # of its tensors among the leaves
+    views: Mapping[int, _WeightView]  # of split weights that it takes, by the tensor's index
     shardings: Mapping[int, Sharding]  # of the weights, likewise
     placement: Placement
     dtype: torch.dtype | None  # that autocast computes it in
@@ -67,9 +68,9 @@ class _Use:
         Weights are gathered after `after`, or as early as the compiler likes.
         """
         leaves = list(self.leaves)
-        for place, tensor in zip(self.at, tensors, strict=True):
-            part = self.parts.get(place)
-            leaves[place] = tensor if part is None else part.make(self._whole(tensor, self.shardings[place], after))
+        for index, tensor in zip(self.indices, tensors, strict=True):
+            view = self.views.get(index)
+            leaves[index] = tensor if view is None else view.make(self._whole(tensor, self.shardings[index], after))
         args, kwargs = tree_unflatten(leaves, self.spec)
         return self.func(*args, **kwargs)
 
@@ -116,10 +117,10 @@ class _GatheredAgain(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, use: _Use, *tensors: Tensor) -> Any:
-        ctx.use, ctx.autocast = use, _autocast(tensors[0].device.type)
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+        ctx.call, ctx.autocast = call, _autocast(tensors[0].device.type)
         ctx.save_for_backward(*tensors)
-        return use(tensors)
+        return call(tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -130,7 +131,7 @@ class _GatheredAgain(torch.autograd.Function):
                 (t.view_as(t) if further else t.detach().requires_grad_()) if needs else t.detach()
                 for t, needs in zip(ctx.saved_tensors, needed, strict=True)
             ]
-            result = ctx.use(given, after=gradient)
+            result = ctx.call(given, after=gradient)
             wanted = [t for t, needs in zip(given, needed, strict=True) if needs]
             found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=further, allow_unused=True))
         return None, *(next(found) if needs else None for needs in needed)
@@ -227,30 +228,32 @@ class Unsharding(TorchFunctionMode):
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        parts = {i: part for i in at if (part := self._part(leaves[i])) is not None}
-        if not parts:
+        views = {i: view for i in at if (view := self._view_of(leaves[i])) is not None}
+        if not views:
             return func(*args, **kwargs)
-        if len(parts) == len(at):
+        if len(views) == len(at):
             result = func(*args, **kwargs)
             if len(at) == 1 and (_VIEWS.fullmatch(name) or func in _VIEWING):
-                self._note_views(func, leaves, spec, at[0], parts[at[0]], result)
+                self._note_views(func, leaves, spec, at[0], views[at[0]], result)
             return result
         if (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
             return func(*args, **kwargs)  # it writes into one of them
-        return self._call(func, name, leaves, spec, at, parts)
+        return self._call(func, name, leaves, spec, at, views)
 
-    def _part(self, tensor: Tensor) -> _Part | None:
+    def _view_of(self, tensor: Tensor) -> _WeightView | None:
         if id(tensor) in self._shardings:
-            return _Part(tensor, lambda whole: whole)
-        found: _Part | None = self._views.get(tensor)
+            return _WeightView(tensor, lambda whole: whole)
+        found: _WeightView | None = self._views.get(tensor)
         return found
 
-    def _note_views(self, func: Any, leaves: list[Any], spec: TreeSpec, at: int, part: _Part, result: Any) -> None:
+    def _note_views(
+        self, func: Any, leaves: list[Any], spec: TreeSpec, at: int, base: _WeightView, result: Any
+    ) -> None:
         """Note how a function makes views of a split weight."""
         several = isinstance(result, (tuple, list))
 
-        def view(whole: Tensor, index: int) -> Tensor:
-            args, kwargs = tree_unflatten([*leaves[:at], part.make(whole), *leaves[at + 1 :]], spec)
+        def make(whole: Tensor, index: int) -> Tensor:
+            args, kwargs = tree_unflatten([*leaves[:at], base.make(whole), *leaves[at + 1 :]], spec)
             made = func(*args, **kwargs)
             one: Tensor = made[index] if several else made
             return one
@@ -258,25 +261,26 @@ class Unsharding(TorchFunctionMode):
         leaves = [*leaves[:at], None, *leaves[at + 1 :]]
         for index, tensor in enumerate(result if several else [result]):
             if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and id(tensor) not in self._shardings:
-                self._views[tensor] = _Part(part.weight, lambda whole, index=index: view(whole, index))  # type: ignore[misc]
+                # A view of a view makes both of the whole weight.
+                self._views[tensor] = _WeightView(base.weight, partial(make, index=index))
 
     def _call(
-        self, func: Any, name: str, leaves: list[Any], spec: TreeSpec, at: list[int], parts: dict[int, _Part]
+        self, func: Any, name: str, leaves: list[Any], spec: TreeSpec, at: list[int], views: dict[int, _WeightView]
     ) -> Any:
-        tensors = [parts[i].weight if i in parts else leaves[i] for i in at]
+        tensors = [views[i].weight if i in views else leaves[i] for i in at]
         kind = tensors[0].device.type
         casts = _PRODUCTS.fullmatch(name) and torch.is_autocast_enabled(kind)
-        use = _Use(
+        call = _Call(
             func=func,
             leaves=[None if i in at else leaf for i, leaf in enumerate(leaves)],
             spec=spec,
-            at=at,
-            parts=parts,
-            shardings={i: self._shardings[id(part.weight)] for i, part in parts.items()},
+            indices=at,
+            views=views,
+            shardings={i: self._shardings[id(view.weight)] for i, view in views.items()},
             placement=self._placement,
             dtype=torch.get_autocast_dtype(kind) if casts else None,
         )
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if learns and not self._in_block and _GATHERED_AGAIN.fullmatch(name):
-            return _GatheredAgain.apply(use, *tensors)  # type: ignore[no-untyped-call]
-        return use(tensors)
+            return _GatheredAgain.apply(call, *tensors)  # type: ignore[no-untyped-call]
+        return call(tensors)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backend import Placement, Sharding
-from ..data.batches import count_rows, fields, is_plain, is_row_of_parts, listed, unpack
-from ..data.parts import Part
+from ..data.batches import count_rows, fields, is_flat, is_row_of_parts, listed, unpack
+from ..data.per_host import LocalBatch
 from ..errors import BatchError
 from ..losses import targets_of
 from ..runtime import send_rows, to_device
@@ -79,8 +79,8 @@ class BatchSender:
     def __call__(self, batches: Sequence[Any], join: bool = False, labels: Any = None) -> list[DeviceGroup]:
         """Start the transfer of batches to the device.
 
-        Each has the rows of all cores; on a pod each is a `Part` with those of this host. With `join` they are sent as
-        one group if they are small and of one form. Their `labels` are looked for unless given.
+        Each has the rows of all cores; on a pod each is a `LocalBatch` with those of this host. With `join` they are
+        sent as one group if they are small and of one form. Their `labels` are looked for unless given.
 
         Raises:
             BatchError: A batch has no rows.
@@ -95,7 +95,7 @@ class BatchSender:
         return [self._send(batch, *one, labels) for batch, one in zip(batches, found, strict=True)]
 
     def _send(self, batch: Any, tensors: list[Tensor], form: BatchForm, labels: Any) -> DeviceGroup:
-        if isinstance(batch, Part):
+        if isinstance(batch, LocalBatch):
             batch, sent = batch.batch, send_rows(tensors, form.rows, self._placement)
         else:
             sent = to_device(tensors, self._placement, Sharding.ROWS)
@@ -118,15 +118,15 @@ class BatchSender:
                     break
             else:
                 return list(batch), known
-        part = batch if isinstance(batch, Part) else None
-        batch = batch if part is None else part.batch
+        local = batch if isinstance(batch, LocalBatch) else None
+        batch = batch if local is None else local.batch
         leaves, spec = _flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         facts = [(t.shape, t.dtype) for t in tensors]
-        signature = self._keys.signature((spec, part and part.rows, facts))
+        signature = self._keys.signature((spec, local and local.rows, facts))
         # Before the transfer, so that a refused batch never reaches the device.
         self._keys.note_shape(signature, batch)
-        rows = count_rows(tensors) if part is None else part.rows
+        rows = count_rows(tensors) if local is None else local.rows
         if not rows:
             raise BatchError(
                 f"a batch must have rows, but the data gave {listed(fields(batch))}: an empty batch has no mean. "
@@ -135,7 +135,7 @@ class BatchSender:
         marked = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         nbytes = sum(t.nbytes for t in tensors) * self._placement.hosts
         form = BatchForm(facts, marked, spec, rows, nbytes, _tokens(tensors, rows), signature)
-        if part is None and is_plain(batch):
+        if local is None and is_flat(batch):
             self._known[type(batch)] = form
         return tensors, form
 
@@ -179,10 +179,10 @@ def _tokens(tensors: Sequence[Tensor], rows: int) -> int:
 
 def _flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of a batch and the structure of its nest."""
-    return (list(batch), _plain_spec(type(batch) is list, len(batch))) if is_plain(batch) else tree_flatten(batch)
+    return (list(batch), _flat_spec(type(batch) is list, len(batch))) if is_flat(batch) else tree_flatten(batch)
 
 
 @cache
-def _plain_spec(as_list: bool, length: int) -> TreeSpec:
+def _flat_spec(as_list: bool, length: int) -> TreeSpec:
     """Return the structure of a tuple or list of tensors; one cached object, because identical ones compare faster."""
     return tree_flatten([0] * length if as_list else (0,) * length)[1]

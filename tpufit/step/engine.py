@@ -231,9 +231,9 @@ class Engine:
         # The shapes of its batches are none that training goes through either.
         self.roles["train"] = Role("train", self._python_state, self.attention)
 
-    def take_in_new_state(self) -> None:
+    def register_new_state(self) -> None:
         """Adopt the state that a traced step has created; graphs without it are forgotten, and captured again."""
-        if self.state.take_in_new():
+        if self.state.register_new():
             for program in self.programs:
                 program.forget()
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..data import InTurn
+from ..data import Compose
 from ..optimizers import RATE_KEYS
 from ..utils.counters import count_capture
 from ..utils.strict import LENIENT, Strict
@@ -131,7 +131,7 @@ class GraphKeys:
 
     def _number_of(self, transform: Any) -> int:
         for number, known in enumerate(self._transforms):
-            if known is transform or (isinstance(known, InTurn) and known.is_of(transform)):
+            if known is transform or (isinstance(known, Compose) and known.is_of(transform)):
                 return number
         self._transforms.append(transform)
         return len(self._transforms) - 1

@@ -12,8 +12,8 @@ from ..errors import ArgumentError, CheckpointMismatchError
 from ..optimizers import (
     EMA,
     Accumulator,
-    CountsTogether,
     DeviceRates,
+    SharedStepCounters,
     UpdatePlan,
     create_state,
     device_state,
@@ -222,7 +222,7 @@ class OptimizerState:
             key, _, name = rest.partition("/")
             if owner == own and name in named and key not in self.optimizer.state.get(named[name], {}):
                 self.optimizer.state[named[name]][key] = value.clone()
-        if isinstance(self.optimizer, CountsTogether):
+        if isinstance(self.optimizer, SharedStepCounters):
             counts = {id(p): given[key] for name, p in named.items() if (key := f"{own}/step/{name}") in given}
             self.optimizer.separate(lambda p: float(counts[id(p)]) if id(p) in counts else None)
 

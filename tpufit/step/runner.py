@@ -141,12 +141,12 @@ class StepRunner:
             program.cause = self._role.keys.cause(key, steps, program.traced_keys)
             with state.counters.traced((self._role.name, key), state.named_optimizers().values()):
                 outputs = program(key, inputs, seeds, body, pause)
-            engine.take_in_new_state()  # here only: a replayed step runs no Python that could create state
+            engine.register_new_state()  # here only: a replayed step runs no Python that could create state
             sample = self._sample(group, updates)
             if sample is not None and program.lacks_sample(key):
                 with state.counters.untouched(state.named_optimizers().values()):
-                    program.take_sample(key, inputs, seeds, sample, pause)
-            self._tell_change(program.take_change())
+                    program.trace_sample(key, inputs, seeds, sample, pause)
+            self._tell_change(program.pop_change())
         if self._role.learns and engine.observed.formats is None:
             engine.note_formats(program.products)
         self.inside = False
@@ -241,9 +241,9 @@ class StepRunner:
         self._metrics.load_state_dict(state, tensors)
         self._metrics.on_finite = partial(self._note_finite, self._engine.state.numbers.step - batches)
 
-    def take_sums(self) -> tuple[dict[str, Tensor], int]:
+    def pop_sums(self) -> tuple[dict[str, Tensor], int]:
         """Return the sums of the logs since the last call, on the device, and their rows; then begin new sums."""
-        return self._metrics.take_sums()
+        return self._metrics.pop_sums()
 
     def _note_finite(self, before: int, finite: Tensor) -> None:
         """Note the first step of this pass whose logs were not finite, see `PassMetrics.finite`."""

@@ -206,7 +206,7 @@ class TrainState:
         self.device.write_back()
         self.counters.catch_up()
 
-    def take_in_new(self) -> bool:
+    def register_new(self) -> bool:
         """Adopt the state that a traced step has created, as the first step of some optimizers does, or set apart.
 
         Returns:

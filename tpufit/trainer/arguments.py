@@ -23,7 +23,7 @@ from torch import nn
 from .. import losses
 from ..backend import Cores, Placement
 from ..callbacks import Callback, CallbackList
-from ..data import InTurn, Stream, Transform, stream, train_validation_split
+from ..data import Compose, Stream, Transform, stream, train_validation_split
 from ..data.stream import brings_batches
 from ..errors import ArgumentError, NotCompiledError, counted, require_whole
 from ..losses import ClassWeight, LossByOutput
@@ -70,7 +70,7 @@ class TrainingData:
         made = _stream((self.x, self.y, self.sample_weight), self.batch_size, placement, cores, **how)
         if self.device_transform is not None:
             own = made.device_transform
-            made.device_transform = self.device_transform if own is None else InTurn(own, self.device_transform)
+            made.device_transform = self.device_transform if own is None else Compose(own, self.device_transform)
         return made
 
 

@@ -36,7 +36,7 @@ def started_with(cores: CoresArgument, find: Callable[[], Checkpoint | None]) ->
     return now, found
 
 
-def in_step(
+def in_lockstep(
     groups: Iterator[list[DeviceGroup]], place: str, per_host: bool, compared: bool = False
 ) -> Iterator[list[DeviceGroup]]:
     """Yield groups of batches as long as every host has one, and make sure that they have the same shapes.

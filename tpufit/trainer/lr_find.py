@@ -178,7 +178,7 @@ def _losses(
         for rate, (group,) in zip(rates[first : first + _WINDOW], feed, strict=False):
             set_rate(optimizer, rate)
             run(group, feed.paused)
-            sums, rows = run.take_sums()
+            sums, rows = run.pop_sums()
             if "loss" not in sums:
                 step = f"{type(engine.model).__name__}.train_step"
                 raise ArgumentError(f"lr_find needs a 'loss', but {step} returns {sorted(sums)}: let it return one too")

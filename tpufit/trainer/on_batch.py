@@ -7,13 +7,13 @@ import torch
 
 from ..backend import HOST, Cores, CoresArgument
 from ..data.batches import as_tensors
-from ..data.parts import Share
+from ..data.per_host import Share
 from ..hosts import collective
 from ..losses import ClassWeight
 from ..runtime import gather_rows, start
 from ..step import Engine, StepRunner, modes_kept
 from . import consistency
-from .hosts import in_step
+from .hosts import in_lockstep
 
 
 def run_on_batch(
@@ -44,7 +44,7 @@ def run_on_batch(
                     batch = Share(placement.local_shards or (), placement.count).of(batch)
                 groups = run.send([batch])
                 if placement.hosts > 1:
-                    groups = next(in_step(iter([groups]), method, per_host=False))
+                    groups = next(in_lockstep(iter([groups]), method, per_host=False))
                 return run, gather_rows(run(groups[0]), placement)
         finally:
             engine.expose()

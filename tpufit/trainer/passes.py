@@ -30,7 +30,7 @@ from ..runtime import fetch, fetch_rows, gather_rows, process_count
 from ..step import DeviceGroup, Engine, StepRunner, joined, modes_kept
 from ..utils.counters import add_seconds, timing
 from .consistency import share_random_state
-from .hosts import in_step
+from .hosts import in_lockstep
 from .interruption import Interruption
 
 # Outputs that may wait on the device before they are fetched: enough to keep it busy, few enough to fit.
@@ -90,7 +90,7 @@ class PassLoop:
         with feed, _ending(feed, self.interruption):
             groups: Iterator[list[DeviceGroup]] = feed
             if process_count() > 1:
-                groups = in_step(groups, f"{self.name} of epoch {epoch + 1}", data.per_host, data.foreseen)
+                groups = in_lockstep(groups, f"{self.name} of epoch {epoch + 1}", data.per_host, data.foreseen)
             for group, last in _knowing_the_last(groups, look_ahead):
                 if tells_begin:
                     callbacks.call(begin, run.tally.batches)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from .child_python import child_python
 from .hardware import LACKS_MEMORY
-from .own_python import own_python
 from .terminal import can_draw, standard_output
 
 _TICK = 0.2  # seconds
@@ -37,7 +37,7 @@ def run(
         seconds: The seconds that it may take.
         clock: True (default) to show the seconds while it runs, where a line can be drawn over.
     """
-    python = own_python(command, {"PYTHONFAULTHANDLER": "1", **(environ or {})})
+    python = child_python(command, {"PYTHONFAULTHANDLER": "1", **(environ or {})})
     console = standard_output()
     began = perf_counter()
     status: Any = console.status(what) if clock and can_draw(console) else nullcontext()

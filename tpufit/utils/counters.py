@@ -67,19 +67,19 @@ class Counts:
         return Counts(**since, compiled=self.compiled[len(earlier.compiled) :], seconds=seconds)
 
 
-_tally = Counts(seconds=defaultdict(float))  # of this process
+_totals = Counts(seconds=defaultdict(float))  # of this process
 _inside = 0.0  # of the time that is being measured, the part that has been counted to another phase already
 
 
-def tally() -> Counts:
+def totals() -> Counts:
     """The counters as they stand, without those of the device's own."""
-    return Counts(*map(copy, vars(_tally).values()))
+    return Counts(*map(copy, vars(_totals).values()))
 
 
 def note_compiled(role: str, cause: str, graphs: int, seconds: float) -> None:
     """Note graphs that were compiled, in so many seconds all together; the role is one of `ROLES`."""
-    _tally.graphs[role] += graphs
-    _tally.compiled.extend([Compiled(role, cause, seconds / graphs)] * graphs)
+    _totals.graphs[role] += graphs
+    _totals.compiled.extend([Compiled(role, cause, seconds / graphs)] * graphs)
     add_seconds("compile", seconds)
 
 
@@ -92,7 +92,7 @@ def timed(phase: str) -> Iterator[None]:
         yield
     finally:
         elapsed = perf_counter() - began
-        _tally.seconds[phase] += elapsed - _inside
+        _totals.seconds[phase] += elapsed - _inside
         _inside = outside + elapsed
 
 
@@ -106,7 +106,7 @@ def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         finally:
             elapsed = perf_counter() - began
-            _tally.seconds[phase] += elapsed - _inside
+            _totals.seconds[phase] += elapsed - _inside
             _inside = outside + elapsed
 
     return timed_function
@@ -118,23 +118,23 @@ def add_seconds(phase: str, seconds: float, beside: bool = False) -> None:
     If it passed `beside` that, in another thread, or has been counted otherwise already, it isn't taken off.
     """
     global _inside
-    _tally.seconds[phase] += seconds
+    _totals.seconds[phase] += seconds
     _inside += 0.0 if beside else seconds
 
 
 @contextmanager
 def waiting(reason: str) -> Iterator[None]:
     """Count one wait for the device, which happens inside, and its time."""
-    _tally.waits[reason] += 1
+    _totals.waits[reason] += 1
     with timed(f"wait: {reason}"):
         yield
 
 
 def note_line(what: str, line: str) -> None:
     """Note a line such as `train.py:12` that reads a value (`"read"`), or calls an operation that runs on the host."""
-    _tally.lines[what, line] += 1
+    _totals.lines[what, line] += 1
 
 
 def count_capture(change: str) -> None:
     """Count that a step has to be captured again, because of a change."""
-    _tally.captures[change] += 1
+    _totals.captures[change] += 1

@@ -36,8 +36,8 @@ _LEAVES = (*_PLAIN, Tensor, np.ndarray, type, types.ModuleType)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
-class Some(NamedTuple):
-    """Some of the items of a dict, in place of an object's attributes."""
+class ItemsExcept(NamedTuple):
+    """ItemsExcept of the items of a dict, in place of an object's attributes."""
 
     values: MutableMapping[str, Any]  # as of `vars`
     but: Container[str]  # the names that are left out
@@ -141,7 +141,7 @@ class _Walk:
             for path, part in value.named_modules():
                 self._seen.add(id(part))
                 yield from self._with_attributes(f"{name}.{path}" if path else name, part, depth)
-        elif isinstance(value, Some):
+        elif isinstance(value, ItemsExcept):
             yield from self._with_attributes(name, value, depth)
         elif isinstance(
             value, (dict, list, tuple, deque)
@@ -171,7 +171,7 @@ def _attributes(holder: Any) -> Iterator[tuple[str, Any]]:
             with suppress(ValueError):  # of a name that has no value yet
                 yield name, cell.cell_contents
         return
-    if isinstance(holder, Some):
+    if isinstance(holder, ItemsExcept):
         yield from ((name, value) for name, value in list(holder.values.items()) if name not in holder.but)
         return
     hidden = _PYTORCHS if isinstance(holder, (nn.Module, Optimizer)) else ()
@@ -201,7 +201,7 @@ def _values(holder: Any) -> dict[str, Any]:
 
 def _is_bare(holder: Any) -> bool:
     """True for an object of a library's, of which the random generators alone are looked at."""
-    if isinstance(holder, (Some, nn.Module, Optimizer, types.SimpleNamespace)):
+    if isinstance(holder, (ItemsExcept, nn.Module, Optimizer, types.SimpleNamespace)):
         return False
     return not is_users_module(getattr(holder, "__module__", None))
 
@@ -346,7 +346,7 @@ def _set(holder: Any, name: str, form: Any) -> None:
         return
     if isinstance(holder, types.FunctionType):
         (holder.__closure__ or ())[holder.__code__.co_freevars.index(name)].cell_contents = value
-    elif isinstance(holder, Some):
+    elif isinstance(holder, ItemsExcept):
         holder.values[name] = value
     elif name in getattr(holder, "__dict__", {}):
         vars(holder)[name] = value

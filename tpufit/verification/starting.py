@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..checkup.checks import CHECKS
-from ..checkup.facts import gather
+from ..checkup.facts import collect
 from ..model import Model
 from .check import Figure, Setting
 from .nets import batch_size
@@ -15,7 +15,7 @@ from .nets import batch_size
 
 def doctor(setting: Setting) -> Iterator[Figure]:
     """The rows of the doctor's table, without its trainings, which the other checks do."""
-    facts = gather(train=False, timeout=0.0)
+    facts = collect(train=False, timeout=0.0)
     rows = [row for check in CHECKS for row in check(facts)]
     yield Figure("errors", sum(row.status == "error" for row in rows), at_most=0)
     for row in rows:

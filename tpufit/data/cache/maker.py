@@ -18,7 +18,7 @@ from ...utils.random import RNGState, step_seed
 from ...utils.users_code import warn
 from .fingerprint import describe
 from .manifest import Manifest, cut
-from .schema import Field, check_alike, flatten
+from .schema import Field, check_same_form, flatten
 from .shards import write_shard
 
 _INTERVAL = 0.1  # seconds between two reports of the progress: one a row would keep the parent of many workers busy
@@ -64,7 +64,7 @@ class Maker:
         for position, row in enumerate(span):
             copy, index = divmod(row, manifest.rows)
             structure, leaves = self.sample(index, copy)
-            check_alike(manifest.structure, manifest.fields, structure, leaves, index)
+            check_same_form(manifest.structure, manifest.fields, structure, leaves, index)
             for name, column in columns.items():
                 column[position] = leaves[name]
             if monotonic() - spoken > _INTERVAL:

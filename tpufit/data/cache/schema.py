@@ -90,7 +90,9 @@ def nest(structure: Any, leaves: Mapping[str, Any]) -> Any:
     return tuple(parts) if kind == "tuple" else parts
 
 
-def check_alike(structure: Any, fields: Sequence[Field], other: Any, leaves: Mapping[str, Tensor], index: int) -> None:
+def check_same_form(
+    structure: Any, fields: Sequence[Field], other: Any, leaves: Mapping[str, Tensor], index: int
+) -> None:
     """Make sure that a sample of this index has the structure, the shapes and the dtypes of the first one.
 
     Raises:

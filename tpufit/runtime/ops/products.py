@@ -115,7 +115,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor 
         return flat
     rows = input.dim() > 2 or (input.dim() == 2 and not matrix)
     fits = rows and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and input.numel()
-    if not fits or not _alike(input, weight) or (bias is not None and bias.shape != weight.shape[:1]):
+    if not fits or not _can_multiply(input, weight) or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     y: tuple[Tensor] = _Linear.apply(input, weight, bias, [len(weight)])  # type: ignore[no-untyped-call]
     return y[0]
@@ -145,7 +145,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor | None:
     """`torch.matmul` of more than a matrix by a matrix, or by as many matrices."""
     if input.dim() < 3 or other.dim() < 2 or input.shape[-1] != other.shape[-2]:
         return None
-    if not _alike(input, other) or not input.numel():
+    if not _can_multiply(input, other) or not input.numel():
         return None
     rows = ascii_lowercase[: input.dim() - 2]
     if other.dim() == 2:
@@ -155,5 +155,5 @@ def matmul(input: Tensor, other: Tensor) -> Tensor | None:
     return None
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _can_multiply(a: Tensor, b: Tensor) -> bool:
     return a.is_floating_point() and a.dtype is b.dtype and b.numel() > 0

@@ -1,4 +1,4 @@
-"""`own_python`: another Python process, which imports this very tpufit and ends when this process does."""
+"""`child_python`: another Python process, which imports this very tpufit and ends when this process does."""
 
 import os
 import sys
@@ -16,14 +16,15 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def own_python(command: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def child_python(command: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Arguments of `subprocess.Popen` for a Python process that imports this very tpufit and ends with this process.
 
     It also ends with the thread that starts it, which so has to wait for it. The command is the words after `python`.
 
     Example:
         >>> import subprocess
-        >>> subprocess.run(**own_python(["-c", "import tpufit; print('here')"]), capture_output=True, text=True).stdout
+        >>> python = child_python(["-c", "import tpufit; print('here')"])
+        >>> subprocess.run(**python, capture_output=True, text=True).stdout
         'here\\n'
     """
     here = str(Path(__file__).resolve().parents[2])  # of tpufit, from wherever it was imported

@@ -45,16 +45,16 @@ def shortage(words: str) -> Shortage:
     return Shortage() if found is None else Shortage(**found.groupdict())
 
 
-def measures(state: int, needs: int, rows: int, cores: int, split: bool, remat: bool) -> list[str]:
+def remedies(state: int, needs: int, rows: int, cores: int, split: bool, remat: bool) -> list[str]:
     """Name what makes a training step smaller, what costs the least first.
 
     The state is weights, gradients and optimizer state. It and `needs` are bytes on a core, and rows are those of a
     core. It may be `split` over the cores already, and blocks may keep their inputs alone (`remat`).
 
     Example:
-        >>> measures(8 << 30, 20 << 30, rows=8, cores=8, split=False, remat=True)
+        >>> remedies(8 << 30, 20 << 30, rows=8, cores=8, split=False, remat=True)
         ["compile(shard='fsdp'), with 1 GiB instead of 8 GiB of state on a core", 'a smaller batch_size (4) with \
-    ile(accumulate_steps=2)']
+compile(accumulate_steps=2)']
     """
     found = []
     if not split and cores > 1 and state * _WORTH >= needs:

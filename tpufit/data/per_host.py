@@ -1,4 +1,4 @@
-"""`Share` and `Part`: on a pod each host reads and sends only its own rows of each global batch."""
+"""`Share` and `LocalBatch`: on a pod each host reads and sends only its own rows of each global batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sampling import rows_of
 T = TypeVar("T")
 
 
-class Part(NamedTuple):
+class LocalBatch(NamedTuple):
     """A host's own rows of a global batch."""
 
     batch: Any  # the rows of its cores, core by core, in the nest of the data
@@ -42,7 +42,7 @@ class Share:
         """The numbers of the host's rows in a batch of so many."""
         return rows_of(self.shards, self.cores, count)
 
-    def of(self, batch: Any) -> Part:
+    def of(self, batch: Any) -> LocalBatch:
         """Take the host's rows out of a global batch, a nest of arrays and tensors, that it has whole.
 
         Raises:
@@ -50,7 +50,7 @@ class Share:
 
         Example:
             >>> Share((0, 2), cores=4).of((torch.arange(7), 0.5))
-            Part(batch=(tensor([0, 1, 4, 5]), tensor(0.5000)), rows=7)
+            LocalBatch(batch=(tensor([0, 1, 4, 5]), tensor(0.5000)), rows=7)
         """
         batch = as_tensors(batch)
         rows = count_rows(tree_leaves(batch))
@@ -65,12 +65,12 @@ class Share:
                 )
             return leaf[mine]
 
-        return Part(tree_map(own, batch), rows)
+        return LocalBatch(tree_map(own, batch), rows)
 
 
 def map_batch(function: Callable[[Any], Any], batch: Any) -> Any:
     """Call a function with a batch, or with the batch of a part."""
-    return Part(function(batch.batch), batch.rows) if isinstance(batch, Part) else function(batch)
+    return LocalBatch(function(batch.batch), batch.rows) if isinstance(batch, LocalBatch) else function(batch)
 
 
 def without_rows(batch: Any) -> Any:
