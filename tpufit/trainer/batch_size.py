@@ -127,7 +127,7 @@ class _Trial:
                 size = run.group_size
                 for group in joined(run.send([batch] * size), size):
                     run(group)
-                fetch(run.take_sums()[0], "batch_size")
+                fetch(run.pop_sums()[0], "batch_size")
         except (OutOfMemoryError, StateLostError) as error:
             cause = error.__cause__ if isinstance(error, StateLostError) else error
             full = cause if isinstance(cause, OutOfMemoryError) else cause and translate(cause)
