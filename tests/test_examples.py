@@ -69,6 +69,15 @@ def test_char_gpt_learns_to_spell(run_python):
 
 
 @pytest.mark.soak
+def test_a_gpt_learns_from_a_file_and_from_packed_sentences(run_python):
+    output = run(run_python, "examples/pretrain_gpt.py")
+    losses = [float(loss) for loss in re.findall(r"- loss: ([\d.]+)", output)]
+    assert len(losses) == 5 and 5.5 > losses[0] > losses[1] and losses[2] > losses[4]
+    assert re.search(r"^TokenFile\(help.bin: [\d,]+ tokens in [\d,]+ rows of 64\)$", output, re.M)
+    assert float(re.search(r"packed sentences: ([\d.]+)$", output, re.M)[1]) < losses[2]
+
+
+@pytest.mark.soak
 def test_a_gpt_in_parts(run_python):
     output = run(run_python, "examples/large_gpt.py")
     assert "| 18 of 52 parameters split, 1.263 MiB of 9.548 MiB state a core" in output

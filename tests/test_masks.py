@@ -53,6 +53,13 @@ def filled(x):
     return bias[:, None, None] + seen
 
 
+def blocked(x):
+    """As `PackedDataset` makes it of the numbers of texts."""
+    texts = numbers(x)
+    sees = (texts[:, None, :, None] == texts[:, None, None, :]) & (places(x)[:, None] >= places(x))
+    return torch.zeros_like(sees, dtype=torch.float32).masked_fill(~sees, float("-inf"))
+
+
 # Each is made of whole numbers, some of which are 0 or less; those of `PACKED` of places.
 FOUND = {
     "of keys": lambda x: padding(x)[:, None, None],
@@ -77,6 +84,7 @@ FOUND = {
         :, None, None
     ],
     "added, causal and padding": filled,
+    "added, of texts, causal": blocked,
 }
 PACKED = {
     "transformers' of texts": packed,
@@ -111,6 +119,20 @@ def of_changed_places(x):
     return (x[:, None, None] <= x[:, None, :, None]) & (texts[:, None, :, None] == texts[:, None, None])
 
 
+def of_a_changed_negation(x):
+    sees = (numbers(x)[:, None, :, None] == numbers(x)[:, None, None]) & causal(x)
+    hidden = ~sees
+    hidden[0] = False
+    return torch.zeros_like(sees, dtype=torch.float32).masked_fill(hidden, float("-inf"))
+
+
+def of_what_changed_since(x):
+    sees = (numbers(x)[:, None, :, None] == numbers(x)[:, None, None]) & causal(x)
+    hidden = ~sees
+    sees[0] = True
+    return torch.zeros_like(sees, dtype=torch.float32).masked_fill(hidden, float("-inf"))
+
+
 def in_inference_mode(x):
     """What writes into such a tensor isn't counted."""
     with torch.inference_mode():
@@ -118,6 +140,8 @@ def in_inference_mode(x):
 
 
 UNKNOWN = {
+    "of a negation that has changed": of_a_changed_negation,
+    "of a negation of what has changed": of_what_changed_since,
     "any": lambda x: (x[:, None, :, None] * x[:, None, None] % 3) == 0,
     "of heads": lambda x: (x > 0).view(1, ROWS, 1, KEYS),
     "either of two": lambda x: causal(x) | padding(x)[:, None, None],

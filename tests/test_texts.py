@@ -15,6 +15,7 @@ from tpufit.callbacks import ModelCheckpoint
 from tpufit.data import PackedDataset, TokenFile, stream
 from tpufit.data.texts import pack
 from tpufit.errors import ArgumentError, DataError
+from tpufit.runtime.ops.flash import interpreted
 
 VOCABULARY = 40
 
@@ -190,6 +191,44 @@ class Own(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         mask = (segment_ids[:, :, None] == segment_ids[:, None]).tril()
         return self.head(x + F.scaled_dot_product_attention(q, k, v, mask)).mT  # classes before places, as PyTorch's
+
+
+class Heads(nn.Module):
+    """A net that takes the mask as it comes, or makes one of segments."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 64), nn.Embedding(128, 64)
+        self.qkv, self.head = nn.Linear(64, 192), nn.Linear(64, VOCABULARY)
+
+    def forward(self, input_ids, position_ids, attention_mask=None, segment_ids=None):
+        q, k, v = self.qkv(self.tokens(input_ids) + self.places(position_ids)).unflatten(-1, (3, 2, 32)).unbind(2)
+        mask = attention_mask
+        if mask is None:
+            places = torch.arange(input_ids.shape[1], device=input_ids.device)
+            mask = (segment_ids[:, None, :, None] == segment_ids[:, None, None]) & (places <= places[:, None])
+        seen = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        return self.head(seen.transpose(1, 2).flatten(2)).mT
+
+
+@pytest.mark.slow
+@pytest.mark.cores(1, 8, quick=False)
+@pytest.mark.parametrize("mask", [True, False], ids=["mask", "segments"])
+def test_packed_rows_under_flash_attention_are_those_under_plain_attention(cores, mask):
+    pytest.importorskip("jax")
+    data = PackedDataset(texts(60, longest=60), 128, shift=True, mask=mask)
+    losses, ends = [], []
+    for attention in ("flash", "plain"):
+        model = tpufit.Model(Heads())
+        model.compile(partial(torch.optim.SGD, lr=0.1), "cross_entropy", scale_lr=None, attention=attention)
+        with interpreted():
+            losses += model.fit(data, batch_size=8 // cores, verbose=0, shuffle=False, cores=cores).history["loss"]
+        ends.append(model.get_weights())
+        assert set(model.report().attention.values()) <= {"flash"}
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    for ours, theirs in zip(*ends, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.cores(1, 8)

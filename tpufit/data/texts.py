@@ -281,13 +281,13 @@ def pack(sizes: NDArray[np.int64], length: int) -> list[NDArray[np.int64]]:
 
 
 def _with_mask(batch: Any) -> Any:
-    """Put the mask of attention in the place of the segments, on the device: what is masked has the least number."""
+    """Put the mask of attention in the place of the segments, on the device: what is masked has -inf."""
     x = batch[0] if isinstance(batch, (tuple, list)) else batch
     segments: Tensor = x["segment_ids"]
     places = torch.arange(segments.shape[1], device=segments.device)
     sees = (segments[:, None, :, None] == segments[:, None, None, :]) & (places[:, None] >= places)
-    # A number, because attention of plain products adds it; the fused one takes either.
-    mask = torch.zeros(sees.shape, device=segments.device).masked_fill(~sees, torch.finfo(torch.float32).min)
+    # A number, because attention of plain products adds it; the fused one takes either. Each token sees itself.
+    mask = torch.zeros_like(sees, dtype=torch.float32).masked_fill(~sees, float("-inf"))
     own = {name: column for name, column in x.items() if name != "segment_ids"} | {"attention_mask": mask}
     return (own, *batch[1:]) if isinstance(batch, (tuple, list)) else own
 

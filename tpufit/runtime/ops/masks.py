@@ -51,6 +51,7 @@ _FOLDED = (
     | {Tensor.long, Tensor.int}
 )  # fmt: skip
 _COUNTED = _both("diff", "ne", "__ne__", "cumsum")
+_NOTS = _both("logical_not", "bitwise_not", "__invert__")
 _FILLED = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
 
 
@@ -117,7 +118,7 @@ class Masks(TorchFunctionMode):
         if value is not None:
             self._values[result] = _version(result), value
         first: Any = args[0] if args else None
-        if func in _COUNTED:
+        if func in _COUNTED or func in _NOTS:
             self._made[result] = _Made(func, args, kwargs, _version(first))
         joins = func in _ANDS if result.dtype is torch.bool else func in _SUMS
         parts: tuple[_Part, ...] | None = None
@@ -126,7 +127,7 @@ class Masks(TorchFunctionMode):
         elif joins and len(args) == 2 and all(map(self._known, args)):
             parts = (*self._parts_of(args[0]), *self._parts_of(args[1]))
         elif func in _FILLED and len(args) == 3 and args[2] == -math.inf and self._is_zero(func, args):
-            parts = (_Part.of(self._call(torch.logical_not, args[1])),)
+            parts = self._parts_of(self._negated(args[1]))
         elif func in _SAME and self._known(first) and result.is_floating_point() == first.is_floating_point():
             parts = self._parts_of(first)
         elif func in _FORMS and isinstance(first, Tensor):
@@ -138,6 +139,13 @@ class Masks(TorchFunctionMode):
         """Call a function, and see it."""
         result: Tensor = self.__torch_function__(func, (), args, kwargs)
         return result
+
+    def _negated(self, mask: Tensor) -> Tensor:
+        """The negation of a mask: what it is a negation of, or one that is made."""
+        made = self._made_by(mask, "logical_not", "bitwise_not", "__invert__")
+        is_mask = made is not None and made.args[0].dtype is torch.bool and _version(mask) == 0
+        found: Tensor = made.args[0] if made is not None and is_mask else self._call(torch.logical_not, mask)
+        return found
 
     # What is known of a tensor
 
@@ -472,7 +480,7 @@ def _tensors(nest: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
-_SEEN = _FOLDED | _SAME | _ALIKE.keys() | _FILLED | _COUNTED
+_SEEN = _FOLDED | _SAME | _ALIKE.keys() | _FILLED | _COUNTED | _NOTS
 _now: Masks | None = None
 
 
