@@ -109,12 +109,12 @@ class Program(ABC):
         """Run once without the body's Python, and without waiting for the device. `replays` must be true."""
         raise NotImplementedError
 
-    def audit_due(self, key: Hashable, left: int | None) -> bool:
+    def audit_due(self, key: Hashable, remaining: int | None) -> bool:
         """True if a replay with this key should be audited first.
 
         Args:
             key: See `__call__`.
-            left: The number of groups of steps in the pass after this one, or None if nobody knows.
+            remaining: The number of groups of steps in the pass after this one, or None if nobody knows.
         """
         return False
 

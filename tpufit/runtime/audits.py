@@ -48,14 +48,14 @@ class Audits:
         if seldom:
             self._audited.clear()
 
-    def due(self, key: Hashable, left: int | None) -> bool:
-        """True if the next replay of a graph is to be an audit; `left` groups of steps come after it in the pass."""
+    def due(self, key: Hashable, remaining: int | None) -> bool:
+        """True if the next replay of a graph is to be an audit; `remaining` groups come after it in the pass."""
         if key not in self._audited:
             return True
         since = self._since[key]
         affordable = self._in_lockstep or perf_counter() - self._ended > _SHARE * self._cost
         # The last two: a short batch at the end has a graph of its own.
-        if left is not None and left < 2:
+        if remaining is not None and remaining < 2:
             return since.code < self._code or (affordable and since.replayed > 0)
         return affordable and since.replayed >= since.interval
 

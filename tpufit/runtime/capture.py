@@ -189,7 +189,7 @@ class Capture:
         changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         if changed:
             return f"its Python changes {changed[0]} (from {before.get(changed[0])!r} to {after.get(changed[0])!r})"
-        drew = self._watch.drew
+        drew = self._watch.drew_at
         return drew and f"its Python draws random numbers at {drew}"
 
     def difference(self, earlier: Graph) -> str:
@@ -210,7 +210,7 @@ class Capture:
             xla()._set_buffer_donation(value, False)  # nothing has consumed it
         return graph
 
-    def keep_left(self) -> None:
+    def compute_escaped(self) -> None:
         """Compute what the body of a trace that isn't run has left elsewhere, as in a cache, and nothing else of it."""
         state, left = self._target.state, self._escaped
         if left is None:
@@ -306,5 +306,5 @@ class Capture:
                 tensor.data = value
             else:
                 swap_value(tensor, value, requires_grad=False)
-        graph.left = list(map(ref, left[len(left) - graph.escaped :]))
+        graph.escaped_tensors = list(map(ref, left[len(left) - graph.escaped :]))
         return self.outputs

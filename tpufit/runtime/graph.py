@@ -50,7 +50,7 @@ class Graph:
         proven: True once a second trace has given the same graph.
         differed: The number of traces in a row that gave another graph than the one before.
         sample: The graph of one of its steps alone, if it has several: an audit compares this one.
-        left: The tensors that the body of its last trace has left elsewhere: a replay gives them their new values.
+        escaped_tensors: Those that the body of its last trace has left elsewhere: a replay gives them their new values.
         pick: Picks its inputs out of one list, in C.
     """
 
@@ -68,7 +68,7 @@ class Graph:
     proven: bool = False
     differed: int = 0
     sample: Graph | None = None
-    left: list[ref[Tensor]] = field(default_factory=list)
+    escaped_tensors: list[ref[Tensor]] = field(default_factory=list)
     pick: Callable[[list[Any]], Sequence[Tensor]] = field(init=False)
 
     def arrange(self, sizes: Mapping[str, int]) -> None:
@@ -115,6 +115,7 @@ class Graph:
         # One call in C. No handler of a signal runs between the graph's start and the arrival of its outputs in the
         # list: an interrupt there would lose them after the state that they replace has been consumed.
         outputs.extend(chain([None], map(start, [self.hash], [inputs])))
+        # A graph that writes over the old state has consumed it, and no wait could bring it back.
         if first and outputs[1] and not (self.donates and self.changed):
             try:
                 reach(min(outputs[1], key=torch.numel), "capture")
@@ -131,11 +132,11 @@ class Graph:
     @property
     def superseded(self) -> bool:
         """True if a tensor that its trace left elsewhere is gone: another trace, or the user, has replaced it."""
-        return any(tensor() is None for tensor in self.left)
+        return any(tensor() is None for tensor in self.escaped_tensors)
 
     def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Give the value that the body would have returned, and renew what it would have left elsewhere."""
-        for kept, value in zip(self.left, outputs[len(outputs) - self.escaped :], strict=True):
+        for kept, value in zip(self.escaped_tensors, outputs[len(outputs) - self.escaped :], strict=True):
             tensor = kept()
             if tensor is not None:
                 tensor.data = value

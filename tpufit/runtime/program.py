@@ -98,8 +98,8 @@ class CapturedProgram(Program):
         graph = self._graphs.get(key)
         return graph is not None and graph.proven
 
-    def audit_due(self, key: Hashable, left: int | None) -> bool:
-        return self.replays(key) and (self.audits.due(key, left) or self._graphs[key].superseded)
+    def audit_due(self, key: Hashable, remaining: int | None) -> bool:
+        return self.replays(key) and (self.audits.due(key, remaining) or self._graphs[key].superseded)
 
     @property
     def captures(self) -> bool:
@@ -164,13 +164,13 @@ class CapturedProgram(Program):
             began = perf_counter()  # from here on the device has nothing to do
             watch: Glance | Watch = Glance()
             difference = self._compare(reference, inputs, seeds, body, watch)
-            if difference != "" or watch.drew_perhaps:  # by the step, or by another thread: a watch can tell
+            if difference != "" or watch.may_have_drawn:  # by the step, or by another thread: a watch can tell
                 watch = self._watch()
                 difference = self._compare(reference, inputs, seeds, body, watch)
         if difference is None and not watch.reads_itself:
             self.audits.disturbed(key)
             return
-        agreed = difference == "" and not watch.drew_perhaps
+        agreed = difference == "" and not watch.may_have_drawn
         if not agreed:
             graph.proven, self._doubtful[key] = False, self.audits.doubtful(key)
         self.audits.ended(key, perf_counter() - began, agreed)
@@ -200,7 +200,7 @@ class CapturedProgram(Program):
             with noting_new() as new, target.state.lent() as stored:
                 capture = Capture(target, stored, inputs, seeds, watch, self._python_state)
                 yield capture
-                capture.keep_left()
+                capture.compute_escaped()
         finally:
             # Whoever has taken more of the trace, as another thread, can't have its value, as nothing computes it.
             drop(pending_elsewhere(target.state.tensors, new))
@@ -282,19 +282,21 @@ class CapturedProgram(Program):
         graph = capture.graph()
         if graph is None:  # the step gives back what it was given
             return None
+        # A graph is replayed once two traces in a row agree: in the graph, and in what the Python leaves behind.
         unproven = _ONCE if earlier is None else earlier.difference(graph)
         variation = capture.variation()
         difference = variation or unproven
         if earlier is not None and doubtful is not None and difference:
             self._note_change(earlier, graph, difference, doubtful)
         self._varied = self._varied + 1 if variation else 0
+        # After an audit the user's change, and not the step itself, may have made the difference: count anew.
         graph.differed = 0 if earlier is None or doubtful is not None else earlier.differed + 1
         if difference and max(self._varied, graph.differed) >= _ATTEMPTS:
             self._give_up(difference)
         if unproven:
             capture.compile(graph, self.cause if earlier is None else unproven)
             graph.operations = capture.operations() if target.placement.peak else 0
-        if earlier is not None and not difference:
+        if earlier is not None and not difference:  # the earlier object keeps its compiled figures and its sample
             graph = earlier
             graph.proven = True
         elif not self.traced_because:

@@ -76,9 +76,9 @@ class Watch(TorchFunctionMode):
         draws: True to refuse random numbers of the host too: in the first traces they are no fault (default False).
 
     Attributes:
-        where: The line that first read a value, e.g. `train.py:12`, or nothing.
-        fell: The operations that ran on the host, each with the line that first called it.
-        drew: The line that first drew a random number, or nothing.
+        read_at: The line that first read a value, e.g. `train.py:12`, or nothing.
+        fell_back: The operations that ran on the host, each with the line that first called it.
+        drew_at: The line that first drew a random number, or nothing.
         products: The formats in which matrix products were computed.
     """
 
@@ -86,9 +86,9 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._strict, self._step = strict, step
         self._draws_strict = strict if draws else LENIENT
-        self.where = self.drew = ""
+        self.read_at = self.drew_at = ""
         self._looked = False  # this very code has read a value
-        self.fell: dict[str, str] = {}
+        self.fell_back: dict[str, str] = {}
         self.products: set[torch.dtype] = set()
         self._begun: tuple[Counter[str], tuple[int | None, ...]] = Counter(), ()
         self._fallbacks: Counter[str] = Counter()
@@ -116,24 +116,24 @@ class Watch(TorchFunctionMode):
     @property
     def reads_itself(self) -> bool:
         """True if the code has read a value, and not another thread."""
-        return bool(self._looked or self.fell)
+        return bool(self._looked or self.fell_back)
 
     @property
-    def drew_perhaps(self) -> bool:
+    def may_have_drawn(self) -> bool:
         """True if it drew a random number on the host."""
-        return bool(self.drew)
+        return bool(self.drew_at)
 
     def reads(self) -> str:
         """Say that the code has read a value, and where; nothing if it hasn't."""
         fallbacks, looked = self._begun
-        if not self.where and counters.looked_at() == looked:
+        if not self.read_at and counters.looked_at() == looked:
             return ""
         operations = sorted(counters.fallback_counts() - fallbacks)
-        if operations and not self.where:
-            lines = " and ".join(sorted(set(self.fell.values())))
+        if operations and not self.read_at:
+            lines = " and ".join(sorted(set(self.fell_back.values())))
             called = f", called at {lines}" if lines else ""
             return f"it reads a value from the device: torch_xla runs {' and '.join(operations)} on the host{called}"
-        return f"it reads a value from the device{self.where and f' at {self.where}'}"
+        return f"it reads a value from the device{self.read_at and f' at {self.read_at}'}"
 
     def _profile(self, frame: Any, event: str, called: Any) -> None:
         if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
@@ -148,7 +148,7 @@ class Watch(TorchFunctionMode):
         return noting
 
     def _note_draw(self) -> None:
-        self.drew = self.drew or calling_lines()
+        self.drew_at = self.drew_at or calling_lines()
         self._draws_strict.refuse(
             f"{self._step} draws a random number on the host at {calling_lines()}, so that it can't be "
             "replayed and may need a graph for each outcome. Draw it on the device (torch.rand(..., "
@@ -158,7 +158,7 @@ class Watch(TorchFunctionMode):
     def _note_look(self) -> None:
         line = calling_lines()
         note_line("read", line)
-        self.where = self.where or line
+        self.read_at = self.read_at or line
         self._strict.refuse(
             f"{self._step} reads a value from the device at {line}, for which every step would wait. "
             + cure_for(f"it reads a value at {line}")
@@ -168,8 +168,8 @@ class Watch(TorchFunctionMode):
         """Note the operations that have run on the host since."""
         operations = sorted(counters.fallback_counts() - before)
         for operation in operations:
-            if operation not in (_READ, *self.fell):
-                line = self.fell[operation] = calling_lines()
+            if operation not in (_READ, *self.fell_back):
+                line = self.fell_back[operation] = calling_lines()
                 note_line(operation, line)
                 self._strict.refuse(
                     f"torch_xla has no {operation} for the device, which {self._step} calls at "
@@ -203,12 +203,12 @@ class Watch(TorchFunctionMode):
 class Glance:
     """Sees, in a microsecond an operation less than `Watch`, that there is something to be watched.
 
-    It can't tell the line that `drew` a number, only that `drew_perhaps` the code did, or the data's thread; nor a
+    It can't tell the line of a draw, only that the code `may_have_drawn`, or the data's thread; nor a
     value that the code reads from one that another thread reads.
     """
 
-    drew = ""
-    drew_perhaps = reads_itself = False
+    drew_at = ""
+    may_have_drawn = reads_itself = False
     products: frozenset[torch.dtype] = frozenset()
 
     def __enter__(self) -> Glance:
@@ -216,7 +216,7 @@ class Glance:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.drew_perhaps = not self._random.is_now()
+        self.may_have_drawn = not self._random.is_now()
 
     def reads(self) -> str:
         """Say that the code has read a value; nothing if it hasn't."""

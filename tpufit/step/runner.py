@@ -97,14 +97,14 @@ class StepRunner:
         group: DeviceGroup,
         pause: Callable[[], AbstractContextManager[object]] = nullcontext,
         last: bool = False,
-        left: int | None = None,
+        remaining: int | None = None,
     ) -> Any:
         """Run a step for each batch of a group, as one graph.
 
         Args:
             pause: Returns a context in which nothing else is sent to the device.
             last: True if no batch of the pass comes after these.
-            left: The number of groups of the pass after this one, if it is known.
+            remaining: The number of groups of the pass after this one, if it is known.
 
         Returns:
             For `"predict"` the outputs of each batch, on the device; else None.
@@ -129,7 +129,7 @@ class StepRunner:
         state.count_updates(updates)
         key = self._role.keys.of(group.forms[0].signature, steps, group.stacked, updates)
         body = partial(self._body, group, updates)
-        if program.audit_due(key, left):
+        if program.audit_due(key, remaining):
             with state.counters.untouched(state.named_optimizers().values()):
                 program.audit(key, inputs, seeds, body, pause, self._sample(group, updates))
         if program.replays(key):

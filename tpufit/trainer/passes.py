@@ -76,10 +76,10 @@ class PassLoop:
         began = thread_time()
 
         def run_part(part: DeviceGroup, last: bool) -> Iterable[Any]:
-            left = None
+            remaining = None
             if data.steps is not None:
-                left = ceil((data.steps - run.tally.batches - len(part.forms)) / run.group_size)
-            return step(part, feed.paused, last, left) or ()
+                remaining = ceil((data.steps - run.tally.batches - len(part.forms)) / run.group_size)
+            return step(part, feed.paused, last, remaining) or ()
 
         batches = _groups(islice(data.epoch(epoch), self.most), lambda: run.batches_per_hook)
         feed: BatchReader[list[DeviceGroup]] = (
