@@ -10,12 +10,12 @@ from torch import Tensor
 
 from .attention import attention
 from .classes import cross_entropy
+from .embedding import int32_embedding
 from .flattened import own_addmm
 from .multihead import own_multihead
 from .norms import batch_norm, group_norm, instance_norm, layer_norm, weight_norm
 from .products import linear, matmul
 from .views import chunks
-from .words import short_words
 
 # Each takes the arguments of its native operation. It returns None for those that it leaves to the native one, such as
 # all that PyTorch refuses: the error is then PyTorch's own.
@@ -66,7 +66,7 @@ def own_kernels(backend: str = "XLA", forms: AbstractContextManager[None] | None
                 library.impl("batch_norm", _batch_norm_in_autocast, "AutocastXLA")
     _depth += 1
     try:
-        with own_multihead(), own_addmm(), short_words(), forms or nullcontext():
+        with own_multihead(), own_addmm(), int32_embedding(), forms or nullcontext():
             yield
     finally:
         _depth -= 1

@@ -77,7 +77,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Condition:
     """A mask that must be true with others."""
 
     mask: Tensor
@@ -86,7 +86,7 @@ class _Part:
     versions: tuple[int, ...]  # how often these were written into by then
 
     @classmethod
-    def of(cls, mask: Tensor, how: str = "", *sides: Any) -> _Part:
+    def of(cls, mask: Tensor, how: str = "", *sides: Any) -> _Condition:
         return cls(mask, how, sides, tuple(_version(x) for x in _tensors((mask, sides))))
 
     @property
@@ -101,7 +101,7 @@ class Masks(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._values: Any = WeakIdKeyDictionary()  # of tensors on the device, with their version
-        self._parts: Any = WeakIdKeyDictionary()
+        self._conditions: Any = WeakIdKeyDictionary()
         self._made: Any = WeakIdKeyDictionary()  # the function and arguments of counts of segments
         self._sources: Any = WeakIdKeyDictionary()  # what a tensor repeats or picks all of
 
@@ -121,19 +121,19 @@ class Masks(TorchFunctionMode):
         if func in _COUNTED or func in _NOTS:
             self._made[result] = _Made(func, args, kwargs, _version(first))
         joins = func in _ANDS if result.dtype is torch.bool else func in _SUMS
-        parts: tuple[_Part, ...] | None = None
+        conditions: tuple[_Condition, ...] | None = None
         if func in _COMPARED and len(args) == 2:
-            parts = (_Part.of(result, _COMPARED[func], *args),)
+            conditions = (_Condition.of(result, _COMPARED[func], *args),)
         elif joins and len(args) == 2 and all(map(self._known, args)):
-            parts = (*self._parts_of(args[0]), *self._parts_of(args[1]))
+            conditions = (*self._conditions_of(args[0]), *self._conditions_of(args[1]))
         elif func in _FILLED and len(args) == 3 and args[2] == -math.inf and self._is_zero(func, args):
-            parts = self._parts_of(self._negated(args[1]))
+            conditions = self._conditions_of(self._negated(args[1]))
         elif func in _SAME and self._known(first) and result.is_floating_point() == first.is_floating_point():
-            parts = self._parts_of(first)
+            conditions = self._conditions_of(first)
         elif func in _FORMS and isinstance(first, Tensor):
-            parts = self._formed(func, result, args, kwargs)
-        if parts is not None:
-            self._parts[result] = _version(result), parts
+            conditions = self._formed(func, result, args, kwargs)
+        if conditions is not None:
+            self._conditions[result] = _version(result), conditions
 
     def _call(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Call a function, and see it."""
@@ -156,17 +156,17 @@ class Masks(TorchFunctionMode):
         version, value = self._values.get(tensor, (None, None))
         return value if version == _version(tensor) else None
 
-    def _noted_parts(self, tensor: Tensor) -> tuple[_Part, ...] | None:
-        version, parts = self._parts.get(tensor, (None, None))
-        return parts if version == _version(tensor) else None
+    def _noted_conditions(self, tensor: Tensor) -> tuple[_Condition, ...] | None:
+        version, conditions = self._conditions.get(tensor, (None, None))
+        return conditions if version == _version(tensor) else None
 
     def _known(self, tensor: Any) -> bool:
         """True for a mask, or for what is added to scores and known to be one."""
-        return isinstance(tensor, Tensor) and (tensor.dtype is torch.bool or self._noted_parts(tensor) is not None)
+        return isinstance(tensor, Tensor) and (tensor.dtype is torch.bool or self._noted_conditions(tensor) is not None)
 
-    def _parts_of(self, tensor: Tensor) -> tuple[_Part, ...]:
-        parts = self._noted_parts(tensor)
-        return (_Part.of(tensor),) if parts is None else parts
+    def _conditions_of(self, tensor: Tensor) -> tuple[_Condition, ...]:
+        conditions = self._noted_conditions(tensor)
+        return (_Condition.of(tensor),) if conditions is None else conditions
 
     def _is_zero(self, func: Any, args: Sequence[Any]) -> bool:
         """True if what is filled was zeros; `masked_fill_` has just written into it."""
@@ -192,18 +192,18 @@ class Masks(TorchFunctionMode):
 
     def _formed(
         self, func: Any, result: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[_Part, ...] | None:
-        """The parts of a mask in another form; and the source of a tensor that repeats another, or picks all of it."""
+    ) -> tuple[_Condition, ...] | None:
+        """The conditions of a mask in another form; notes the source of a tensor that repeats another, or picks all."""
         first, rest = args[0], args[1:]
         expands = func in (Tensor.expand, Tensor.expand_as)
         if (expands and first.dim() == result.dim()) or self._picks_all(func, first, rest):
             source = self._source(first)
             self._sources[result] = source, _version(source)
-        parts = self._noted_parts(first)
-        if parts is None:
-            return (_Part.of(first),) if expands and first.dtype is torch.bool else None
+        conditions = self._noted_conditions(first)
+        if conditions is None:
+            return (_Condition.of(first),) if expands and first.dtype is torch.bool else None
         if expands or (func in _VIEWS and _without_ones(first) == _without_ones(result)):
-            return parts  # whose dimensions are the last ones
+            return conditions  # whose dimensions are the last ones
         if func in _VIEWS:
             return None
         index = rest[0] if rest else None
@@ -219,13 +219,17 @@ class Masks(TorchFunctionMode):
                 self._values[found] = _version(found), func(value.reshape(given[0].shape), *rest, **kwargs)
             return found
 
-        if not all(part.holds for part in parts):
+        if not all(condition.holds for condition in conditions):
             return None
-        if any(x.dim() > first.dim() for part in parts for x in _tensors((part.mask, part.sides))):
+        if any(x.dim() > first.dim() for condition in conditions for x in _tensors((condition.mask, condition.sides))):
             return None
         return tuple(
-            _Part.of(formed(part.mask), part.how, *(formed(x) if isinstance(x, Tensor) else x for x in part.sides))
-            for part in parts
+            _Condition.of(
+                formed(condition.mask),
+                condition.how,
+                *(formed(x) if isinstance(x, Tensor) else x for x in condition.sides),
+            )
+            for condition in conditions
         )
 
     def _source(self, tensor: Tensor) -> Tensor:
@@ -256,8 +260,8 @@ class Masks(TorchFunctionMode):
         if not self._known(mask):
             return None
         seen = _Seen(self, rows, queries, keys)
-        parts = self._parts_of(mask)
-        return seen.pattern() if all(part.holds and seen.take(part) for part in parts) else None
+        conditions = self._conditions_of(mask)
+        return seen.pattern() if all(condition.holds and seen.take(condition) for condition in conditions) else None
 
     def counts(self, numbers: Tensor, places: Tensor) -> bool:
         """True if numbers of texts were counted from places, one more wherever a place isn't the next one."""
@@ -279,14 +283,14 @@ class Masks(TorchFunctionMode):
 
     def same(self, copy: Tensor, tensor: Tensor) -> None:
         """Note that a tensor is a copy of another."""
-        for known in (self._values, self._parts):
+        for known in (self._values, self._conditions):
             version, found = known.get(tensor, (None, None))
             if version == _version(tensor):
                 known[copy] = _version(copy), found
 
     def forget(self) -> None:
         """Forget all tensors, which must not outlive a trace."""
-        for known in (self._values, self._parts, self._made, self._sources):
+        for known in (self._values, self._conditions, self._made, self._sources):
             known.clear()
 
 
@@ -310,7 +314,7 @@ class _Made:
 
 
 class _Seen:
-    """What is left for queries to look at, while the parts of a mask are taken one after the other."""
+    """What is left for queries to look at, while the conditions of a mask are taken one after the other."""
 
     def __init__(self, masks: Masks, rows: int, queries: int, keys: int) -> None:
         self._masks, self._shape = masks, (rows, queries, keys)
@@ -321,27 +325,27 @@ class _Seen:
         self._numbers: tuple[Tensor, Tensor] | None = None  # of the texts of queries and of keys
         self._places: list[tuple[Tensor, Tensor]] = []
 
-    def take(self, part: _Part) -> bool:
-        """Take a part; False if a kernel can't."""
-        shape = _four(part.mask)
+    def take(self, condition: _Condition) -> bool:
+        """Take a condition; False if a kernel can't."""
+        shape = _four(condition.mask)
         if shape is None or shape[1] != 1:
             return False
-        if shape[2] == 1 and not self._is_true(part.mask):
-            self._of_keys.append(part.mask)
-        elif shape[3] == 1 and not self._is_true(part.mask):
-            self._of_queries.append(part.mask)
+        if shape[2] == 1 and not self._is_true(condition.mask):
+            self._of_keys.append(condition.mask)
+        elif shape[3] == 1 and not self._is_true(condition.mask):
+            self._of_queries.append(condition.mask)
         elif shape[2] != 1 and shape[3] != 1:
-            return self._take_wide(part, shape[0])
+            return self._take_wide(condition, shape[0])
         return True
 
     def _is_true(self, mask: Tensor) -> bool:
         value = self._masks.value(mask)
         return value is not None and bool(value.all())
 
-    def _take_wide(self, part: _Part, rows: int) -> bool:
-        sides = _sides(part)
+    def _take_wide(self, condition: _Condition, rows: int) -> bool:
+        sides = _sides(condition)
         if sides is None:
-            value = self._masks.value(part.mask)
+            value = self._masks.value(condition.mask)
             return value is not None and rows == 1 and self._take_values(value.reshape(self._shape[1:]).numpy())
         of_query, of_key, how = sides
         queries, keys = (self._masks.value(x) for x in (of_query, of_key))
@@ -360,7 +364,7 @@ class _Seen:
         return True
 
     def _take_values(self, seen: Any) -> bool:
-        """Take a part whose values are all known: of each query some keys without a gap."""
+        """Take a condition whose values are all known: of each query some keys without a gap."""
         low, places = seen.argmax(1), np.arange(seen.shape[1])
         high = low + seen.sum(1)
         if not seen.any(1).all() or not (seen == ((places >= low[:, None]) & (places < high[:, None]))).all():
@@ -437,17 +441,17 @@ class _Seen:
         return end - F.pad(below, (left, 0))[:, :queries]
 
 
-def _sides(part: _Part) -> tuple[Tensor, Tensor, str] | None:
-    """What a part compares: of a query, of a key, and how the key is to the query."""
+def _sides(condition: _Condition) -> tuple[Tensor, Tensor, str] | None:
+    """What a condition compares: of a query, of a key, and how the key is to the query."""
     turned = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
-    shapes = [_four(side) for side in part.sides if isinstance(side, Tensor)]
+    shapes = [_four(side) for side in condition.sides if isinstance(side, Tensor)]
     if len(shapes) != 2 or shapes[0] is None or shapes[1] is None or not shapes[0][1] == shapes[1][1] == 1:
         return None
-    left, right = part.sides
+    left, right = condition.sides
     if shapes[0][2] == 1 == shapes[1][3]:
-        return right, left, part.how
+        return right, left, condition.how
     if shapes[0][3] == 1 == shapes[1][2]:
-        return left, right, turned[part.how]
+        return left, right, turned[condition.how]
     return None
 
 

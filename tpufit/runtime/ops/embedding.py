@@ -1,4 +1,4 @@
-"""`short_words`: embeddings look words up by numbers of 32 bits, forward and backward: a TPU emulates those of 64."""
+"""`int32_embedding`: embeddings take words as numbers of 32 bits, forward and backward: a TPU emulates those of 64."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from ...utils.replaced import replaced
 
 
 @contextmanager
-def short_words() -> Iterator[None]:
+def int32_embedding() -> Iterator[None]:
     """A context in which `torch.nn.functional.embedding` takes words as numbers of 32 bits."""
     native = F.embedding
 
