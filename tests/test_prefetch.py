@@ -231,7 +231,7 @@ def test_seconds_waited():
         list(feed)
         assert 0.1 < feed.times.waited < SOON
     with Prefetcher(range(3), same, depth=3) as feed:
-        assert becomes(lambda: feed._lane.ready.qsize() == 3)
+        assert becomes(lambda: feed._channel.ready.qsize() == 3)
         next(feed), next(feed), next(feed)
         assert feed.times.waited == 0
 
@@ -347,7 +347,7 @@ def test_nothing_is_prepared_in_a_pause_and_all_of_it_after():
 
 def test_what_is_ready_can_be_had_in_a_pause():
     with Prefetcher(range(10), same, depth=3) as feed:
-        assert becomes(lambda: feed._lane.ready.qsize() == 3)
+        assert becomes(lambda: feed._channel.ready.qsize() == 3)
         with feed.paused():
             assert [next(feed) for _ in range(3)] == [0, 1, 2]
             with pytest.raises(RuntimeError, match="no batch is ready in a pause"):
@@ -357,7 +357,7 @@ def test_what_is_ready_can_be_had_in_a_pause():
 
 def test_the_end_can_be_had_in_a_pause():
     with Prefetcher(range(2), same, depth=5) as feed:
-        assert becomes(lambda: feed._lane.ready.qsize() == 3)
+        assert becomes(lambda: feed._channel.ready.qsize() == 3)
         with feed.paused():
             assert list(feed) == [0, 1]
 
@@ -366,7 +366,7 @@ def test_close_in_a_pause_does_not_wait(monkeypatch):
     monkeypatch.setattr(prefetch, "_PATIENCE", 60.0)
     source, prepared = Source(), []
     feed = Prefetcher(source, prepared.append, depth=1)
-    assert becomes(lambda: feed._lane.ready.qsize() == 1)
+    assert becomes(lambda: feed._channel.ready.qsize() == 1)
     began = time.monotonic()
     with feed.paused():
         next(feed)
@@ -458,7 +458,7 @@ def test_a_fork_changes_nothing(run_python):
         warnings.simplefilter("ignore", DeprecationWarning)  # since Python 3.12: a fork of a process with threads
         feed = Prefetcher(range(5), int)
         got = [next(feed)]
-        while feed._lane.ready.qsize() < 2:
+        while feed._channel.ready.qsize() < 2:
             time.sleep(0.001)
         child = os.fork()
         if not child:

@@ -52,12 +52,12 @@ class Prefetcher(BatchReader[T_co]):
         self._paused = False
         self._owed = 0  # slots of batches given out that the thread doesn't have back yet
         self._half = (depth + 1) // 2
-        self._lane: _Lane[T_co] = _Lane(depth, self.times)
-        self._stop = weakref.finalize(self, self._lane.stop)  # when dropped, or by close()
+        self._channel: _Channel[T_co] = _Channel(depth, self.times)
+        self._stop = weakref.finalize(self, self._channel.stop)  # when dropped, or by close()
         # A daemon: data that never return must not keep the interpreter from exiting.
         work = batches, prepare
-        self._thread = threading.Thread(target=self._lane.fill, args=work, name="tpufit-prefetch", daemon=True)
-        _lanes[self._thread] = self._lane
+        self._thread = threading.Thread(target=self._channel.fill, args=work, name="tpufit-prefetch", daemon=True)
+        _channels[self._thread] = self._channel
         # Registered again for each prefetcher: exit handlers run last in, first out, and this one must run before the
         # device's.
         atexit.unregister(_end_threads)
@@ -65,22 +65,22 @@ class Prefetcher(BatchReader[T_co]):
         self._thread.start()
 
     def __next__(self) -> T_co:
-        lane = self._lane
+        channel = self._channel
         began = None
-        if lane.stopped:
+        if channel.stopped:
             raise StopIteration
         self._owed += 1
-        if lane.ready.empty():
+        if channel.ready.empty():
             if self._paused:
                 self._owed -= 1
                 raise RuntimeError("no batch is ready in a pause: ask for the next one after it")
-            if not self._thread.is_alive() and lane.ready.empty():
+            if not self._thread.is_alive() and channel.ready.empty():
                 raise RuntimeError("the prefetcher's thread is in another process: this one was forked from it")
             began = perf_counter()
         # Half of them at once: a thread that is woken for each batch costs more than sending a small one does.
         if began is not None or self._owed >= self._half:
             for _ in range(self._owed):
-                lane.slots.put(None)
+                channel.slots.put(None)
             self._owed = 0
         try:
             item = self._get()
@@ -98,13 +98,13 @@ class Prefetcher(BatchReader[T_co]):
 
     def _get(self) -> T_co | _End:
         try:
-            return self._lane.ready.get(timeout=_SILENCE)
+            return self._channel.ready.get(timeout=_SILENCE)
         except Empty:
             warn(
                 f"the data have given no batch for {_SILENCE:g} s, and are still being waited for. If a worker may "
                 "hang, DataLoader(..., timeout=60) makes an error of it that names the worker",
             )
-            return self._lane.ready.get()
+            return self._channel.ready.get()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -116,7 +116,7 @@ class Prefetcher(BatchReader[T_co]):
         Raises:
             RuntimeError: From `next`, inside: no batch is ready.
         """
-        with super().paused(), self._lane.turn:
+        with super().paused(), self._channel.turn:
             self._paused = True
             try:
                 yield
@@ -125,7 +125,7 @@ class Prefetcher(BatchReader[T_co]):
 
     def end(self) -> None:
         """Let a `next` that waits for data, or a later one, raise `PrefetchEndedError`. For handlers of signals."""
-        self._lane.ready.put(_End(PrefetchEndedError()))
+        self._channel.ready.put(_End(PrefetchEndedError()))
 
     def close(self) -> None:
         """Stop the thread, close the data if they are a generator, and drop what was prepared; again is no error.
@@ -135,8 +135,8 @@ class Prefetcher(BatchReader[T_co]):
         """
         self._stop()
         self._thread.join(0 if self._paused else _PATIENCE)
-        while not self._lane.ready.empty():
-            self._lane.ready.get()
+        while not self._channel.ready.empty():
+            self._channel.ready.get()
 
 
 class _End(NamedTuple):
@@ -145,7 +145,7 @@ class _End(NamedTuple):
     error: BaseException | None = None
 
 
-class _Lane(Generic[T]):
+class _Channel(Generic[T]):
     """Joins a prefetcher and its thread. The thread must not hold the prefetcher, or that could never be dropped."""
 
     def __init__(self, depth: int, times: ReadTimes) -> None:
@@ -197,14 +197,14 @@ class _Lane(Generic[T]):
         return not self.stopped
 
 
-_lanes: weakref.WeakKeyDictionary[threading.Thread, _Lane[Any]] = weakref.WeakKeyDictionary()
+_channels: weakref.WeakKeyDictionary[threading.Thread, _Channel[Any]] = weakref.WeakKeyDictionary()
 
 
 def _end_threads() -> None:
     """Leave no thread inside torch when the interpreter ends: that aborts the process."""
-    running = list(_lanes.items())
+    running = list(_channels.items())
     deadline = monotonic() + _PATIENCE
-    for _, lane in running:
-        lane.stop()
+    for _, channel in running:
+        channel.stop()
     for thread, _ in running:
         thread.join(max(0, deadline - monotonic()))

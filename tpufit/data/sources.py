@@ -342,7 +342,7 @@ class Loader(Source):
 
     def batches(self, index: int, start: int = 0, skipped: Hook = _nothing) -> Batches:
         if self._workers is not None:
-            yield from self._told_batches(self._workers, start, skipped)
+            yield from self._batches_of_workers(self._workers, start, skipped)
             return
         loader = self._joined
         rows = self._batches.rows
@@ -354,7 +354,7 @@ class Loader(Source):
         for number, batch in enumerate(read(loader), 1):
             yield start + number * self.stride, batch if self._share is None else self._local(batch, rows.popleft())
 
-    def _told_batches(self, workers: WorkerStates, start: int, skipped: Hook) -> Batches:
+    def _batches_of_workers(self, workers: WorkerStates, start: int, skipped: Hook) -> Batches:
         """The batches of a pass of workers that tell their states."""
         done, rest = divmod(start, self.stride)  # with a rest it was begun on another number of cores
         whole = 0 if rest else workers.whole(done)
@@ -365,8 +365,8 @@ class Loader(Source):
         # A position is noted when the batches that are ready or being made have been asked for, too.
         ahead = done + workers.ahead if start else 0
         self._batches.begin(first, begun, skipped if start else _nothing, ahead)
-        for number, told in enumerate(read(self._joined), 1):
-            batch = workers.take(told)
+        for number, came in enumerate(read(self._joined), 1):
+            batch = workers.note(came)
             rows = self._batches.rows.popleft() if self._share is not None else 0
             if number > done:
                 yield first + number * self.stride, batch if self._share is None else self._local(batch, rows)

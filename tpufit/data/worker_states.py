@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, get_worker_info
 from ..utils.kept import Kept
 from ..utils.random import RNGState
 
-# In a worker: what its copies of the user's objects keep.
-_HERE = types.SimpleNamespace(kept=None)
+# In a worker process: what its copies of the user's objects keep.
+_WORKER = types.SimpleNamespace(kept=None)
 
 
-class Told(NamedTuple):
+class WorkerBatch(NamedTuple):
     """A batch, with its worker's number and state after it."""
 
     batch: Any
@@ -25,20 +25,20 @@ class Told(NamedTuple):
     state: dict[str, Any]
 
 
-class _Telling:
+class _CollateWithState:
     """A loader's `collate_fn`, which tells the worker's state too."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: Any) -> Told:
+    def __call__(self, samples: Any) -> WorkerBatch:
         batch = self.collate(samples)
         worker = get_worker_info()
         assert worker is not None
-        return Told(batch, worker.id, {"draws": RNGState.now().state_dict(), "kept": _HERE.kept.state_dict()})
+        return WorkerBatch(batch, worker.id, {"draws": RNGState.now().state_dict(), "kept": _WORKER.kept.state_dict()})
 
 
-class _Beginning:
+class _InitWithState:
     """A loader's `worker_init_fn`, which gives a worker the state that it goes on from."""
 
     def __init__(self, own: Callable[[int], None] | None, collate: Callable[[Any], Any]) -> None:
@@ -51,10 +51,10 @@ class _Beginning:
             self.own(number)
         worker = get_worker_info()
         assert worker is not None
-        _HERE.kept = Kept({"dataset": worker.dataset, "collate_fn": self.collate})
+        _WORKER.kept = Kept({"dataset": worker.dataset, "collate_fn": self.collate})
         given = self.states.get(str(number))
         if given is not None:
-            _HERE.kept.load_state_dict(given["kept"])
+            _WORKER.kept.load_state_dict(given["kept"])
             RNGState.of(given["draws"]).restore()
 
 
@@ -65,9 +65,12 @@ class WorkerStates:
         self.count = loader.num_workers
         self._stay = loader.persistent_workers
         self.ahead = self.count * (loader.prefetch_factor or 2)  # batches that they are asked for ahead
-        self._begin = _Beginning(loader.worker_init_fn, loader.collate_fn)
+        self._begin = _InitWithState(loader.worker_init_fn, loader.collate_fn)
         # The arguments of a loader whose workers tell their states.
-        self.options: dict[str, Any] = {"collate_fn": _Telling(loader.collate_fn), "worker_init_fn": self._begin}
+        self.options: dict[str, Any] = {
+            "collate_fn": _CollateWithState(loader.collate_fn),
+            "worker_init_fn": self._begin,
+        }
         self._last: dict[str, Any] = {}
         self._round: dict[str, Any] = {}  # after the last whole round of batches
         self._done = 0
@@ -94,13 +97,13 @@ class WorkerStates:
         self._started = True
         return again
 
-    def take(self, told: Told) -> Any:
-        """Take the state that came with a batch, and return the batch."""
-        self._last[str(told.worker)] = told.state
+    def note(self, came: WorkerBatch) -> Any:
+        """Note the state that came with a batch, and return the batch."""
+        self._last[str(came.worker)] = came.state
         self._done += 1
         if self._done % self.count == 0:
             self._round = dict(self._last)
-        return told.batch
+        return came.batch
 
     def end(self) -> None:
         """Note that the pass is over."""

@@ -71,7 +71,7 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     global _settled, _failed
     request = _parse(cores)
     if _settled is not None:
-        _agree(request, _settled, cores)
+        _require_same(request, _settled, cores)
         return _settled
     wish = os.environ.get("PJRT_DEVICE")  # torch_xla sets it when it is imported
     if _failed is not None:  # torch_xla tries once only, and 2.8 ends a process that tries again
@@ -243,7 +243,7 @@ def _parse(cores: CoresArgument) -> _Request:
     raise ArgumentError(f"cores must be {known}; got {cores!r}")
 
 
-def _agree(request: _Request, now: Cores, cores: CoresArgument) -> None:
+def _require_same(request: _Request, now: Cores, cores: CoresArgument) -> None:
     if request.count in (None, now.count) and request.index in (None, now.index):
         return
     wanted = f"cores={cores!r}" if request.index is not None else f"{request.count} core{'s' * (request.count != 1)}"

@@ -25,22 +25,14 @@ _NEAR = 8  # the search ends when the size that doesn't fit is larger by less th
 
 @dataclass(frozen=True)
 class BatchSize:
-    """A batch size that was chosen.
+    """A batch size that was chosen."""
 
-    Attributes:
-        rows: The rows per core.
-        why: How it was chosen, in words.
-    """
-
-    rows: int
-    why: str
+    rows: int  # per core
+    why: str  # how it was chosen, in words
 
 
 def require_rows(data: Any) -> None:
     """Check that data have rows to make batches of any size of, for `batch_size="auto"`.
-
-    Args:
-        data: The data, x of `fit`.
 
     Raises:
         ArgumentError: They bring their own batches, or can be read only once.
@@ -56,15 +48,7 @@ def require_rows(data: Any) -> None:
 def choose(
     engine: Engine, train: TrainingData, placement: Placement, cores: Cores, seed: int, by_compiler: ByCompiler
 ) -> BatchSize:
-    """Choose the batch size of a `fit` with `batch_size="auto"`.
-
-    Args:
-        engine: The model's engine.
-        train: The training data.
-        placement: The placement of steps.
-        cores: The cores of the process.
-        seed: The seed of the fit.
-        by_compiler: The search by the TPU's compiler.
+    """Choose the batch size of a `fit` with `batch_size="auto"`: by the TPU's compiler, or by trial.
 
     Raises:
         ArgumentError: It would have to be tried on several hosts.
@@ -142,14 +126,9 @@ class _Trial:
 
 
 def largest(fits: Callable[[int], bool], most: int) -> tuple[int | None, list[int]]:
-    """Find the largest size that fits, or one that is smaller by less than an eighth.
+    """Find the largest size that fits, or one that is smaller by less than an eighth; None if not even 1 fits.
 
-    Args:
-        fits: The function that tries a size.
-        most: The largest size that is wanted.
-
-    Returns:
-        The size, or None if not even 1 fits; and the sizes that were tried.
+    With it come the sizes that were tried.
 
     Example:
         >>> largest(lambda size: size <= 100, 1000), largest(lambda size: size <= 3, 1000), largest(bool, 50)

@@ -55,7 +55,7 @@ def in_lockstep(
         group = next(groups, [])
         most = fewest = len(group)
         if not compared:
-            most, fewest = _agreed(group, place, done, per_host)
+            most, fewest = _batches_of_hosts(group, place, done, per_host)
         if group := group[:fewest]:
             yield group
         if most != fewest or not group:
@@ -63,12 +63,13 @@ def in_lockstep(
         done += len(group)
 
 
-def _agreed(group: list[DeviceGroup], place: str, done: int, per_host: bool) -> tuple[int, int]:
-    """Return the most and the fewest batches that a host has in its next group; all hosts have alike ones."""
+def _batches_of_hosts(group: list[DeviceGroup], place: str, done: int, per_host: bool) -> tuple[int, int]:
+    """Return the most and the fewest batches that a host has in its next group, all of the same shapes."""
     rows = sum(batch.rows for batch in group)
     # Of a row: in a short batch a host may have fewer of them.
     shapes = [[(tuple(shape[1:]), dtype) for shape, dtype in batch.forms[0].tensors] for batch in group]
     form = zlib.crc32(repr(shapes).encode())
+    # The largest of negatives is the smallest: one reduction finds both ends of everything.
     most, fewest, largest, smallest, *forms = all_reduce_max([len(group), -len(group), rows, -rows, form, -form])
     most = int(most)
     fewest = int(-fewest)
