@@ -102,6 +102,7 @@ class PackedDataset(RowsOfTokens):
         self.pad = pad
         self.shift = shift
         self.mask = mask
+        # Of the texts only their lengths are kept: each is read again with its row, so they may be larger than memory.
         sizes = [_size(texts[i], i, vocab_size) for i in range(len(texts))]
         pieces = [
             (i, first, min(length, size - first))

@@ -165,7 +165,7 @@ class Loops:
             of = _Line.of(self._parts[part][line.operands[0]])
             return given(int(index[1])) if index and of.kind == "parameter" else None
         values = [self._value(part, operand, given) for operand in line.operands]
-        if line.kind == "fusion":
+        if line.kind == "fusion":  # a part of its own, whose parameters are the operands
             (called,) = re.findall(r"calls=%([\w.-]+)", line.rest)
             return self._value(called, self._roots[called], lambda i: values[i])
         known = [value for value in values if value is not None]

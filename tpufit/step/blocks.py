@@ -56,6 +56,7 @@ def blocks(remat: RematArgument, module: nn.Module) -> dict[str, str]:
                 f"remat names {pattern!r}, but {type(module).__name__} has no such module{other}; it has "
                 f"{few(names) or 'none'}"
             )
+    # The first pattern that fits decides.
     chosen = {name: next((own for p, own in policies.items() if fnmatchcase(name, p)), "") for name in names}
     return {name: chosen[name] for name in outermost([name for name, own in chosen.items() if own])}
 

@@ -52,7 +52,7 @@ def match_weights(
         if not skip_mismatch:
             raise WeightsError(f"{message}. skip_mismatch=True loads the rest")
         warn(message)
-    doubtful = {name for pair in parted for name in pair}
+    doubtful = {name for pair in parted for name in pair}  # one tensor can't have both values, and which is right?
     return {
         name: given[name].to(tensor.dtype)
         for name, tensor in own.items()
