@@ -28,6 +28,7 @@ def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[o
     if asked and not runs:
         cure = "none does. Pass callbacks=[ModelCheckpoint('a_folder')], or the path of a folder as resume"
         raise ArgumentError(f"resume={resume!r} looks for checkpoints where a callback keeps them: {cure}")
+    # Where several callbacks keep checkpoints, the one that has come the furthest counts.
     found = [run.best() if resume == "best" else run.newest() for run in runs]
     newest = max((one for one in found if one is not None), key=lambda one: one.step, default=None)
     return _at_next_epoch(newest) if newest is not None and resume == "next_epoch" else newest

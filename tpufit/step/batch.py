@@ -87,6 +87,7 @@ class BatchSender:
             StrictError: A batch's shape is new, and the pass is strict.
         """
         found = [self._examined(batch) for batch in batches]
+        # A transfer takes as long as a short step, however small the batch. A pod's hosts send their rows otherwise.
         first, small = found[0][1].signature, found[0][1].nbytes <= _SMALL
         if join and small and len(found) > 1 and all(form.signature == first for _, form in found):
             own = [tensors for tensors, _ in found]
@@ -111,6 +112,7 @@ class BatchSender:
 
     def _examined(self, batch: Any) -> tuple[list[Tensor], BatchForm]:
         """Return the tensors of a batch and its form."""
+        # Nearly each batch has the form of the last one: to compare takes a fraction of what flattening does.
         known = self._known.get(type(batch))
         if known is not None and len(batch) == len(known.tensors):
             for leaf, (shape, dtype) in zip(batch, known.tensors, strict=True):

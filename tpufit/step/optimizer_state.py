@@ -217,7 +217,7 @@ class OptimizerState:
 
     def adopt(self, own: str, named: Mapping[str, nn.Parameter], given: Mapping[str, Tensor]) -> None:
         """Load state that the optimizer creates only in its first step, and hasn't yet; unshare step counters."""
-        for full, value in given.items():
+        for full, value in given.items():  # optimizer/key/parameter
             owner, _, rest = full.partition("/")
             key, _, name = rest.partition("/")
             if owner == own and name in named and key not in self.optimizer.state.get(named[name], {}):

@@ -126,6 +126,7 @@ class _Attention(torch.autograd.Function):
             y = _mean(shares, kept, value, blind)
         q, k = _indices(query, key)
         gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
+        # The derivative of a softmax is p * (dp - sum(dp * p)), and that sum is the one of dy * y, which is smaller.
         of_shares = product(f"{q}xz,{k}yz->{q}xy", gradient, value).to(shares.dtype)
         mean = (gradient.to(shares.dtype) * y.to(shares.dtype)).sum(-1, keepdim=True)
         of_scores = shares * ((of_shares if kept is None else of_shares * kept) - mean)
@@ -173,6 +174,7 @@ class _Narrow(torch.autograd.Function):
             weights, total = _weights(query, key, mask, ctx.is_causal, ctx.scale)
             y = _quotient(weights, total, kept, value, blind)
         q, k = _indices(query, key)
+        # As in `_Attention`, but the weights aren't divided by their sum, so that the gradient is.
         gradient = (gradient.to(total.dtype) / total).to(value.dtype)
         gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
         # Made wider, which changes no number and no product, so that the compiler keeps the gradient of the scores in

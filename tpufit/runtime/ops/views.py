@@ -91,6 +91,8 @@ def _place(x: Tensor) -> _Place | None:
     if found is None:
         return None
     base, start, strides = found
+    # A dimension with a stride of the base's leading ones goes over its rows, any other over a range in a row. Only if
+    # the former go over all rows, in order, and the latter over one range, is the view a slice that was reshaped.
     outer = {stride: i for i, stride in enumerate(_contiguous(base.shape)[:-1])}
     inner = [i for i, stride in enumerate(strides) if stride not in outer]
     inner.sort(key=lambda i: -strides[i])
