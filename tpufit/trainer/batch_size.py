@@ -132,7 +132,7 @@ def largest(fits: Callable[[int], bool], most: int) -> tuple[int | None, list[in
 
     Example:
         >>> largest(lambda size: size <= 100, 1000), largest(lambda size: size <= 3, 1000), largest(bool, 50)
-        ((96, [32, 64, 128, 96, 104]), (3, [32, 16, 8, 4, 2, 3]), (50, [32, 50]))
+        ((96, [32, 64, 128, 96, 112, 104]), (3, [32, 16, 8, 4, 2, 3]), (50, [32, 50]))
     """
     tried: list[int] = []
     low, high = 0, most + 1  # what fits, and what doesn't
