@@ -53,7 +53,7 @@ class Checkpoint:
     weights: Mapping[str, Tensor]  # the names of a tied tensor share one object
     training: Mapping[str, Tensor]  # the other tensors, by names of tpufit's own
     state: Mapping[str, Any]  # everything else, as JSON can hold it
-    learned: Sequence[str] = ()  # the names of those weights, which must be finite; a mask in a buffer need not be
+    learned: Sequence[str] = ()  # weights that must be finite; a mask in a buffer need not be
     metric: Score | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)  # the number of cores that made it, under "cores"
     # Of the software that made it.

@@ -106,11 +106,11 @@ def warn_of_lost(names: list[str]) -> None:
 
 def _of_callbacks(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the callbacks without a `state_dict` of their own, by class; of tpufit's own, the user's functions."""
-    met: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for callback in callbacks:
         kind = type(callback)
-        met[kind.__name__] += 1
-        name = kind.__name__ if met[kind.__name__] == 1 else f"{kind.__name__} {met[kind.__name__]}"
+        counts[kind.__name__] += 1
+        name = kind.__name__ if counts[kind.__name__] == 1 else f"{kind.__name__} {counts[kind.__name__]}"
         if _has_state(callback):
             continue
         attributes = getattr(callback, "__dict__", None)

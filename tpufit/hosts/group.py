@@ -30,7 +30,7 @@ _GONE = "the other hosts don't answer: {}. Start all hosts again; fit(resume=Tru
 
 
 class Group:
-    """The hosts of a pod, as the one of this number, from 0, sees them.
+    """The hosts of a pod, as host `index`, from 0, of `count` sees them.
 
     They find each other through a store that all share, and the address of process 0.
     """

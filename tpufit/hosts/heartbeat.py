@@ -46,21 +46,21 @@ class Heartbeat:
         self.places: dict[int, str] = {}
         self._index = index
         self._farewell: str | None = None
-        self._lines: dict[socket.socket, _Line] = {}
+        self._peers: dict[socket.socket, _Peer] = {}
         if index == 0:
             listener = socket.create_server(("", 0), backlog=count)
             word = secrets.token_hex(16)
             store.set("tpufit/heartbeat", f"{listener.getsockname()[1]} {word}")
-            while len(self._lines) < count - 1:
-                line, _ = listener.accept()
-                if _says(line, word):
-                    self._add(line)
+            while len(self._peers) < count - 1:
+                connection, _ = listener.accept()
+                if _says(connection, word):
+                    self._add(connection)
             listener.close()
         else:
             port, word = store.get("tpufit/heartbeat").decode().split()
-            line = socket.create_connection((address, int(port)))
-            line.sendall(word.encode())
-            self._add(line)
+            connection = socket.create_connection((address, int(port)))
+            connection.sendall(word.encode())
+            self._add(connection)
         # A daemon: it ends with the process, whatever the main thread does.
         threading.Thread(target=self._beat, name="tpufit-heartbeat", daemon=True).start()
 
@@ -85,9 +85,9 @@ class Heartbeat:
     def _everywhere(self) -> dict[int, str]:
         return {**self.places, self._index: self.place + ", where it waits for the others" * self.waits}
 
-    def _add(self, line: socket.socket) -> None:
-        line.setblocking(False)
-        self._lines[line] = _Line()
+    def _add(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._peers[connection] = _Peer()
 
     def _beat(self) -> None:
         lost: float | None = None
@@ -96,12 +96,12 @@ class Heartbeat:
             if monotonic() - sent >= _PERIOD:
                 self._send()
                 sent = monotonic()
-            ready, _, _ = select.select(list(self._lines), [], [], _PERIOD / 4)
-            for line in ready:
-                self._receive(line)
-            for line, heard in list(self._lines.items()):
-                if monotonic() - heard.at > patience():
-                    self._lose(line, f"has given no sign of life for {patience():g} s")
+            ready, _, _ = select.select(list(self._peers), [], [], _PERIOD / 4)
+            for connection in ready:
+                self._receive(connection)
+            for connection, peer in list(self._peers.items()):
+                if monotonic() - peer.heard_at > patience():
+                    self._lose(connection, f"has given no sign of life for {patience():g} s")
             if not self.gone:
                 continue
             lost = monotonic() if lost is None else lost
@@ -120,57 +120,57 @@ class Heartbeat:
         if self._farewell is not None:
             here["gone"] = {**self.gone, self._index: self._farewell}
         text = json.dumps(here).encode() + b"\n"
-        for line in list(self._lines):
+        for connection in list(self._peers):
             try:
-                line.send(text)
+                connection.send(text)
             except BlockingIOError:  # it doesn't read: its own silence will show
                 continue
             except OSError:
-                self._lose(line, "is gone")
+                self._lose(connection, "is gone")
 
-    def _receive(self, line: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         try:
-            got = line.recv(1 << 16)
+            got = connection.recv(1 << 16)
         except OSError:
             got = b""
         if not got:
-            return self._lose(line, "is gone")
-        heard = self._lines[line]
-        heard.at = monotonic()
-        *whole, heard.rest = (heard.rest + got).split(b"\n")
+            return self._lose(connection, "is gone")
+        peer = self._peers[connection]
+        peer.heard_at = monotonic()
+        *whole, peer.rest = (peer.rest + got).split(b"\n")
         for text in whole:
             said = json.loads(text)
-            heard.host = said["host"]
+            peer.host = said["host"]
             self.places |= {int(index): place for index, place in said["places"].items() if int(index) != self._index}
             for index, why in said["gone"].items():
                 if int(index) != self._index:
                     self.gone.setdefault(int(index), why)
 
-    def _lose(self, line: socket.socket, why: str) -> None:
-        host = self._lines.pop(line).host
-        line.close()
+    def _lose(self, connection: socket.socket, why: str) -> None:
+        host = self._peers.pop(connection).host
+        connection.close()
         if self._farewell is None:
             place = self.places.get(host)
             self.gone.setdefault(host, why + (f" (last: {place})" if place else ""))
 
 
-def _says(line: socket.socket, word: str) -> bool:
+def _says(connection: socket.socket, word: str) -> bool:
     """True if whoever calls knows the word: anything in the network may call."""
-    line.settimeout(_PERIOD * 10)
+    connection.settimeout(_PERIOD * 10)
     try:
-        said = line.recv(len(word), socket.MSG_WAITALL)
+        said = connection.recv(len(word), socket.MSG_WAITALL)
     except OSError:
         said = b""
     if secrets.compare_digest(said, word.encode()):
         return True
-    line.close()
+    connection.close()
     return False
 
 
-class _Line:
-    """What came from another host."""
+class _Peer:
+    """What has come from another host, and when."""
 
     def __init__(self) -> None:
         self.host = 0  # until it says another, it can only be process 0
-        self.at = monotonic()
+        self.heard_at = monotonic()
         self.rest = b""

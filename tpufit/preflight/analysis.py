@@ -193,7 +193,7 @@ def analyse(
     # The compiler's figures, which take the body of a loop once, and nothing of kernels.
     flops, nbytes = (compiled[name] + loops.beyond_once(compiled.get("loops", {}), name) for name in ("flops", "bytes"))
     for operation, _ in own:
-        turns = loops.turns.get(operation.part, 1)
+        turns = loops.turns.get(operation.computation, 1)
         cycles = turns * operation.cycles
         if operation.kernel is not None:
             cycles = turns * on.chip.cycles_of(operation.kernel)
@@ -328,7 +328,7 @@ def _collectives(
         layer = f"{operation.layer} ({operation.phase})" if operation.phase == "backward" else operation.layer
         of_weights = all(_in_any_order(a.shape) in split for a in operation.arrays if math.prod(a.shape) > 1)
         place = kind, where(layer, operation.line, lines), bool(split) and of_weights
-        times = turns.get(operation.part, 1)
+        times = turns.get(operation.computation, 1)
         counts[place] += times
         sizes[place] += times * operation.nbytes
     return [

@@ -15,7 +15,7 @@ from ..runtime import KernelWork, work_in
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _LINE = re.compile(r"^\s+(?:ROOT )?%(\S+) = ")
-_PART = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::((?:[^{}])*))?\})?")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _UNKNOWN = 2**63 - 1  # written as the cycles of an operation that the compiler has no estimate for
@@ -49,7 +49,7 @@ class Operation:
     channel: int | None  # the number of its communication between cores
     operands: tuple[str, ...]  # the names of the operations that it takes
     kernel: KernelWork | None = None  # the work of the kernel that it calls, if that says it
-    part: str = ""  # of the program
+    computation: str = ""  # its name
 
     @property
     def nbytes(self) -> int:
@@ -81,13 +81,13 @@ def arrays_of(text: str) -> list[Array]:
 
 
 def operations(text: str) -> Iterator[tuple[Operation, bool]]:
-    """Read the operations of a program; each with True if it is one of its own, and not of a part that these call."""
-    entry, part = False, ""
+    """Read the operations of a program; each with True if it is one of the entry computation, which calls others."""
+    entry, computation = False, ""
     for line in text.splitlines():
         start = _LINE.match(line)
         if start is None:
-            begins = _PART.match(line)
-            entry, part = (bool(begins[1]), begins[2]) if begins else (entry, part)
+            begins = _COMPUTATION.match(line)
+            entry, computation = (bool(begins[1]), begins[2]) if begins else (entry, computation)
             continue
         end = end_of_type(line, start.end())
         kind, _, rest = line[end + 1 :].partition("(")
@@ -108,7 +108,7 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
                 channel=int(channel[1]) if channel else None,
                 operands=tuple(_OPERAND.findall(rest.partition(")")[0])),
                 kernel=work_in(rest) if kind.strip() == "custom-call" else None,
-                part=part,
+                computation=computation,
             ),
             entry,
         )

@@ -1,4 +1,4 @@
-"""`Loops`: how often each part of an XLA program runs, as far as the counters of its loops can be computed.
+"""`Loops`: how often each computation of an XLA program runs, as far as the counters of its loops can be computed.
 
 The compiler's figures take the body of a loop once, however often it turns.
 """
@@ -29,11 +29,11 @@ _COMPUTED: dict[str, Callable[..., int]] = {
     "select": lambda chosen, a, b: a if chosen else b,
 }  # fmt: skip
 
-_Given = Callable[[int], "int | None"]  # what a part is given, by its place
+_Given = Callable[[int], "int | None"]  # what a computation is given, by its place
 
 
 @dataclass(frozen=True)
-class _Line:
+class _Instruction:
     """A line of a program: its type, its operation, the names of what it takes, and what follows."""
 
     type: str
@@ -42,7 +42,7 @@ class _Line:
     rest: str
 
     @classmethod
-    def of(cls, text: str) -> _Line:
+    def of(cls, text: str) -> _Instruction:
         end = end_of_type(text, 0)
         kind, _, rest = text[end + 1 :].partition("(")
         given, _, rest = rest.partition(")")
@@ -54,54 +54,55 @@ class Loops:
     """The loops of a program."""
 
     def __init__(self, text: str) -> None:
-        # How often each part runs in which there is a loop or that is in one, by its name.
+        # How often each computation runs in which there is a loop or that is in one, by its name.
         self.turns: dict[str, int] = {}
-        self.bodies: dict[str, str] = {}  # of each loop, with the part that the loop is in
+        self.bodies: dict[str, str] = {}  # of each loop, with the computation that the loop is in
         self.unknown = 0  # loops whose turns can't be computed, and are taken to be one
-        self._parts: dict[str, dict[str, str]] = {}
+        self._computations: dict[str, dict[str, str]] = {}
         self._roots: dict[str, str] = {}
-        self._begun: dict[str, tuple[str, str]] = {}  # by its body: the part that a loop is in, and what it begins with
+        # By its body: the computation that a loop is in, and what it begins with.
+        self._begun: dict[str, tuple[str, str]] = {}
         if " while(" in text:
             self._read(text)
             self._count()
 
     def _read(self, text: str) -> None:
         lines: dict[str, str] = {}
-        part = ""
+        computation = ""
         for line in text.splitlines():
             begins = _BEGINS.match(line)
             if begins:
-                part = begins[1]
-                lines = self._parts[part] = {}
+                computation = begins[1]
+                lines = self._computations[computation] = {}
                 continue
             found = _LINE.match(line)
             if found:
                 lines[found[1]] = found[2]
                 if line.lstrip().startswith("ROOT "):
-                    self._roots[part] = found[1]
+                    self._roots[computation] = found[1]
 
     def _count(self) -> None:
-        # A part stands before those that call it.
-        *_, entry = self._parts
+        # A computation stands before those that call it.
+        *_, entry = self._computations
         times = {entry: 1}
-        for part in reversed(self._parts):
-            for line in self._parts[part].values():
+        for computation in reversed(self._computations):
+            for line in self._computations[computation].values():
                 called = [name for names in _CALLED.findall(line) for name in _OPERAND.findall(names)]
-                own = times.get(part, 1)
+                own = times.get(computation, 1)
                 if " while(" in line:
-                    own *= self._turns(part, _Line.of(line))
+                    own *= self._turns(computation, _Instruction.of(line))
                 for name in called:
                     times[name] = max(own, times.get(name, 0))
-        self.turns = {part: count for part, count in times.items() if count != 1}
+        self.turns = {computation: count for computation, count in times.items() if count != 1}
 
-    def _turns(self, part: str, line: _Line) -> int:
+    def _turns(self, computation: str, line: _Instruction) -> int:
         """How often a loop turns each time that it begins."""
         found = _LOOP.search(line.rest)
         assert found, line.rest
         condition, body = found.groups()
-        self.bodies[body] = part
-        self._begun[body] = part, line.operands[0]
-        end = _Line.of(self._parts[body][self._roots[body]]).operands
+        self.bodies[body] = computation
+        self._begun[body] = computation, line.operands[0]
+        end = _Instruction.of(self._computations[body][self._roots[body]]).operands
         # The places of the loop's state that its end depends on.
         needed: set[int] = set()
         new = self._asked(condition, self._roots[condition])
@@ -119,39 +120,39 @@ class Loops:
         self.unknown += 1
         return 1
 
-    def _asked(self, part: str, name: str) -> set[int]:
-        """The places of what a part is given that a value of it depends on."""
+    def _asked(self, computation: str, name: str) -> set[int]:
+        """The places of what a computation is given that a value of it depends on."""
         asked: set[int] = set()
 
         def given(place: int) -> int:
             asked.add(place)
             return 0
 
-        self._value(part, name, given)
+        self._value(computation, name, given)
         return asked
 
     def _first(self, body: str, place: int) -> int | None:
         """What a loop's state is at its first turn, at a place."""
-        part, name = self._begun[body]
-        begin = _Line.of(self._parts[part][name])
+        computation, name = self._begun[body]
+        begin = _Instruction.of(self._computations[computation][name])
         if begin.kind != "tuple" or place >= len(begin.operands):
             return None
-        return self._value(part, begin.operands[place], lambda i: self._constant(part, i))
+        return self._value(computation, begin.operands[place], lambda i: self._constant(computation, i))
 
     def _constant(self, body: str, place: int) -> int | None:
         """What a loop's state is at a place, if no turn changes it."""
         if body not in self._begun:
             return None
-        name = _Line.of(self._parts[body][self._roots[body]]).operands[place]
-        line = _Line.of(self._parts[body][name])
+        name = _Instruction.of(self._computations[body][self._roots[body]]).operands[place]
+        line = _Instruction.of(self._computations[body][name])
         while line.kind == "copy":
-            line = _Line.of(self._parts[body][line.operands[0]])
+            line = _Instruction.of(self._computations[body][line.operands[0]])
         same = line.kind == "get-tuple-element" and f"index={place}" in re.split(r"[,\s]+", line.rest)
         return self._first(body, place) if same else None
 
-    def _value(self, part: str, name: str, given: _Given) -> int | None:
-        """A number of a part; None if it isn't a whole one, or depends on what isn't known."""
-        line = _Line.of(self._parts[part][name])
+    def _value(self, computation: str, name: str, given: _Given) -> int | None:
+        """A number of a computation; None if it isn't a whole one, or depends on what isn't known."""
+        line = _Instruction.of(self._computations[computation][name])
         type_of = _INTEGER.match(line.type)
         if type_of is None:
             return None
@@ -162,10 +163,10 @@ class Loops:
             return given(int(line.rest.partition(")")[0]))
         if line.kind == "get-tuple-element":
             index = re.search(r"index=(\d+)", line.rest)
-            of = _Line.of(self._parts[part][line.operands[0]])
+            of = _Instruction.of(self._computations[computation][line.operands[0]])
             return given(int(index[1])) if index and of.kind == "parameter" else None
-        values = [self._value(part, operand, given) for operand in line.operands]
-        if line.kind == "fusion":  # a part of its own, whose parameters are the operands
+        values = [self._value(computation, operand, given) for operand in line.operands]
+        if line.kind == "fusion":  # a computation of its own, whose parameters are the operands
             (called,) = re.findall(r"calls=%([\w.-]+)", line.rest)
             return self._value(called, self._roots[called], lambda i: values[i])
         known = [value for value in values if value is not None]
@@ -181,8 +182,8 @@ class Loops:
     def beyond_once(self, costs: Mapping[str, Mapping[str, float]], figure: str) -> float:
         """What a figure of a program leaves out, which takes each body once; so do the costs of each body."""
         return sum(
-            (self.turns.get(body, 1) - self.turns.get(part, 1)) * costs[body][figure]
-            for body, part in self.bodies.items()
+            (self.turns.get(body, 1) - self.turns.get(computation, 1)) * costs[body][figure]
+            for body, computation in self.bodies.items()
         )
 
 

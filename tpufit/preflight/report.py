@@ -81,8 +81,8 @@ class PreflightReport:
         Of several for the same batches it is the last: the first may only make the optimizer's state, or accumulate.
         """
         first = self.programs[0]
-        alike = [one for one in self.programs if (one.role, one.rows) == (first.role, first.rows)]
-        return next((one for one in alike if not one.fits), alike[-1])
+        of_step = [one for one in self.programs if (one.role, one.rows) == (first.role, first.rows)]
+        return next((one for one in of_step if not one.fits), of_step[-1])
 
     @property
     def fits(self) -> bool:

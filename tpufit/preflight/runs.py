@@ -49,13 +49,13 @@ class PreflightRun:
     def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
         """Compile all that `fit` would compile on slices: a report for each. Steps equal on several are traced once."""
         sized = [replace(self, train=replace(self.train, batch_size=self.batch_size_on(on))) for on in slices]
-        alike: dict[Any, list[int]] = {}
+        slices_by_key: dict[Any, list[int]] = {}
         for i, on in enumerate(slices):
             kind = on.chip.kind
             key = on.devices, sized[i].train.batch_size, keeps_bfloat16(kind), has_flash(kind)
-            alike.setdefault(key, []).append(i)
+            slices_by_key.setdefault(key, []).append(i)
         found: dict[int, PreflightReport] = {}
-        for group in alike.values():
+        for group in slices_by_key.values():
             one = sized[group[0]]
             found |= one.fitting({i: slices[i] for i in group})
         return [found[i] for i in range(len(slices))]

@@ -332,8 +332,8 @@ class CapturedProgram(Program):
 
     def _watch(self) -> Watch:
         # A random number in the first traces is no fault: a layer may begin with one.
-        draws = self._varied + 1 >= _ATTEMPTS or bool(self.traced_because)
-        return Watch(self._strict, f"the {self._target.role} step", draws)
+        refuses_draws = self._varied + 1 >= _ATTEMPTS or bool(self.traced_because)
+        return Watch(self._strict, f"the {self._target.role} step", refuses_draws)
 
     def _give_up(self, cause: str) -> None:
         role = self._target.role

@@ -73,7 +73,7 @@ class Watch(TorchFunctionMode):
     Args:
         strict: The policy on reads and fallbacks.
         step: The name of the code in errors, e.g. `"the train step"`.
-        draws: True to refuse random numbers of the host too: in the first traces they are no fault (default False).
+        refuses_draws: True to refuse random numbers of the host too, which are no fault in the first traces.
 
     Attributes:
         read_at: The line that first read a value, e.g. `train.py:12`, or nothing.
@@ -82,10 +82,10 @@ class Watch(TorchFunctionMode):
         products: The formats in which matrix products were computed.
     """
 
-    def __init__(self, strict: Strict = LENIENT, step: str = "the step", draws: bool = False) -> None:
+    def __init__(self, strict: Strict = LENIENT, step: str = "the step", refuses_draws: bool = False) -> None:
         super().__init__()
         self._strict, self._step = strict, step
-        self._draws_strict = strict if draws else LENIENT
+        self._draws_strict = strict if refuses_draws else LENIENT
         self.read_at = self.drew_at = ""
         self._looked = False  # this very code has read a value
         self.fell_back: dict[str, str] = {}

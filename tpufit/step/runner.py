@@ -245,11 +245,11 @@ class StepRunner:
         """Return the sums of the logs since the last call, on the device, and their rows; then begin new sums."""
         return self._metrics.pop_sums()
 
-    def _note_finite(self, before: int, finite: Tensor) -> None:
+    def _note_finite(self, steps_before: int, finite: Tensor) -> None:
         """Note the first step of this pass whose logs were not finite, see `PassMetrics.finite`."""
         bad, log = first_bad(finite), self._engine.log
         if bad is not None and log.first_bad_step is None:
-            log.first_bad_step = before + bad
+            log.first_bad_step = steps_before + bad
 
     # One group of steps
 
