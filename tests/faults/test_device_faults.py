@@ -102,7 +102,7 @@ def test_a_whole_state_is_given_new_values_where_it_is(cores):
     with pytest.raises(StateLostError):
         fit(model, cores)
     model.module.greedy = False
-    model._engine.state.device.revive()
+    model._engine.state.device.clear_lost()
     runtime.copy_into(tensors, values, model._engine.state.placement)
     fit(model, cores)
     assert all(torch.equal(*pair) for pair in zip(runtime.to_host(tensors, "test"), expected, strict=True))

@@ -103,7 +103,7 @@ def test_a_scalar_of_ones_own_counts_too_and_may_be_asked_for_at_once(cores):
 
     class Asks(Callback):
         def on_train_batch_end(self, batch, logs=None):
-            seen.append(self.model._engine.roles["train"].borrower.look())
+            seen.append(self.model._engine.roles["train"].borrower.first_bad_step())
 
     model, seen = compiled(Logging), []
     fit(model, with_nan(3), cores, Asks())

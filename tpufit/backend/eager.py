@@ -72,10 +72,10 @@ class HostState(DeviceState):
     def write_back(self) -> None:
         pass
 
-    def examine(self) -> None:
+    def find_lost(self) -> None:
         pass
 
-    def revive(self) -> None:
+    def clear_lost(self) -> None:
         pass
 
 

@@ -50,9 +50,9 @@ class DeviceState(ABC):
         """
 
     @abstractmethod
-    def examine(self) -> None:
+    def find_lost(self) -> None:
         """Find out which values are lost after an error: no result of a failed step can be read. **This waits**."""
 
     @abstractmethod
-    def revive(self) -> None:
+    def clear_lost(self) -> None:
         """Let lost values count as there, because all of them are about to be replaced. Until then none may be read."""

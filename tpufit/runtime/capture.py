@@ -104,7 +104,7 @@ class Target:
         except BaseException:
             tensors = self.state.tensors
             # Before the pending work is dropped: afterwards lost tensors can't be told from others.
-            self.state.lose(pending(tensors))
+            self.state.mark_lost(pending(tensors))
             returned = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
             drop([*returned, *self.sums.tensors, *(tensors if self.state.lost else ())])
             raise

@@ -205,11 +205,11 @@ class HeldState(DeviceState):
             lost = changed if donates and outputs else []
             self._lost, self._under_way = lost, None
 
-    def lose(self, indices: list[int]) -> None:
+    def mark_lost(self, indices: list[int]) -> None:
         """Note that values are lost, by their indices."""
         self._lost = indices
 
-    def examine(self) -> None:
+    def find_lost(self) -> None:
         tensors = self.values if self.held else self.tensors
         known = self.lost
         there = [i for i, tensor in enumerate(tensors) if tensor.device.type == "xla" and i not in known]
@@ -222,7 +222,7 @@ class HeldState(DeviceState):
                 except RuntimeError:
                     self._lost = [*self._lost, i]
 
-    def revive(self) -> None:
+    def clear_lost(self) -> None:
         self.collect()
         self._lost = []
         self.write_back()

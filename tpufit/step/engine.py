@@ -273,7 +273,7 @@ class Engine:
             device = self.state.device
             # Only a read shows which values are lost. It waits, so errors that can't be the device's skip it.
             if not device.lost and may_be_of_device(error):
-                device.examine()
+                device.find_lost()
             fault = translate(error, self._load()) if isinstance(error, RuntimeError) else None
             if device.lost:
                 lost = weights_lost(self.state.numbers.step, self.log.last_saved, fault or error)

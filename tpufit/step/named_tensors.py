@@ -39,12 +39,12 @@ def match_weights(
         for name, tensor in own.items()
         if name in given and given[name].shape != tensor.shape
     ]
-    parted = _parted(own, given)
+    conflicts = _conflicting_ties(own, given)
     problems = {
         "missing in the weights": [name for name in own if name not in given],
         "unknown to the module": [name for name in given if name not in own],
         "of another shape": shapes,
-        "tied in the module, but with different values in the weights": [f"{a} and {b}" for a, b in parted],
+        "tied in the module, but with different values in the weights": [f"{a} and {b}" for a, b in conflicts],
     }
     found = [f"{what}: {few(names)}" for what, names in problems.items() if names]
     if found:
@@ -52,7 +52,7 @@ def match_weights(
         if not skip_mismatch:
             raise WeightsError(f"{message}. skip_mismatch=True loads the rest")
         warn(message)
-    doubtful = {name for pair in parted for name in pair}  # one tensor can't have both values, and which is right?
+    doubtful = {name for pair in conflicts for name in pair}  # one tensor can't have both values, and which is right?
     return {
         name: given[name].to(tensor.dtype)
         for name, tensor in own.items()
@@ -80,7 +80,7 @@ def check_weights(own: Mapping[str, Tensor], given: Mapping[str, Tensor], dtypes
         )
 
 
-def _parted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+def _conflicting_ties(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """Return the names of one tied tensor with different given values: the last one loaded would silently win."""
     first: dict[int, str] = {}
     found = []

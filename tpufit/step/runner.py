@@ -225,7 +225,7 @@ class StepRunner:
         self._metrics.reset()
         self._metrics.on_finite = partial(self._note_finite, self._engine.state.numbers.step)
 
-    def look(self) -> int | None:
+    def first_bad_step(self) -> int | None:
         """Return the first step of the `fit` so far whose logs are not finite. **This waits** for the last step."""
         finite = self._metrics.finite
         if finite is not None:

@@ -239,7 +239,7 @@ class TrainState:
                 f"{few(missing)} can't be brought back: lost with a step that failed on the device, and not among the "
                 "given weights. Start with a new module"
             )
-        self.device.revive()  # only now: every lost value is sure to be replaced below
+        self.device.clear_lost()  # only now: every lost value is sure to be replaced below
         kept = [tensor for key, (_, tensor) in owned.items() if key not in weights]
         values = dict(zip(map(id, kept), to_host(kept, "state", collective=True), strict=True)) | dict(weights)
         for key, (_, tensor) in owned.items():
@@ -452,7 +452,7 @@ class TrainState:
 
     def put_back(self, before: Snapshot) -> None:
         """Restore everything, whatever has happened since. Graphs captured since are void."""
-        self.device.revive()  # no lost value is read any more: all of them are replaced below
+        self.device.clear_lost()  # no lost value is read any more: all of them are replaced below
         self.write_back()
         for now, kept in before.dicts:
             for key in now.keys() - kept.keys():
