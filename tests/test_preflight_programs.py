@@ -97,10 +97,10 @@ def programs(tmp_path_factory):
         model = tpufit.Model(net)
         model.compile(torch.optim.AdamW(net.parameters()), loss, metrics=[metric], precision=precision)
         data, held = TrainingData(x=x, y=y, batch_size=16), ValidationData(data=(x, y))
-        flight = PreflightRun(model._engine, data, held, limit=None, timeout=600, verbose=False)
+        preflight_run = PreflightRun(model._engine, data, held, limit=None, timeout=600, verbose=False)
         state, _ = model._engine.state.tensors()
         (folder / place).mkdir()
-        (folder / place / PLAN).write_bytes(pickled(flight.plan(slice_of(on)), model, state.keys()))
+        (folder / place / PLAN).write_bytes(pickled(preflight_run.plan(slice_of(on)), model, state.keys()))
     folders = [str(folder / place) for place in dict.fromkeys(places.values())]
     # One process for all of them, without the XLA flags of other tests.
     run(["-m", "tpufit.preflight.tracing", *folders], "tracing", 600, False, ENVIRON | {"XLA_FLAGS": ""})
@@ -111,7 +111,7 @@ def programs(tmp_path_factory):
             for name in trainings
             for number, facts in json.loads((folder / places[name, on] / TRACED).read_text()).items()
         }
-        compiled = flight.compile({place: facts for place, (_, facts) in traced.items()}, folder, slice_of(on))
+        compiled = preflight_run.compile({place: facts for place, (_, facts) in traced.items()}, folder, slice_of(on))
         for (place, (name, facts)), program in zip(traced.items(), compiled, strict=True):
             before = (folder / f"{place}.before.txt").read_text()
             found[name, on, program.role, program.rows] = facts, before, program

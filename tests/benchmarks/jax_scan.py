@@ -83,7 +83,7 @@ def step(weights: Any, means: Any, squares: Any, x: Any, y: Any) -> Any:
 def cycles(program: str) -> int:
     """The estimated cycles of a program, those of a loop's body as often as it turns."""
     turns = Loops(program).turns
-    return sum(one.cycles * turns.get(one.part, 1) for one, _ in operations(program))
+    return sum(one.cycles * turns.get(one.computation, 1) for one, _ in operations(program))
 
 
 def main(kind: str, depth: int = 12, width: int = 512) -> None:

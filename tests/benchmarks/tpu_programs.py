@@ -134,9 +134,9 @@ def compiled(
     # One trace does for slices that a step is traced alike for.
     forms = {on.name: (keeps_bfloat16(on.chip.kind), has_flash(on.chip.kind)) for on in slices}
     alike = [[on for on in slices if forms[on.name] == form] for form in dict.fromkeys(forms.values())]
-    for name, flight in flights(network, contender):
+    for name, preflight_run in preflight_runs(network, contender):
         for group in alike if contender == "tpufit" else [slices]:
-            found += _compiled_alike(network, name, flight, group, kept, texts, contender)
+            found += _compiled_alike(network, name, preflight_run, group, kept, texts, contender)
     order = [on.name for on in slices]
     return sorted(found, key=lambda one: order.index(one["slice"]))
 
@@ -144,7 +144,7 @@ def compiled(
 def _compiled_alike(
     network: str,
     name: str,
-    flight: PreflightRun,
+    preflight_run: PreflightRun,
     slices: list[Slice],
     kept: Mapping[tuple[str, str], dict[str, Any]],
     texts: Path | None,
@@ -154,7 +154,7 @@ def _compiled_alike(
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         try:
-            traced = flight.trace(flight.plan(slices[0]), folder)
+            traced = preflight_run.trace(preflight_run.plan(slices[0]), folder)
         except TpufitError as error:
             failed = {"network": network, "name": name, "failed": str(error)}
             return [failed | {"slice": on.name} for on in slices]
@@ -169,7 +169,7 @@ def _compiled_alike(
                 today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
                 known = {"network": network, "name": name, "slice": on.name, "hash": key, "date": today}
                 try:
-                    (program,) = flight.compile({number: traced[number]}, folder, on)
+                    (program,) = preflight_run.compile({number: traced[number]}, folder, on)
                     known |= figures(program, (folder / f"{number}.before.txt").read_text())
                     if texts:
                         kind = "-".join([contender, name, on.name]).replace("/", "-").replace(" ", "-")
@@ -180,7 +180,7 @@ def _compiled_alike(
     return found
 
 
-def flights(network: str, contender: str) -> list[tuple[str, PreflightRun]]:
+def preflight_runs(network: str, contender: str) -> list[tuple[str, PreflightRun]]:
     """Each `fit` of a network, by a name."""
     sys.path.append(str(ROOT / "tests"))
     from architectures import ARCHITECTURES, BATCH
@@ -203,8 +203,10 @@ def flights(network: str, contender: str) -> list[tuple[str, PreflightRun]]:
             optimizer, training.loss, metrics=list(training.metrics), precision=training.precision, remat=training.remat
         )
         x, y = training.batch(CORES)
-        flight = preflight_run_of(model._engine, {"x": x, "y": y, "batch_size": training.rows} | quiet)
-        return [(network, PEERS[contender](**vars(flight), name=network) if contender in PEERS else flight)]
+        preflight_run = preflight_run_of(model._engine, {"x": x, "y": y, "batch_size": training.rows} | quiet)
+        return [
+            (network, PEERS[contender](**vars(preflight_run), name=network) if contender in PEERS else preflight_run)
+        ]
     script = ROOT / network
     found: list[PreflightRun] = []
 
