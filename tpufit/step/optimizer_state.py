@@ -45,7 +45,7 @@ class OptimizerState:
         self.rates: DeviceRates | None = None  # on the device; None on the host, and before the first step
         self.accumulator: Accumulator | None = None  # with `accumulate_steps`
         self.ema: EMA | None = None  # with `use_ema`
-        self._take: Callable[..., Any] | None = None  # the optimizer's own step, while `taking_steps` hides it
+        self._own_step: Callable[..., Any] | None = None  # the optimizer's own step, while `taking_steps` hides it
         self._cleared = self._spent = False  # in this step: the gradients were cleared, and then used
 
     def create(self, shares: bool) -> None:
@@ -93,9 +93,9 @@ class OptimizerState:
         as large as the weights.
         """
         optimizer = self.optimizer
-        take, zero_grad = optimizer.step, optimizer.zero_grad
+        own_step, zero_grad = optimizer.step, optimizer.zero_grad
 
-        @wraps(take)  # a scheduler looks for a mark of its own on it
+        @wraps(own_step)  # a scheduler looks for a mark of its own on it
         def step(closure: Callable[[], Any] | None = None) -> Any:
             loss = self.step(context, closure)
             on_step()
@@ -106,14 +106,14 @@ class OptimizerState:
             self._cleared = True
             zero_grad(set_to_none)
 
-        self._take, self._cleared, self._spent = take, False, False
+        self._own_step, self._cleared, self._spent = own_step, False, False
         try:
             with replaced(optimizer, step=step, zero_grad=clear):
                 yield clear
             if self._spent and self.rates is not None:
                 drop_gradients(optimizer)
         finally:
-            self._take = None
+            self._own_step = None
 
     def step(self, context: StepContext, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights from the gradients, as the step's update plan says, and return the closure's loss.
@@ -150,7 +150,7 @@ class OptimizerState:
             self._config.gradients.clip(parameters(self.optimizer))
         # PyTorch's optimizers were measured as they are, not as they are compiled.
         with nullcontext() if self.rates is None else self.rates.stepping(), compiling(False):
-            loss = (self._take or self.optimizer.step)(*([] if closure is None else [closure]))
+            loss = (self._own_step or self.optimizer.step)(*([] if closure is None else [closure]))
         if self.ema is not None and self._config.ema is not None:
             self.ema.update(self._config.ema.momentum, plan.overwrites)
         return loss
