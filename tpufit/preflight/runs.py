@@ -157,11 +157,7 @@ class PreflightRun:
         return found
 
     def batch_size_on(self, on: Slice) -> int | None:
-        """The rows per core on a slice, by the argument of `fit`.
-
-        Args:
-            on: The slice.
-        """
+        """The rows per core on a slice, by the argument of `fit`."""
         size: int | str | None = self.train.batch_size
         if not isinstance(size, str):
             return size
@@ -220,16 +216,9 @@ def run_preflight(
 
 
 def largest_batch(engine: Engine, train: TrainingData, cores: Cores, memory: int) -> int | None:
-    """Find the largest batch whose training step fits into the cores that there are.
+    """Find the largest batch whose training step fits into the memory of these cores, in bytes: the rows a core.
 
-    Args:
-        engine: The model's engine.
-        train: The training data, whose `batch_size` doesn't count.
-        cores: The cores of the process.
-        memory: A core's memory, in bytes.
-
-    Returns:
-        The rows per core; None if the compiler is missing, or these cores are no slice that it could compile for.
+    It is None if the compiler is missing, or these cores are no slice that it could compile for.
 
     Raises:
         PreflightError: The step can't be traced or compiled, or not even one row fits.

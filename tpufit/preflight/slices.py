@@ -162,15 +162,9 @@ def slice_of(name: str) -> Slice:
 
 
 def slice_with(chips: Sequence[Chip], devices: int, memory: int) -> Slice | None:
-    """Find the slice that a host's chips are, or are a part of.
+    """Find the slice that a host's chips are, or are a part of; None if no slice has so many devices, over all hosts.
 
-    Args:
-        chips: The chips that are attached to the host.
-        devices: The number of devices that are used, on all hosts.
-        memory: The memory of each, in bytes, which tells a v2 from a v3.
-
-    Returns:
-        The slice; None if there are no chips, or no slice has so many devices.
+    The memory of each, in bytes, tells a v2 from a v3.
 
     Example:
         >>> slice_with([GENERATIONS["v5e"]] * 8, 8, 17 << 30).name
