@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..hosts import is_first
 from ..runtime import start_profile, stop_profile, to_host
 from ._support.event_files import EventFiles
 from ._support.frequency import batches
@@ -149,6 +150,8 @@ class TensorBoard(Callback):
         """
         if isinstance(image, Tensor):
             (image,) = to_host([image], "image")
+        if not is_first():
+            return
         write = self.writer().add_images if "N" in dataformats else self.writer().add_image
         write(tag, image, self._or_now(step), dataformats=dataformats)
 
@@ -162,7 +165,8 @@ class TensorBoard(Callback):
 
         Source: `torch.utils.tensorboard.SummaryWriter.add_text`.
         """
-        self.writer().add_text(tag, text, self._or_now(step))
+        if is_first():
+            self.writer().add_text(tag, text, self._or_now(step))
 
     def add_figure(self, tag: str, figure: Any, step: int | None = None) -> None:
         """Write a figure of matplotlib's as an image, and close it.
@@ -174,7 +178,13 @@ class TensorBoard(Callback):
 
         Source: `torch.utils.tensorboard.SummaryWriter.add_figure`.
         """
-        self.writer().add_figure(tag, figure, self._or_now(step))
+        if is_first():
+            self.writer().add_figure(tag, figure, self._or_now(step))
+            return
+        from matplotlib import pyplot
+
+        for one in figure if isinstance(figure, list) else [figure]:
+            pyplot.close(one)
 
     def state_dict(self) -> dict[str, Any]:
         """The training steps that the logs are of."""

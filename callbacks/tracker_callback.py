@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import ArgumentError, TrackerError
+from ..hosts import is_first
 from ..runtime import to_host
 from ..utils.random import RNGState
 from ..utils.urls import Mirror
@@ -127,7 +128,7 @@ class TrackerCallback(Callback):
         """
         raise NotImplementedError
 
-    # For the user's own code
+    # For the user's own code, which may run on every host: the first one writes
 
     def add_image(self, tag: str, image: Any, step: int | None = None, dataformats: str = "CHW") -> None:
         """Log a picture.
@@ -141,6 +142,8 @@ class TrackerCallback(Callback):
         """
         if isinstance(image, Tensor):
             (image,) = to_host([image], "image")
+        if not is_first():
+            return
         with self._opened():
             self.write_image(tag, pixels(image, dataformats), self._or_now(step))
 
@@ -152,6 +155,8 @@ class TrackerCallback(Callback):
             figure: The figure.
             step: The step it belongs to (default: the training steps so far).
         """
+        if not is_first():
+            return
         with self._opened():
             self.write_image(tag, drawn(figure), self._or_now(step))
 

@@ -11,9 +11,11 @@ from torch.nn import functional as F
 import tpufit
 from tpufit import runtime
 from tpufit.data.augment import (
+    OPERATIONS,
     ColorJitter,
     CutMix,
     MixUp,
+    RandAugment,
     RandomAffine,
     RandomCrop,
     RandomErasing,
@@ -33,14 +35,17 @@ ALL = [
     RandomResizedCrop(8),
     ColorJitter(0.4, 0.4, 0.4),
     RandomErasing(),
+    RandAugment(),
     MixUp(5, alpha=0.4),
     CutMix(5),
 ]
 
 
 class Photos(torch.utils.data.Dataset):
+    rows = len(IMAGES)
+
     def __len__(self):
-        return len(IMAGES)
+        return self.rows
 
     def __getitem__(self, index):
         return IMAGES[index], LABELS[index]
@@ -90,13 +95,15 @@ def test_it_is_replayed_and_the_same_on_any_number_of_cores(cores, augmentation)
 
 @pytest.mark.slow
 def test_one_core_and_eight_draw_the_same(run_python):
+    """Also for a last batch of 5 images, fewer than cores, whose first one is mixed with the fifth."""
     code = """
         import sys; sys.path.insert(0, {folder!r})
         from test_augment import *
+        Photos.rows = 37
         how = dict(batch_size=8 // {cores}, epochs=3, verbose=0, cores={cores}, shuffle=False)
         print(*make().fit(Photos(), device_transform=nn.Sequential(*ALL), **how).history["loss"])
     """
-    said = [run_python(code.format(folder=str(Path(__file__).parent), cores=cores)) for cores in (1, 8)]
+    said = [run_python(code.format(folder=str(Path(__file__).parent), cores=cores), timeout=300) for cores in (1, 8)]
     one, eight = ([float(loss) for loss in process.stdout.split()] for process in said)
     assert len(one) == 3 and one == pytest.approx(eight, rel=1e-5), said[0].stderr
 
@@ -211,3 +218,33 @@ def test_errors_say_what_was_expected():
     ):
         with pytest.raises(ArgumentError, match=said):
             made()
+
+
+@pytest.mark.parametrize("magnitude", [5, 30])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_operation_of_rand_augment_is_torchvisions(name, magnitude):
+    transforms = pytest.importorskip("torchvision.transforms.v2")
+    x = torch.from_numpy(np.random.default_rng(2).integers(20, 230, (2, 3, 17, 24), dtype=np.uint8))
+    theirs, own = transforms.RandAugment(), RandAugment(magnitude=magnitude)
+    called = {"shear_x": "ShearX", "shear_y": "ShearY", "translate_x": "TranslateX", "translate_y": "TranslateY"}
+    title = called.get(name, "AutoContrast" if name == "auto_contrast" else name.capitalize())
+    magnitudes, signed = theirs._AUGMENTATION_SPACE[title]
+    strength = magnitudes(31, 17, 24)
+    strength = 0.0 if strength is None else float(strength[magnitude] if strength.dim() else strength)
+    for sign in (1.0, -1.0) if signed else (1.0,):
+        expected = theirs._apply_image_or_video_transform(
+            x, title, sign * strength, interpolation=transforms.InterpolationMode.NEAREST, fill={}
+        )
+        which = torch.full((2,), float(OPERATIONS.index(name)))
+        found = own.applied(x, which, torch.full((2,), sign))
+        differ = (found.int() - expected.int()).abs()
+        assert (differ > 2).float().mean() < 0.02, (name, sign)  # a pixel half-way between two may be either
+        floats = own.applied(x / 255, which, torch.full((2,), sign))
+        assert ((floats * 255 - found).abs() > 2).float().mean() < 0.02
+
+
+def test_what_rand_augment_refuses():
+    with pytest.raises(ArgumentError, match="magnitude must be below num_magnitude_bins=31, got 31"):
+        RandAugment(magnitude=31)
+    with pytest.raises(ArgumentError, match="num_ops must be"):
+        RandAugment(0)

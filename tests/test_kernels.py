@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tpufit
 from tpufit.metrics.weighted import best_class
 from tpufit.runtime.kinds import traced_for
 from tpufit.runtime.ops.kernels import own_kernels
@@ -538,3 +539,28 @@ def test_the_best_class_is_argmax(shape):
     scores = torch.randint(4, shape).float()  # with equal ones
     assert torch.equal(best_class(scores), scores.argmax(1).int())
     assert torch.equal(best_class(scores.bfloat16()), scores.argmax(1).int())
+
+
+def test_classes_as_vectors():
+    labels = torch.tensor([[0, 2], [1, 1]])
+    for given in ((labels, 3), (labels, 7), (labels,), (labels[0],)):
+        expected = F.one_hot(*given)
+        with own_kernels("CPU"):
+            assert torch.equal(F.one_hot(*given), expected)
+    with own_kernels("CPU"), pytest.raises(RuntimeError, match="only applicable to index tensor"):
+        F.one_hot(labels.float(), 3)
+
+
+@pytest.mark.cores(1, 8)
+def test_classes_as_vectors_of_fewer_rows_than_cores(cores):
+    def loss(y_pred, y):
+        return (y_pred - F.one_hot(y, 3)).square().mean()
+
+    x, y = torch.randn(21, 4, generator=torch.Generator().manual_seed(0)), torch.arange(21) % 3
+    found = []
+    for eagerly in (False, True):
+        torch.manual_seed(0)
+        model = tpufit.Model(torch.nn.Linear(4, 3))
+        model.compile(lambda p: torch.optim.SGD(p, 0.1), loss, scale_lr=None, run_eagerly=eagerly)
+        found += model.fit(x, y, 16 // cores, 2, verbose=0, shuffle=False, cores=cores).history["loss"]
+    assert found[:2] == pytest.approx(found[2:], abs=1e-5)

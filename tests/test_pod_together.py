@@ -16,7 +16,11 @@ import torch
 from torch import nn
 import tpufit
 from tpufit.callbacks import Callback, CSVLogger, EarlyStopping, ModelCheckpoint, TensorBoard
+from tpufit.callbacks.tracker_callback import TrackerCallback
 from tpufit.errors import HostError
+import matplotlib
+matplotlib.use("agg")
+from matplotlib import pyplot
 
 torch.manual_seed(5)
 X, Y = torch.randn(64, 4), torch.randint(0, 2, (64,))
@@ -27,6 +31,25 @@ def compiled(**arguments):
     model = tpufit.Model(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2)))
     model.compile("sgd", "cross_entropy", **arguments)
     return model
+
+class Tracker(TrackerCallback):
+    '''Notes what is sent to a tracker.'''
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.calls = []
+    def open_run(self, run_id):
+        self.calls.append("open")
+        return "the run"
+    def write_config(self, values):
+        self.calls.append("config")
+    def write(self, values, step):
+        self.calls.append("loss" in values)
+    def write_image(self, tag, image, step):
+        self.calls.append(tag)
+    def write_folder(self, folder, name, step):
+        self.calls.append(name)
+    def close_run(self, failed):
+        self.calls.append("close")
 
 class At(Callback):
     '''Does something at a step.'''
@@ -103,8 +126,21 @@ def together(tmp_path_factory):
     except HostError as error:
         told["code"] = str(error)
 
+    board, tracker = TensorBoard("board"), Tracker("json", None, "epoch", True)
+
+    class Draws(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            for one in (board, tracker):
+                one.add_image("a", torch.zeros(3, 4, 4))
+            board.add_text("b", "c")
+            board.add_figure("d", pyplot.figure())
+            assert not pyplot.get_fignums()
+            tracker.add_figure("d", pyplot.figure())
+            pyplot.close("all")
+
     folder = "run"
-    model = fit(None, ModelCheckpoint("run", monitor="loss"), CSVLogger("log.csv"), TensorBoard("board"), verbose=2)
+    model = fit(None, ModelCheckpoint("run", monitor="loss"), CSVLogger("log.csv"), board, tracker, Draws(), verbose=2)
+    told["tracker"] = tracker.calls
     model.save("saved")
     model.save_weights("weights.safetensors")
     json.dump(told, open(f"told{me}.json", "w"))
@@ -154,6 +190,11 @@ def test_process_0_alone_writes(together):
     assert len(list((folder / "board" / "train").iterdir())) == 1
     assert (folder / "saved" / "manifest.json").is_file() and (folder / "weights.safetensors").is_file()
     assert len(list((folder / "run").glob("step-*"))) == 3
+    (first, second), _, _ = together
+    steps = [call for call in first["tracker"] if str(call).startswith("step-")]
+    others = [call for call in first["tracker"] if call not in steps]
+    assert others == ["open", "config", *([True, "a", "d"] * 3), "close"] and len(steps) == 3
+    assert second["tracker"] == []
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.soak)])

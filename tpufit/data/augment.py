@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, require_whole
 
 # Candidates of a draw from a beta distribution. At alpha 2 all of 64 fail once in 1e5 draws, and far more seldom below.
 _CANDIDATES = 64
@@ -44,7 +44,21 @@ class Augmentation(nn.Module):
         raise NotImplementedError
 
 
-class RandomHorizontalFlip(Augmentation):
+class _RandomFlip(Augmentation):
+    """Mirrors images along an axis."""
+
+    axis: int
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p = _share("p", p)
+
+    def images(self, x: Tensor) -> Tensor:
+        """Mirror some of the images."""
+        return torch.where(_some(x, self.p), x.flip(self.axis), x)
+
+
+class RandomHorizontalFlip(_RandomFlip):
     """Mirrors images from left to right.
 
     Args:
@@ -53,16 +67,10 @@ class RandomHorizontalFlip(Augmentation):
     Source: `torchvision.transforms.v2.RandomHorizontalFlip`.
     """
 
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__()
-        self.p = _share("p", p)
-
-    def images(self, x: Tensor) -> Tensor:
-        """Mirror some of the images."""
-        return torch.where(_some(x, self.p), x.flip(-1), x)
+    axis = -1
 
 
-class RandomVerticalFlip(Augmentation):
+class RandomVerticalFlip(_RandomFlip):
     """Mirrors images from top to bottom.
 
     Args:
@@ -71,13 +79,7 @@ class RandomVerticalFlip(Augmentation):
     Source: `torchvision.transforms.v2.RandomVerticalFlip`.
     """
 
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__()
-        self.p = _share("p", p)
-
-    def images(self, x: Tensor) -> Tensor:
-        """Mirror some of the images."""
-        return torch.where(_some(x, self.p), x.flip(-2), x)
+    axis = -2
 
 
 class RandomCrop(Augmentation):
@@ -262,6 +264,93 @@ class RandomErasing(Augmentation):
         return torch.where(inside & _some(x, self.p), torch.zeros_like(x), x)
 
 
+class RandAugment(Augmentation):
+    """Does some operations to each image, drawn for each anew, one after the other, all with one magnitude.
+
+    They are torchvision's, with pixels of the nearest place: none, shearing, moving and turning, brightness, colour,
+    contrast, sharpness, posterizing, solarizing, and stretching each channel. Only equalizing isn't among them: its
+    histograms would cost more than all others together.
+
+    Args:
+        num_ops: The number of operations (default 2).
+        magnitude: How strong they are, from 0 to below `num_magnitude_bins` (default 9).
+        num_magnitude_bins: The number of strengths (default 31).
+
+    Raises:
+        ArgumentError: A number is out of its range.
+
+    Example:
+        >>> RandAugment(num_ops=2, magnitude=9)(torch.zeros(5, 3, 4, 4, dtype=torch.uint8)).shape
+        torch.Size([5, 3, 4, 4])
+
+    Source: `torchvision.transforms.v2.RandAugment`; Cubuk et al., https://arxiv.org/abs/1909.13719.
+    """
+
+    def __init__(self, num_ops: int = 2, magnitude: int = 9, num_magnitude_bins: int = 31) -> None:
+        super().__init__()
+        require_whole("num_ops", num_ops)
+        require_whole("num_magnitude_bins", num_magnitude_bins, 2)
+        require_whole("magnitude", magnitude, 0)
+        if magnitude >= num_magnitude_bins:
+            raise ArgumentError(f"magnitude must be below num_magnitude_bins={num_magnitude_bins}, got {magnitude}")
+        self.num_ops = num_ops
+        self.magnitude = magnitude
+        self.num_magnitude_bins = num_magnitude_bins
+
+    def images(self, x: Tensor) -> Tensor:
+        """Draw the operations, and do them."""
+        for _ in range(self.num_ops):
+            drawn = (torch.rand(len(x), device=x.device) * len(OPERATIONS)).floor()
+            x = self.applied(x, drawn, torch.where(torch.rand(len(x), device=x.device) < 0.5, -1.0, 1.0))
+        return x
+
+    def applied(self, x: Tensor, which: Tensor, sign: Tensor) -> Tensor:
+        """Do one operation to each image.
+
+        Args:
+            x: The images.
+            which: The number of each image's operation in `OPERATIONS`, shape `(N,)`.
+            sign: 1.0 or -1.0 for each image: the direction, for those that have one.
+        """
+        share = self.magnitude / (self.num_magnitude_bins - 1)
+        x = _warped(x, which, sign * share)
+        whole = 1.0 if x.is_floating_point() else 255.0
+        out = _as_floats(x)
+        factor = (1 + 0.9 * share * sign).view(-1, 1, 1, 1)
+        bits = 8 - round(self.magnitude * 4 / (self.num_magnitude_bins - 1))
+        grey, low, high = _grey(out), out.amin((2, 3), keepdim=True), out.amax((2, 3), keepdim=True)
+        made = {
+            "brightness": out * factor,
+            "color": grey + (out - grey) * factor,
+            "contrast": grey.mean((1, 2, 3), keepdim=True) + (out - grey.mean((1, 2, 3), keepdim=True)) * factor,
+            "sharpness": _blurred(out) + (out - _blurred(out)) * factor,
+            "posterize": (out * (255 / whole) / 2 ** (8 - bits)).floor() * 2 ** (8 - bits) * (whole / 255),
+            "solarize": torch.where(out >= whole * (1 - share), whole - out, out),
+            "auto_contrast": torch.where(high > low, (out - low) * (whole / (high - low).clamp(min=1e-6)), out),
+        }
+        for name, own in made.items():
+            out = torch.where((which == OPERATIONS.index(name)).view(-1, 1, 1, 1), own.clamp(0, whole), out)
+        return _as_before(out, x)
+
+
+# Those of `RandAugment`.
+OPERATIONS = [
+    "identity",
+    "shear_x",
+    "shear_y",
+    "translate_x",
+    "translate_y",
+    "rotate",
+    "brightness",
+    "color",
+    "contrast",
+    "sharpness",
+    "posterize",
+    "solarize",
+    "auto_contrast",
+]
+
+
 class _Mixing(Augmentation):
     """Mixes each image with the one before it in the batch, and their labels.
 
@@ -337,6 +426,40 @@ class CutMix(_Mixing):
         one = x[:1]
         inside = _rectangles(one, side * x.shape[-2], side * x.shape[-1], whole=False)
         return torch.where(inside, x.roll(1, 0), x), 1 - inside.float().mean()
+
+
+def _warped(x: Tensor, which: Tensor, share: Tensor) -> Tensor:
+    """Shear, move or turn those images that this is drawn for, by a share of the most; outside they are black."""
+
+    def of(name: str, most: float) -> Tensor:
+        return torch.where(which == OPERATIONS.index(name), share * most, 0.0).view(-1, 1, 1)
+
+    height, width = x.shape[-2:]
+    row, column = torch.arange(height, device=x.device)[:, None], torch.arange(width, device=x.device)
+    y, z = row - (height - 1) / 2, column - (width - 1) / 2  # from the middle
+    angle = of("rotate", math.pi / 6)
+    down = (height - 1) / 2 + angle.sin() * z + angle.cos() * y
+    right = (width - 1) / 2 + angle.cos() * z - angle.sin() * y
+    # Shears keep the corner at the top left, and moves are whole pixels.
+    down = down + of("shear_y", 0.3) * (column + 0.5) - of("translate_y", 150 / 331 * height).trunc()
+    right = right + of("shear_x", 0.3) * (row + 0.5) - of("translate_x", 150 / 331 * width).trunc()
+    down, right = down.round(), right.round()
+    inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)
+    place = (down.clamp(0, height - 1) * width + right.clamp(0, width - 1)).long().flatten(1)
+    pixels = x.flatten(2).gather(2, place[:, None].expand(-1, x.shape[1], -1)).view(x.shape)
+    return torch.where(inside[:, None], pixels, torch.zeros_like(x))
+
+
+def _blurred(x: Tensor) -> Tensor:
+    """Smooth images as torchvision's sharpness does, but for their edges."""
+    height, width = x.shape[-2:]
+    if height < 3 or width < 3:
+        return x
+    shifted = [x[:, :, i : height - 2 + i, j : width - 2 + j] for i in range(3) for j in range(3)]
+    inner = (torch.stack(shifted).sum(0) + 4 * x[:, :, 1:-1, 1:-1]) / 13
+    row, column = torch.arange(height, device=x.device)[:, None], torch.arange(width, device=x.device)
+    edge = (row == 0) | (row == height - 1) | (column == 0) | (column == width - 1)
+    return torch.where(edge, x, F.pad(inner, [1, 1, 1, 1]))
 
 
 def _checked(x: Any) -> Tensor:

@@ -4,7 +4,7 @@ What Python itself runs otherwise, or PyTorch:
 
 | where | what | why | until |
 | --- | --- | --- | --- |
-| `runtime/ops/kernels.py` | kernels of the device for norms, products, attention and losses of classes | torch_xla's gather rows over the cores, or are slow | for good, as another thread may be in one; outside `own_kernels` they call the native ones |
+| `runtime/ops/kernels.py` | kernels of the device for norms, products, attention, classes and their losses | torch_xla's gather rows over the cores, or are slow | for good, as another thread may be in one; outside `own_kernels` they call the native ones |
 | `runtime/ops/lowerings.py` | a kernel of the device for Huber's loss | torch_xla has none | for good, for the same reason |
 | `runtime/ops/multihead.py` | `torch.nn.functional.multi_head_attention_forward` | PyTorch's merges rows with other dimensions | the end of `own_multihead`, around a traced step |
 | `runtime/ops/flattened.py` | `torch.addmm` | rows that were flattened for it are gathered over the cores, as in transformers' `Conv1D` | the end of `own_addmm`, around a traced step |

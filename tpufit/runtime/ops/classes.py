@@ -1,4 +1,4 @@
-"""The loss of classes in two passes over the logits, each core with its own rows."""
+"""The loss of classes in two passes over the logits, and classes as vectors: each core with its own rows."""
 
 import torch
 from torch import Tensor
@@ -58,3 +58,13 @@ def cross_entropy(
         # Counted in whole numbers, as float32 counts to 16 million only.
         loss = loss / ((~ignored).sum(dtype=torch.int32) if weight is None else weights.sum())
     return loss.to(input.dtype)
+
+
+def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
+    """`torch.nn.functional.one_hot` of a known number of classes.
+
+    By comparing: torch_xla scatters, at which XLA's partitioner ends the process if cores have unequal rows.
+    """
+    if num_classes < 1 or labels.dtype is not torch.int64:
+        return None
+    return (labels.unsqueeze(-1) == torch.arange(num_classes, device=labels.device)).to(torch.int64)

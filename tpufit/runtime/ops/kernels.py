@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .attention import attention
-from .classes import cross_entropy
+from .classes import cross_entropy, one_hot
 from .embedding import int32_embedding
 from .flattened import own_addmm
 from .multihead import own_multihead
@@ -28,6 +28,7 @@ _KERNELS: dict[str, Callable[..., Tensor | list[Tensor] | None]] = {
     "layer_norm": layer_norm,
     "linear": linear,
     "matmul": matmul,
+    "one_hot": one_hot,
     "scaled_dot_product_attention": attention,
     "unsafe_chunk": chunks,
 }
