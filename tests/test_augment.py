@@ -248,3 +248,34 @@ def test_what_rand_augment_refuses():
         RandAugment(magnitude=31)
     with pytest.raises(ArgumentError, match="num_ops must be"):
         RandAugment(0)
+
+
+class InWorkers(torch.utils.data.Dataset):
+    """As torchvision's own modules are used: where they draw on the host."""
+
+    def __init__(self):
+        from torchvision.transforms import v2
+
+        self.transform = v2.Compose(
+            [v2.RandAugment(), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)]
+        )
+
+    def __len__(self):
+        return len(IMAGES)
+
+    def __getitem__(self, index):
+        return self.transform(torch.from_numpy(IMAGES[index])), LABELS[index]
+
+
+@pytest.mark.slow
+@pytest.mark.cores(1, 8, quick=False)
+def test_torchvisions_transforms_in_the_workers_of_a_loader(cores):
+    pytest.importorskip("torchvision")
+    losses = []
+    for _ in range(2):
+        tpufit.set_random_seed(0)
+        loader = torch.utils.data.DataLoader(InWorkers(), batch_size=8 // cores, num_workers=2)
+        model = make()
+        losses.append(model.fit(loader, epochs=2, verbose=0, cores=cores).history["loss"])
+        assert not model.report().traced["train"]  # it is replayed
+    assert losses[0] == losses[1] and losses[0][0] != losses[0][1]
