@@ -1,0 +1,63 @@
+"""A Llama of 1.2 billion weights with LoRA on one core of a v5e, by the length of its texts.
+
+The net is Llama 3.2 1B as transformers makes it, in bfloat16, on the meta device; peft's adapters, of rank 16, are on
+all of a block's projections. AdamW, bf16, one row a core, no `remat`. To compile all 16 blocks takes more than 22 GB of
+the host's memory, so 2 and 4 of them are compiled, and what 16 take follows from the difference: all are alike.
+
+    nice python tests/benchmarks/lora.py          # prints a line a compilation, about 3 minutes each
+
+results/lora.json has what it printed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+import tpufit
+
+SLICE, WORDS = "v5e-1", 128256
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(length: int, blocks: int) -> nn.Module:
+    """Some blocks of Llama 3.2 1B with adapters, without values."""
+    import peft
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=blocks,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=length,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    lora = peft.LoraConfig(r=16, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        return peft.get_peft_model(transformers.LlamaForCausalLM(config).to(torch.bfloat16), lora)
+
+
+def compiled(length: int, blocks: int) -> dict[str, Any]:
+    """The figures of a training step."""
+    model = tpufit.Model(adapted(length, blocks))
+    model.compile("adamw", "module", precision="bf16")
+    words = torch.zeros(2, length, dtype=torch.long)
+    report = model.preflight({"input_ids": words, "labels": words}, batch_size=1, tpu=SLICE, verbose=0)
+    memory = report.step.memory.total / 2**30
+    return {"length": length, "blocks": blocks, "GiB": memory, "million_cycles": report.step.cost.cycles / 1e6}
+
+
+if __name__ == "__main__":
+    for length in (1024, 8192):
+        two, four = compiled(length, 2), compiled(length, 4)
+        sixteen = four["GiB"] + 6 * (four["GiB"] - two["GiB"])
+        for row in (two, four, {"length": length, "blocks": 16, "GiB": sixteen, "extrapolated": True}):
+            print(json.dumps(row), flush=True)
