@@ -161,22 +161,25 @@ def _compiled_alike(
         # The first steps may have programs of their own, such as those that build a table.
         rows = max(one["rows"] for one in traced.values())
         number = [n for n, one in traced.items() if one["role"] == "train" and one["rows"] == rows][-1]
-        work = traced_flops(folder / f"{number}.hlo") / CORES
+        program = folder / f"{number}.hlo"
+        # Of the work of kernels, such as flash attention's, a trace tells nothing.
+        of_kernels = b"tpu_custom_call" in program.read_bytes()
+        work = {} if of_kernels else {"traced_flops": traced_flops(program) / CORES}
         for on in slices:
-            key = digest(folder / f"{number}.hlo", traced[number], on)
+            key = digest(program, traced[number], on)
             known = kept.get((name, on.name), {})
             if known.get("hash") != key or "failed" in known:  # its process may have been ended
                 today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
                 known = {"network": network, "name": name, "slice": on.name, "hash": key, "date": today}
                 try:
-                    (program,) = preflight_run.compile({number: traced[number]}, folder, on)
-                    known |= figures(program, (folder / f"{number}.before.txt").read_text())
+                    (done,) = preflight_run.compile({number: traced[number]}, folder, on)
+                    known |= figures(done, (folder / f"{number}.before.txt").read_text())
                     if texts:
                         kind = "-".join([contender, name, on.name]).replace("/", "-").replace(" ", "-")
-                        (texts / f"{kind}.txt").write_text(program.text)
+                        (texts / f"{kind}.txt").write_text(done.text)
                 except TpufitError as error:
                     known["failed"] = str(error)
-            found.append(known | {"traced_flops": work})
+            found.append({**known, **work})
     return found
 
 
