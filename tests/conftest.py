@@ -40,7 +40,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class RunPython(Protocol):
     def __call__(
-        self, code: str, *, timeout: float = 120, env: dict[str, str | None] | None = None
+        self, code: str, *, timeout: float = 120, env: dict[str, str | None] | None = None, fresh: bool = False
     ) -> subprocess.CompletedProcess[str]: ...
 
 
@@ -101,7 +101,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if "torch_xla" in sys.modules:
+    if "torch_xla" in sys.modules and session.config.getoption("--on-cores") is None:
         raise pytest.UsageError("collecting the tests imported torch_xla: import it inside the tests that need it")
 
 
@@ -154,20 +154,25 @@ def run_python(tmp_path: Path) -> RunPython:
     Args:
         timeout: Seconds; a process that takes longer is killed with all that it started, and the test fails.
         env: Changes to the environment; None removes a variable.
+        fresh: True for a test of what a new Python does: what it imports, how long that takes, what memory it needs.
 
     Returns:
         The finished process with its output as text, whatever its exit code is.
     """
 
     def run(
-        code: str, *, timeout: float = 120, env: dict[str, str | None] | None = None
+        code: str, *, timeout: float = 120, env: dict[str, str | None] | None = None, fresh: bool = False
     ) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         changed = {**os.environ, "PYTHONPATH": path, **(env or {})}
         command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)]
         try:
             return processes.run(
-                command, timeout=timeout, cwd=tmp_path, env={k: v for k, v in changed.items() if v is not None}
+                command,
+                timeout=timeout,
+                fresh=fresh,
+                cwd=tmp_path,
+                env={k: v for k, v in changed.items() if v is not None},
             )
         except subprocess.TimeoutExpired as expired:
             pytest.fail(f"the process was still running after {timeout:g} s\n{expired.output}\n{expired.stderr}")

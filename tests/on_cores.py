@@ -185,6 +185,8 @@ class Parent:
         option = self.config.option
         command = [sys.executable, "-u", "-m", "pytest", f"--on-cores={count_of(items[0])}", f"--journal={journal}"]
         command += [f"--rootdir={self.config.rootpath}", "-p", "no:cacheprovider"]
+        # It is a fork of a process that has imported plugins of pytest by the way (see `warm.py`).
+        command += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
         # What native code writes, and what a test printed before it died, goes to the output as well.
         command += ["--capture=tee-sys"]
         command += [f"-c={self.config.inipath}"] if self.config.inipath else []

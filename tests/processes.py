@@ -7,39 +7,62 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import IO, Any
+
+import warm
 
 GRACE = 10.0  # seconds for the stacks of all threads to be written
 Command = Sequence[str | os.PathLike[str]]
+Process = subprocess.Popen[bytes] | warm.Forked
+SERVER = warm.Server()  # one for each process of pytest
 
 
-def run(command: Command, *, timeout: float, **popen: Any) -> subprocess.CompletedProcess[str]:
+def run(command: Command, *, timeout: float, fresh: bool = False, **popen: Any) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` with text output and a timeout that always holds.
+
+    Args:
+        fresh: False for a process that may be a fork of one that has imported PyTorch and tpufit (see `warm.py`).
 
     Raises:
         subprocess.TimeoutExpired: It was still running after `timeout` seconds. Its output ends with the stacks.
     """
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        with process_group(command, stdout=out, stderr=err, **popen) as process:
+        with process_group(command, fresh=fresh, stdout=out, stderr=err, **popen) as process:
             ended = ends(process, lambda: deadline)
         out.seek(0)
         err.seek(0)
         stdout, stderr = (file.read().decode(errors="replace") for file in (out, err))
     if not ended:
         raise subprocess.TimeoutExpired(command, timeout, stdout, stderr)
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    return subprocess.CompletedProcess(command, process.wait(), stdout, stderr)
 
 
 @contextmanager
-def process_group(command: Command, **popen: Any) -> Iterator[subprocess.Popen[bytes]]:
+def process_group(
+    command: Command,
+    *,
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    fresh: bool = False,
+    cwd: str | os.PathLike[str] = ".",
+    env: Mapping[str, str] = os.environ,
+) -> Iterator[Process]:
     """Start a command. On leaving, what is left of it and of all that it started is killed, and `returncode` is set.
 
-    Give files for the output, not pipes: a pipe stays open as long as a grandchild lives.
+    Args:
+        stdout: A file, not a pipe, which stays open as long as a grandchild lives. So is `stderr`.
+        fresh: As for `run`.
     """
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **popen)
+    process: Process
+    if not fresh and SERVER.takes(command, env):
+        process = SERVER.fork(command, env, cwd, stdout.fileno(), stderr.fileno())
+    else:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, stdout=stdout, stderr=stderr, cwd=cwd, env=env
+        )
     try:
         yield process
     finally:
@@ -49,7 +72,7 @@ def process_group(command: Command, **popen: Any) -> Iterator[subprocess.Popen[b
         process.wait()
 
 
-def ends(process: subprocess.Popen[bytes], deadline: Callable[[], float]) -> bool:
+def ends(process: Process, deadline: Callable[[], float]) -> bool:
     """Wait for the end of a process, or abort it once `time.monotonic()` is past `deadline()`, which may move.
 
     SIGABRT makes Python's faulthandler (on in pytest, and with `-X faulthandler`) write every thread's stack to stderr,
@@ -69,6 +92,6 @@ def ends(process: subprocess.Popen[bytes], deadline: Callable[[], float]) -> boo
     return True
 
 
-def _exited(process: subprocess.Popen[bytes]) -> bool:
+def _exited(process: Process) -> bool:
     # Not poll(), which reaps it (see process_group).
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

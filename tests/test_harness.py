@@ -15,13 +15,14 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture
-def nested(pytester):
+def nested(pytester, monkeypatch):
     """Run pytest on one test file with this project's settings and harness."""
     tests = pytester.mkdir("tests")
-    for name in ("conftest.py", "on_cores.py", "processes.py", "xla_flags.py"):
+    for name in ("conftest.py", "on_cores.py", "processes.py", "warm.py", "xla_flags.py"):
         shutil.copy(HERE / name, tests)
     shutil.copy(HERE.parent / "setup.cfg", pytester.path)
     pytester.makepyfile(torch_xla="")  # a stand-in: the real one takes seconds
+    monkeypatch.setenv("WARM_IMPORTS", "")
 
     def run(source, *arguments):
         (tests / "test_inner.py").write_text(f"import os, pathlib, signal, subprocess, sys, time, pytest\n\n{source}")
