@@ -346,7 +346,12 @@ def test_run_python_kills_at_the_timeout(run_python, tmp_path):
     assert dies((tmp_path / "pid").read_text())
 
 
-def test_a_process_group_ends_with_its_block():
-    with processes.process_group([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_process_group_ends_with_its_block(tmp_path, fresh):
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with (
+        (tmp_path / "output").open("wb") as output,
+        processes.process_group(command, fresh=fresh, stdout=output, stderr=output) as process,
+    ):
         assert process.poll() is None
     assert process.returncode == -signal.SIGKILL
