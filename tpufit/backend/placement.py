@@ -85,6 +85,11 @@ class Placement(ABC):
         return None
 
     @property
+    def memory_used(self) -> int | None:
+        """The bytes of a core's memory that are in use; None where nobody tells."""
+        return None
+
+    @property
     @abstractmethod
     def device(self) -> torch.device:
         """The device of every tensor here. Several cores are one device."""

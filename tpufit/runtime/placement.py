@@ -20,7 +20,7 @@ from ..utils import hardware
 from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
-from .devices import platform
+from .devices import memory_used, platform
 from .faults import translate
 from .in_flight import NothingRuns, RunsAhead
 from .recorder import Recorder, Trace, stand_in
@@ -58,6 +58,10 @@ class CorePlacement(Placement):
     def peak(self) -> float | None:
         chips = hardware.chips() if platform() == "TPU" else []
         return None if not chips or chips[0].peak is None else chips[0].peak * self.count
+
+    @property
+    def memory_used(self) -> int | None:
+        return memory_used()
 
     @cached_property
     def local_shards(self) -> tuple[int, ...] | None:

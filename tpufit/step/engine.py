@@ -24,7 +24,6 @@ from ..runtime import (
     Recorder,
     available,
     counts,
-    memory_used,
     metrics_report,
     placement_on,
     set_matmul_precision,
@@ -327,7 +326,7 @@ class Engine:
     @property
     def memory_used(self) -> int | None:
         """The bytes of a core's memory that are in use; None where nobody tells."""
-        return None if self.state.placement.on_host else memory_used()
+        return self.state.placement.memory_used
 
     def speed(self, steps_per_second: float) -> dict[str, float]:
         """What training steps at this pace come to; see `Model.speed`."""

@@ -70,7 +70,7 @@ class StepRunner:
         # Before the program is built: optimizer state is an input of the first step's graph.
         if self._role.learns:
             state.drop_gradients()
-            for optimizer in state.named_optimizers().values() if not state.placement.on_host else ():
+            for optimizer in state.named_optimizers().values():
                 state.attach(optimizer)
         tracked = metrics_in(vars(engine.model)) if self._role.logs else {}
         self._program, self._metrics = self._role.prepare(engine.config, state, tracked)
