@@ -98,7 +98,7 @@ class OneCycle(RateCallback):
         if peaks is None:
             peaks = own
         elif isinstance(peaks, (int, float)):
-            peaks = [peaks * rate / own[0] if own[0] else peaks for rate in own]
+            peaks = [peaks * (rate / own[0]) if own[0] else peaks for rate in own]
         # PyTorch's schedule, on an optimizer of its own: it would leave its marks on ours.
         scheduled = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1, momentum=0.9)
         self._cycle = OneCycleLR(scheduled, peaks, total_steps=total, **self._options)

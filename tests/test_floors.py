@@ -142,10 +142,11 @@ def test_torch_xla_is_named_in_the_runtime_only():
 
 
 def test_importing_tpufit_leaves_the_device_alone_and_imports_no_tensorboard(run_python):
-    result = run_python("""
+    code = """
         import sys, tpufit, tpufit.data, tpufit.callbacks
         print(*{"torch_xla", "_XLAC", "tensorflow", "jax", "tensorboard", "IPython"} & set(sys.modules))
-    """)
+    """
+    result = run_python(code, fresh=True)
     assert (result.stdout.strip(), result.returncode) == ("", 0), result.stderr
 
 

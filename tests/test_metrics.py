@@ -498,6 +498,7 @@ def test_who_uses_no_metric_imports_neither_torchmetrics_nor_torch_xla(run_pytho
         "model.compile('sgd', 'mse_loss')\n"
         "assert not {'torchmetrics', 'torch_xla', 'scipy', 'matplotlib'} & set(sys.modules)\n"
         "model.compile('sgd', 'mse_loss', metrics=['mae'])\n"
-        "assert 'torchmetrics' in sys.modules"
+        "assert 'torchmetrics' in sys.modules",
+        fresh=True,
     )
     assert done.returncode == 0, done.stderr

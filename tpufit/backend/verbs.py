@@ -62,6 +62,9 @@ class Backend(Protocol):
     def device_memory(self) -> int | None:
         """A core's memory in bytes, if it is known."""
 
+    def memory_used(self) -> int | None:
+        """The bytes of a core's memory that are in use, if they are known."""
+
     def set_matmul_precision(self, name: str) -> None:
         """Set the precision of float32 matrix products."""
 
