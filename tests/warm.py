@@ -259,6 +259,7 @@ def _become(request: Request, path: list[str]) -> None:
 def main() -> None:
     given = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     path = [entry for entry in sys.path[1:] if entry not in given]
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout's tpufit, whichever is installed
     for name in IMPORTED.split():
         importlib.import_module(name)
     _become(_serve(socket.socket(fileno=int(sys.argv[1]))), path)

@@ -61,8 +61,8 @@ def _forking() -> Iterator[None]:
     gc.freeze()
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of just this, and so does JAX, whose kernels flash attention takes. The loop waits for its
-            # first batch meanwhile, and no other code of ours could lose a warning.
+            # Python 3.12 warns of just this, and so does JAX, whose kernels flash attention takes. The loop waits for
+            # its first batch meanwhile, and no other code of ours could lose a warning.
             warnings.filterwarnings("ignore", r".*multi-threaded, use of fork", DeprecationWarning)
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             yield
