@@ -4,7 +4,7 @@ The net is Llama 3.2 1B as transformers makes it, in bfloat16, on the meta devic
 all of a block's projections. AdamW, bf16, one row a core, no `remat`. To compile all 16 blocks takes more than 22 GB of
 the host's memory, so 2 and 4 of them are compiled, and what 16 take follows from the difference: all are alike.
 
-    nice python tests/benchmarks/lora.py          # prints a line a compilation, about 3 minutes each
+    nice python tests/benchmarks/lora.py          # prints a line a compilation, one to three minutes each
 
 results/lora.json has what it printed.
 """
@@ -56,7 +56,7 @@ def compiled(length: int, blocks: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for length in (1024, 8192):
+    for length in (1024, 2048, 4096, 8192):
         two, four = compiled(length, 2), compiled(length, 4)
         sixteen = four["GiB"] + 6 * (four["GiB"] - two["GiB"])
         for row in (two, four, {"length": length, "blocks": 16, "GiB": sixteen, "extrapolated": True}):
