@@ -53,6 +53,7 @@ READ_EARLY = (
     "JAX",
     "LIBTPU",
     "TF_",
+    "HF_",
     "TPU",
     "LC_",
     "LANG",
