@@ -35,7 +35,7 @@ class Killed(Callback):
     def __init__(self, step: int, folder: Path):
         self.left, self.folder = step, folder
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_step_begin(self, batch: int, logs: Any = None) -> None:
         self.left -= 1
         if self.left <= 0:
             end = time.monotonic() + LIMIT
