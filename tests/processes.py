@@ -7,14 +7,14 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import warm
+from warm import Command
 
 GRACE = 10.0  # seconds for the stacks of all threads to be written
-Command = Sequence[str | os.PathLike[str]]
 Process = subprocess.Popen[bytes] | warm.Forked
 SERVER = warm.Server()  # one for each process of pytest
 

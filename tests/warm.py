@@ -21,6 +21,7 @@ import builtins
 import ctypes
 import importlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -58,7 +59,6 @@ READ_EARLY = (
     "LC_",
     "LANG",
 )
-READ_LATE = ("PYTHONPATH",)
 PR_SET_CHILD_SUBREAPER = 36  # see prctl(2)
 SCRIPT = "script"
 Command = Sequence[str | os.PathLike[str]]
@@ -80,22 +80,17 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if timeout is None and self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        deadline = time.monotonic() + (timeout or 0)
-        while self.poll() is None:
+        limit = math.inf if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        while (code := self.poll()) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(list(self.args), timeout or 0)
+                raise subprocess.TimeoutExpired(self.args, limit)
             time.sleep(0.02)
-        assert self.returncode is not None
-        return self.returncode
+        return code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -116,7 +111,7 @@ class Server:
             return False
         before = self._environment or os.environ
         changed = {name for name in {*before, *environment} if before.get(name) != environment.get(name)}
-        return not any(name.startswith(READ_EARLY) and name not in READ_LATE for name in changed)
+        return not any(name.startswith(READ_EARLY) for name in changed - {"PYTHONPATH"})
 
     def fork(
         self, command: Command, environment: Mapping[str, str], folder: str | os.PathLike[str], out: int, err: int
