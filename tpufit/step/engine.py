@@ -40,7 +40,7 @@ from .context import StepContext
 from .failures import may_be_of_device, weights_lost
 from .precision import Formats
 from .role import ROLES, Role
-from .state import SavedState, Snapshot, TrainState
+from .state import SavedState, TrainState
 from .tally import Tally
 
 # The number of passes kept for reports.
@@ -223,12 +223,18 @@ class Engine:
         self.state.reset_to(saved)
         self._drop_programs()
 
-    def put_back(self, before: Snapshot) -> None:
-        """Undo a trial; see `TrainState.put_back`."""
-        self.state.put_back(before)
-        # The trial's graphs may take state that its first step created and that is gone now. XLA keeps them compiled.
-        # The shapes of its batches are none that training goes through either.
-        self.roles["train"] = Role("train", self._python_state, self.attention)
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """A context of training steps that are undone in the end; see `TrainState.put_back`."""
+        before, bad = self.state.snapshot(), self.log.first_bad_step
+        try:
+            yield
+        finally:
+            self.state.put_back(before)
+            # The trial's graphs may take state that its first step created and that is gone now. XLA keeps them
+            # compiled. The shapes of its batches are none that training goes through either.
+            self.roles["train"] = Role("train", self._python_state, self.attention)
+            self.log.first_bad_step = bad
 
     def register_new_state(self) -> None:
         """Adopt the state that a traced step has created; graphs without it are forgotten, and captured again."""

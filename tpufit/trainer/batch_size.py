@@ -103,9 +103,8 @@ class _Trial:
         placement, cores, seed = self._where
         data = replace(self._train, batch_size=rows * cores.count).stream(placement, cores, seed)
         batch = data.first()  # of the rows of one core, as far as data go
-        before, bad = engine.state.snapshot(), engine.log.first_bad_step
         try:
-            with engine.noticing_loss():
+            with engine.trial(), engine.noticing_loss():
                 run = StepRunner(engine, "train", data.device_transform)
                 engine.model.module.train()
                 size = run.group_size
@@ -119,9 +118,6 @@ class _Trial:
                 raise
             self._full = full
             return False
-        finally:
-            engine.put_back(before)
-            engine.log.first_bad_step = bad
         return True
 
 

@@ -146,18 +146,13 @@ class LRCurve:
 def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
     """Train at the rates of a sweep, over batches that start over if they end too early; then restore everything."""
     rates = sweep.rates
-    before = engine.state.snapshot()
-    bad = engine.log.first_bad_step
-    try:
+    with engine.trial():
         engine.state.numbers.seed = seed
         run = StepRunner(engine, "train", data.device_transform, warm=data.passed)
         engine.model.module.train()
         batches = ([batch] for batch in islice(_whole_batches(data), len(rates)))
         with Prefetcher(batches, run.send, _WINDOW) as feed:
             curve = LRCurve.of(rates, _losses(engine, run, feed, rates), sweep.smoothing, sweep.stop_factor)
-    finally:
-        engine.put_back(before)
-        engine.log.first_bad_step = bad
     if curve.suggestion is None:
         warn(
             f"the loss never fell between the learning rates {sweep.start_lr:g} and {sweep.end_lr:g} "
