@@ -220,10 +220,12 @@ def test_errors_say_what_was_expected():
             made()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("magnitude", [5, 30])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_operation_of_rand_augment_is_torchvisions(name, magnitude):
-    transforms = pytest.importorskip("torchvision.transforms.v2")
+    from torchvision.transforms import v2 as transforms
+
     x = torch.from_numpy(np.random.default_rng(2).integers(20, 230, (2, 3, 17, 24), dtype=np.uint8))
     theirs, own = transforms.RandAugment(), RandAugment(magnitude=magnitude)
     called = {"shear_x": "ShearX", "shear_y": "ShearY", "translate_x": "TranslateX", "translate_y": "TranslateY"}
@@ -267,10 +269,9 @@ class InWorkers(torch.utils.data.Dataset):
         return self.transform(torch.from_numpy(IMAGES[index])), LABELS[index]
 
 
-@pytest.mark.slow
-@pytest.mark.cores(1, 8, quick=False)
+@pytest.mark.soak
+@pytest.mark.cores(1, 8)
 def test_torchvisions_transforms_in_the_workers_of_a_loader(cores):
-    pytest.importorskip("torchvision")
     losses = []
     for _ in range(2):
         tpufit.set_random_seed(0)

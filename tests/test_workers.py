@@ -1,5 +1,7 @@
 """Loader workers next to the runtime's threads: they start, they give all rows, and their faults are named."""
 
+import importlib.util
+import multiprocessing.resource_sharer
 import os
 import signal
 import time
@@ -75,6 +77,11 @@ def test_workers_are_forked_again_and_again_while_the_device_computes(cores):
 
 
 def test_forking_is_no_warning(cores):
+    if importlib.util.find_spec("jax"):
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        jax.devices()  # from here on it warns of forks
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "the device waited for data")
@@ -85,6 +92,17 @@ def test_a_killed_worker_is_named(cores):
     with pytest.raises(DataError, match=r"worker \d \(pid \d+, killed by signal 9\) of the DataLoader ended.*memory"):
         train(cores, fault=killed, num_workers=2)
     assert len(train(cores)[1]["loss"]) == 2  # the process goes on
+
+
+def test_a_worker_that_dies_while_its_batch_is_fetched_is_named(cores, monkeypatch):
+    def fetched_too_late(file):
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        raise ConnectionResetError("Connection reset by peer")
+
+    monkeypatch.setattr(multiprocessing.resource_sharer.DupFd, "detach", fetched_too_late)
+    with pytest.raises(DataError, match=r"worker 0 \(pid \d+, killed by signal 9\) of the DataLoader ended"):
+        train(cores, num_workers=1)
 
 
 class DeathInABatch(Callback):
@@ -116,6 +134,12 @@ def test_a_death_is_no_error_in_the_middle_of_a_callback(cores, tmp_path):
     with pytest.raises(DataError, match="killed by signal 9"):
         model.fit(loader, callbacks=[DeathInABatch(allowed)], verbose=0, cores=cores)
     assert signal.getsignal(signal.SIGCHLD) is handler
+
+
+def test_an_error_ends_its_workers(cores):
+    with pytest.raises(ValueError, match="sample 40 is broken"):
+        train(cores, fault=raising, num_workers=2)
+    assert not multiprocessing.active_children()  # while pytest keeps the error, and with it the loader's iterator
 
 
 def test_the_look_at_validation_data_reads_one_batch(cores, tmp_path):

@@ -5,7 +5,8 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from multiprocessing.connection import wait
 from traceback import walk_tb
 from typing import Any
 
@@ -23,24 +24,44 @@ def read(loader: DataLoader[Any]) -> Iterator[Any]:
             which to PyTorch is the end of the data. Another error of the data set is raised as PyTorch raises it: of
             its own type, with the worker's number and traceback in its message.
     """
-    with _forking() if loader.num_workers else nullcontext():
-        batches = iter(loader)
-    take = _reader(loader, batches)
-    while True:
-        try:
-            batch = take()
-        except StopIteration as end:
-            if _is_of_a_sample(loader, end):
-                who = f"{type(loader.dataset).__name__}.__getitem__"
-                why = "which would end the epoch early: an iterator that it reads has ended"
-                raise DataError(f"{who} raised StopIteration, {why}") from end
-            return
-        except RuntimeError as error:
-            message = _explained(loader, batches, str(error))
-            if message is None:
-                raise
-            raise DataError(message) from error
-        yield batch
+    with _iterating(loader) as batches:
+        take = _reader(loader, batches)
+        while True:
+            try:
+                batch = take()
+            except StopIteration as end:
+                if _is_of_a_sample(loader, end):
+                    who = f"{type(loader.dataset).__name__}.__getitem__"
+                    why = "which would end the epoch early: an iterator that it reads has ended"
+                    raise DataError(f"{who} raised StopIteration, {why}") from end
+                return
+            except (RuntimeError, OSError, EOFError) as error:
+                message = _explained(loader, batches, error)
+                if message is None:
+                    raise
+                raise DataError(message) from error
+            yield batch
+
+
+@contextmanager
+def _iterating(loader: DataLoader[Any]) -> Iterator[Any]:
+    """An iterator over a loader, whose workers end with it.
+
+    The traceback of an error keeps the iterator, until the garbage collector finds both. It would find the queues with
+    them, and so wait five seconds for each worker, which nothing tells to end.
+    """
+    if not loader.num_workers:
+        yield iter(loader)
+        return
+    with _forking():
+        batches: Any = iter(loader)
+    try:
+        with deaths_found_by_readers():
+            yield batches
+    finally:
+        end = getattr(batches, "_shutdown_workers", None)  # a loader may have an iterator of its own
+        if end is not None and not loader.persistent_workers:
+            end()
 
 
 def _reader(loader: DataLoader[Any], batches: Any) -> Callable[[], Any]:
@@ -89,11 +110,17 @@ def deaths_found_by_readers() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, handler)
 
 
-def _explained(loader: DataLoader[Any], batches: Any, message: str) -> str | None:
+def _explained(loader: DataLoader[Any], batches: Any, error: Exception) -> str | None:
     """Say which worker died or hung, if the loader's error is about one."""
-    workers = getattr(batches, "_workers", [])
-    if "exited unexpectedly" in message:
-        dead = [(i, worker) for i, worker in enumerate(workers) if worker.exitcode is not None]
+    message, workers = str(error), getattr(batches, "_workers", [])
+    # A batch's tensors are fetched from the worker that sent it, which may have died since.
+    gone = isinstance(error, (OSError, EOFError)) and "reraise" not in _functions(error)
+    if gone and workers:
+        ending = wait([worker.sentinel for worker in workers], timeout=1)
+        for worker in (one for one in workers if one.sentinel in ending):
+            worker.join()
+    dead = [(i, worker) for i, worker in enumerate(workers) if worker.exitcode is not None]
+    if "exited unexpectedly" in message or (gone and dead):
         ended = ", ".join(f"worker {i} (pid {worker.pid}, {_ending(worker.exitcode)})" for i, worker in dead)
         cure = "Killed workers have most often used up the machine's memory: take fewer of them, or smaller samples"
         return f"{ended or 'a worker'} of the DataLoader ended before its work was done. {cure}"
@@ -107,8 +134,12 @@ def _explained(loader: DataLoader[Any], batches: Any, message: str) -> str | Non
 
 def _is_of_a_sample(loader: DataLoader[Any], end: StopIteration) -> bool:
     """True if the end of the loader came from reading a sample, here or in a worker, and not from its sampler."""
-    frames = [frame.f_code.co_name for frame, _ in walk_tb(end.__traceback__)]
-    return not isinstance(loader.dataset, IterableDataset) and not {"fetch", "reraise"}.isdisjoint(frames)
+    return not isinstance(loader.dataset, IterableDataset) and not {"fetch", "reraise"}.isdisjoint(_functions(end))
+
+
+def _functions(error: BaseException) -> list[str]:
+    """The names of the functions that an error came through; PyTorch's `reraise` raises those of a worker's data."""
+    return [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
 
 
 def _ending(exitcode: int) -> str:
