@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: its weights and their averages are those of a plain loop, whatever the speed of its steps."""
+"""Schedule-free AdamW: its weights and their averages are those of a plain loop, and its steps are replayed."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tpufit.callbacks import Callback, ModelCheckpoint
 
 pytestmark = [pytest.mark.soak, pytest.mark.cores(1, 8)]
 
-X = torch.randn(61, 4, generator=torch.Generator().manual_seed(0))
+X = torch.randn(128, 4, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)
 
 
@@ -29,39 +29,64 @@ class Averages(Callback):
         self.model.optimizer.eval()
 
 
-def made():
+class Slower(Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.learning_rate = 0.02
+
+
+def optimizer_of(parameters):
     import schedulefree
 
+    weight, bias = parameters
+    groups = [{"params": [weight]}, {"params": [bias], "lr": 0.01, "weight_decay": 0.0}]
+    return schedulefree.AdamWScheduleFree(groups, lr=0.05, warmup_steps=6, weight_decay=0.1)
+
+
+def made():
     torch.manual_seed(0)
-    net = nn.Linear(4, 1)
-    return net, schedulefree.AdamWScheduleFree(net.parameters(), lr=0.05, warmup_steps=4)
+    return nn.Linear(4, 1)
 
 
-def plain(epochs):
-    (net, optimizer), losses = made(), []
-    for _ in range(epochs):
+def plain(epochs, accumulate):
+    net, losses = made(), []
+    optimizer = optimizer_of(net.parameters())
+    for epoch in range(epochs):
         optimizer.train()
-        for x, y in zip(X.split(16), Y.split(16), strict=True):
+        if epoch == 1:
+            optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.02, 0.004
+        for x, y in zip(X.split(16 * accumulate), Y.split(16 * accumulate), strict=True):
             optimizer.zero_grad()
             (net(x) - y).square().mean().backward()
             optimizer.step()
         optimizer.eval()
         losses.append((net(X) - Y).square().mean().item())
-    return net, losses
+    return net, optimizer, losses
 
 
-@pytest.mark.filterwarnings("ignore:the train step is traced anew on every call")
-def test_it_trains_and_validates_as_a_plain_loop_and_goes_on_from_a_checkpoint(cores, tmp_path):
+@pytest.mark.parametrize(("steps", "accumulate"), [(1, 1), (5, 1), (1, 2), (5, 2)])
+def test_it_trains_as_a_plain_loop_replayed_and_goes_on_from_a_checkpoint_to_the_bit(
+    cores, tmp_path, steps, accumulate
+):
     pytest.importorskip("schedulefree")
     how = {"batch_size": 16 // cores, "shuffle": False, "validation_data": (X, Y), "verbose": 0, "cores": cores}
-    net, losses = plain(3)
-    for epochs in (3, 2, 3):  # whole; then in two parts
-        model = tpufit.Model(made()[0])
-        model.compile(lambda parameters: type(made()[1])(parameters, lr=0.05, warmup_steps=4), "mse", scale_lr=None)
+    net, optimizer, losses = plain(4, accumulate)
+    whole = {}
+    for epochs in (4, 2, 4):  # whole; then in two parts
+        model = tpufit.Model(made())
+        joined = {"steps_per_execution": steps, "accumulate_steps": accumulate}
+        model.compile(optimizer_of, "mse", scale_lr=None, **joined)
         run = ModelCheckpoint(tmp_path / f"run{how.get('resume')}", keep_last=None)
-        history = model.fit(X, Y, epochs=epochs, callbacks=[run, Averages()], **how).history
+        history = model.fit(X, Y, epochs=epochs, callbacks=[run, Averages(), Slower()], **how).history
         how["resume"] = True
-        if epochs == 3:
-            assert history["val_loss"] == pytest.approx(losses, abs=1e-5)
-            for name, value in model.state_dict().items():
-                torch.testing.assert_close(value, net.state_dict()[name], rtol=0, atol=1e-5)
+        assert not model.report().traced["train"]  # it is replayed
+        if epochs == 2:
+            continue
+        assert history["val_loss"] == pytest.approx(losses, abs=1e-5)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, net.state_dict()[name], rtol=0, atol=1e-5)
+            assert torch.equal(value, whole.setdefault(name, value)), name
+        for ours, theirs in zip(model.optimizer.param_groups, optimizer.param_groups, strict=True):
+            for key in ("k", "lr", "lr_max", "weight_sum", "scheduled_lr", "train_mode"):
+                assert type(ours[key]) is type(theirs[key])
+                assert ours[key] == theirs[key], key

@@ -70,7 +70,7 @@ class Program(ABC):
 
         Args:
             key: Everything that the graph depends on but the values of tensors: shapes, modes, options.
-            inputs: Batches and rates.
+            inputs: Batches, rates and numbers. The body may add to the list: the next call gives those, too.
             seeds: One for each step.
             body: The Python of the steps.
             pause: Gives a context in which nothing else sends anything to the device.

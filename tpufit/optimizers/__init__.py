@@ -14,7 +14,19 @@ from .build import (
 )
 from .device_rates import DeviceRates
 from .ema import EMA, EMAConfig
+from .group_numbers import GroupNumbers
 from .groups import ExcludeArgument, GroupConfig
 from .host_counters import HostCounters
-from .rates import RATE_KEYS, begin_from_peak, note_scheduled, rates, required, scale_rates, scaled_rates, set_rate
+from .rates import (
+    RATE_KEYS,
+    RUNNING,
+    begin_from_peak,
+    note_scheduled,
+    rates,
+    required,
+    runs_numbers,
+    scale_rates,
+    scaled_rates,
+    set_rate,
+)
 from .shared_counters import SharedStepCounters

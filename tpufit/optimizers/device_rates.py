@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from ..backend import Placement
 from ..runtime import keeps_count, to_device
 from ..utils.replaced import replaced
+from .rates import runs_numbers
 from .shared_counters import SharedCounterMode, SharedStepCounters
+from .traced import Traced
 
 
 class DeviceRates:
@@ -23,7 +25,7 @@ class DeviceRates:
 
     def __init__(self, optimizer: Optimizer, placement: Placement) -> None:
         self._optimizer, self._placement = optimizer, placement
-        self._sent: list[list[float]] = []
+        self.sent: list[list[float]] = []  # of each step, those of the groups
         self._rates = torch.empty(0)
 
     def send(self, steps: list[list[float]]) -> Tensor:
@@ -31,8 +33,8 @@ class DeviceRates:
 
         Each step's are those of the groups; the vector has a row for each step, if there are several.
         """
-        if steps != self._sent:
-            self._sent = steps
+        if steps != self.sent:
+            self.sent = steps
             host = torch.tensor(steps if len(steps) > 1 else steps[0])
             (self._rates,) = to_device([host], self._placement)
         return self._rates
@@ -53,7 +55,8 @@ class DeviceRates:
         """A context in which the optimizer takes tensors for its rates, and counts its steps on the device."""
         ours = {"foreach": False, "fused": False, "capturable": keeps_count(self._optimizer)}
         shares = isinstance(self._optimizer, SharedStepCounters)
-        with self._restoring(*ours), replaced(self._optimizer, mode=_OnDevice) if shares else _OnDevice():
+        own = _WithNumbers if runs_numbers(self._optimizer) else _OnDevice
+        with self._restoring(*ours), replaced(self._optimizer, mode=_OnDevice) if shares else own():
             for group in self._optimizer.param_groups:
                 group.update({key: value for key, value in ours.items() if key in group})
             yield
@@ -110,6 +113,20 @@ class _OnDevice(SharedCounterMode):
         if known is None:
             known = self._numbers[value, device] = torch.full((), value, dtype=torch.float32, device=device)
         return known
+
+
+class _WithNumbers(_OnDevice):
+    """Gives tensors the numbers of a course as inputs of the graph, see `GroupNumbers`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args = tuple(arg.on_device() if isinstance(arg, Traced) else arg for arg in args)
+        given = {name: arg.on_device() if isinstance(arg, Traced) else arg for name, arg in (kwargs or {}).items()}
+        if func.__name__ == "lerp_" and isinstance(given.get("weight"), Tensor):  # in the weights' own format
+            target, end = args[0], given["end"] if "end" in given else args[1]
+            return target.add_(torch.mul(torch.sub(end, target), given["weight"]))
+        return super().__torch_function__(func, types, args, given)
 
 
 def _same_shapes(target: Tensor, *others: Any) -> bool:

@@ -14,6 +14,14 @@ _PEAK = "initial_lr"  # PyTorch's name of the rate that a schedule begins with, 
 # The keys of a group that hold its rate, and where the rate came from: tpufit's, and PyTorch's own.
 RATE_KEYS = ("lr", _PEAK, _RATIO, _FACTOR, _SCALED, _SCHEDULED)
 
+# The numbers in the groups of schedule-free optimizers that a step changes.
+RUNNING = ("k", "step", "lr_max", "weight_sum")
+
+
+def runs_numbers(optimizer: Optimizer) -> bool:
+    """True if an optimizer's steps change numbers in its groups, as those of schedule-free ones do."""
+    return "weight_sum" in optimizer.param_groups[0]
+
 
 def required(optimizer: Optimizer | None) -> Optimizer:
     """Return the optimizer, or raise `NotCompiledError` if `compile` was given none."""
@@ -64,7 +72,7 @@ def scaled_rates(optimizer: Optimizer) -> list[float]:
 def begin_from_peak(optimizer: Optimizer) -> None:
     """Return each group to the peak of the schedule before, unless the rate has been set since; that is a new peak."""
     for group in optimizer.param_groups:
-        if group["lr"] == group.get(_SCHEDULED):
+        if _PEAK in group and group["lr"] == group.get(_SCHEDULED):  # a name that schedule-free optimizers use as well
             group["lr"] = group[_PEAK]
         group.pop(_PEAK, None)  # PyTorch would begin with it
 

@@ -152,6 +152,7 @@ class Capture:
         # Before the trace, which replaces the sums and gives the state's tensors other memory.
         lists = {"state": stored, "sum": target.sums.tensors, "input": inputs}
         self._memory = by_memory(lists)
+        self._given = len(inputs)  # the body may add others
         self._before = python_state()
         self.outputs: Any = None
         self._new: list[Tensor] = []  # the tensors that the trace has made, but for those that it has let go
@@ -226,7 +227,9 @@ class Capture:
         target = self._target
         state, sums = target.state, target.sums
         # Sums that the step made itself are known only now. They come first: what was known before has the last word.
+        added = by_memory({"input": self._inputs[self._given :]})
         memory = by_memory({"sum": sums.begun}) | self._memory
+        memory |= {handle: (name, self._given + i) for handle, (name, i) in added.items()}
         leaves, spec = tree_flatten(self.outputs)
         template, computed = template_of(leaves, memory)
         (changed, replaced), summed = state.traced(), pending(sums.tensors)

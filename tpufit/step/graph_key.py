@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..data import Compose
-from ..optimizers import RATE_KEYS
+from ..optimizers import RATE_KEYS, RUNNING, runs_numbers
 from ..utils.counters import count_capture
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
@@ -76,13 +76,14 @@ class Guard:
 
 
 def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
-    """List the options in the optimizers' groups, without the rates, which are inputs of a graph."""
+    """List the options in the optimizers' groups, without the rates and counts that are inputs of a graph."""
     return tuple(
         (key, value if isinstance(value, (int, float, str, bool, tuple)) else id(value))
         for optimizer in optimizers
+        for inputs in [RATE_KEYS + RUNNING if runs_numbers(optimizer) else RATE_KEYS]
         for group in optimizer.param_groups
         for key, value in group.items()
-        if key not in RATE_KEYS
+        if key not in inputs
     )
 
 
@@ -195,6 +196,8 @@ class GraphKeys:
             return "it is the first step"
         if key in known_keys:
             return "the step before it made new state"
+        if type(key[-1]) is int and any(other[:-1] == key[:-1] for other in known_keys):
+            return "the optimizer computes its numbers in another way"
         guard, transform, signature = key[:3]
         if guard not in {other[0] for other in known_keys}:
             return self._change()

@@ -4,7 +4,7 @@ A group of steps runs as one graph. Its first two calls capture it: their Python
 calls replay it: no Python of the step runs, and the weights' values are held apart from the user's tensors.
 
 The graph's inputs are one flat list of tensors: those of the batches, see `DeviceGroup`, and then for each attached
-optimizer its learning rates, a vector a step.
+optimizer its learning rates, a vector a step; last the numbers of `GroupNumbers`.
 `StepRunner._inputs` writes that list, and `StepRunner._body`, the Python that is traced, reads it.
 """
 
@@ -128,6 +128,9 @@ class StepRunner:
         engine.latest = role
         state.count_updates(updates)
         key = self._role.keys.of(group.forms[0].signature, steps, group.stacked, updates)
+        if self._role.learns:
+            course, added = state.group_numbers.find(key, state.attached, state.placement)
+            key, inputs = (*key, *course), [*inputs, *added]
         body = partial(self._body, group, updates)
         if program.audit_due(key, remaining):
             with state.counters.untouched(state.named_optimizers().values()):
@@ -135,12 +138,18 @@ class StepRunner:
         if program.replays(key):
             outputs = program.replay(key, inputs, seeds)
             state.counters.replayed((self._role.name, key))
+            if self._role.learns:
+                state.group_numbers.replayed()
         elif not program.captures:
             outputs = program(key, inputs, seeds, body, pause)
+            if self._role.learns:
+                state.group_numbers.traced()
         else:
             program.cause = self._role.keys.cause(key, steps, program.traced_keys)
             with state.counters.traced((self._role.name, key), state.named_optimizers().values()):
                 outputs = program(key, inputs, seeds, body, pause)
+            if self._role.learns:
+                state.group_numbers.traced()
             engine.register_new_state()  # here only: a replayed step runs no Python that could create state
             sample = self._sample(group, updates)
             if sample is not None and program.lacks_sample(key):
@@ -320,6 +329,7 @@ class StepRunner:
             attached = [rates for _, rates in engine.state.attached]
             for rates in attached:
                 stack.enter_context(rates.in_step())
+            use = stack.enter_context(engine.state.group_numbers.in_steps(inputs)) if self._role.learns else None
             if engine.blocks and self._role.learns:
                 stack.enter_context(recomputing(engine.blocks, seed))
             for i, (batch, form, labels) in enumerate(group.unpack(inputs[:sent])):
@@ -331,8 +341,10 @@ class StepRunner:
                 # After the transform, which may change the labels.
                 if engine.options.class_weight is not None and self._role.learns:
                     batch = engine.options.class_weight.weigh(batch, engine.state.placement)
-                for rates, vectors in zip(attached, inputs[sent:], strict=True):
+                for rates, vectors in zip(attached, inputs[sent : sent + len(attached)], strict=True):
                     rates.use(vectors if len(group.forms) == 1 else vectors[i])
+                if use is not None:
+                    use(i)
                 context = StepContext(self._metrics, form.rows, labels, updates[i] if updates else UpdatePlan())
                 steps = engine.state.taking_steps(context) if self._role.learns else nullcontext()
                 with engine.tracing(context), steps:

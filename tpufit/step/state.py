@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..backend import HOST, DeviceState, Placement, Sharding
 from ..backend.eager import HostState
 from ..errors import CheckpointMismatchError, StateLostError, few
-from ..optimizers import DeviceRates, HostCounters, UpdatePlan, clear_state, device_state, parameters
+from ..optimizers import DeviceRates, GroupNumbers, HostCounters, UpdatePlan, clear_state, device_state, parameters
 from ..runtime import copies, copy_into, move, reshard, state_at, swap_value, to_host
 from ..utils.random import RNGState
 from ..utils.replaced import replaced
@@ -66,6 +66,7 @@ class TrainState:
         self.device: DeviceState = HostState([]) if before is None else before.device
         self.optimizers: dict[Optimizer, OptimizerState] = {}  # of those that steps have used so far
         self.counters = HostCounters()  # the optimizers' counts that stay on the host
+        self.group_numbers = GroupNumbers()  # those that the optimizers' steps change in their groups
         self.numbers = TrainNumbers()
         if before is not None:
             kept = before.numbers
