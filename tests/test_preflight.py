@@ -413,7 +413,7 @@ def test_an_unknown_tpu_and_an_unknown_argument():
         made().preflight(X, Y, epoch=3)
     with pytest.raises(ArgumentError, match="whole number or 'auto', got 'large'"):
         made().preflight(X, Y, batch_size="large")
-    with pytest.raises(ArgumentError, match="'auto' goes with arrays"):
+    with pytest.raises(ArgumentError, match="'auto' goes with arrays.*this list brings its own batches"):
         made().preflight(BATCHES, batch_size="auto")
     with pytest.raises(ArgumentError, match="remat must be 'auto' or None, got 'dots': compile takes the others"):
         made().preflight(X, Y, remat="dots")

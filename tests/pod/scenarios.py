@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import tpufit
 from tpufit.data import CachedDataset, PerHost
+from tpufit.data.augment import CutMix, MixUp
 
 SCENARIOS = []
 
@@ -62,6 +63,21 @@ def a_batch_that_some_hosts_have_no_rows_of():
     size = 2
     rows = 2 * size * tpufit.runtime.settled().count + 2  # two whole batches, and two rows
     return result(model, model.fit(X[:rows], Y[:rows], batch_size=size, epochs=2, verbose=0))
+
+
+@scenario
+def images_mixed_with_those_of_other_hosts():
+    found = []
+    torch.manual_seed(4)
+    for mix in (MixUp(3), CutMix(3)):
+        for rows in (2, 11):  # of the last batch, of which some hosts have no rows, or fewer
+            whole = 8 * tpufit.runtime.settled().count
+            images, classes = torch.rand(whole + rows, 3, 4, 4) + 1, torch.randint(0, 3, (whole + rows,))
+            model = tpufit.Model(nn.Sequential(nn.Flatten(), nn.Linear(48, 3)))
+            model.compile("adamw", "cross_entropy", metrics=["accuracy"])
+            history = model.fit(images, classes, batch_size=4, epochs=2, verbose=0, device_transform=mix)
+            found.append(result(model, history))
+    return found
 
 
 @scenario

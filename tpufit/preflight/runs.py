@@ -12,11 +12,12 @@ from typing import Any
 
 from .. import errors
 from ..backend import Cores
-from ..data.stream import DEFAULT_BATCH_SIZE, brings_batches
+from ..data.stream import DEFAULT_BATCH_SIZE
 from ..errors import ArgumentError, PreflightError, counted
 from ..runtime import has_flash, keeps_bfloat16
 from ..step import Engine, policies_for
 from ..trainer.arguments import TrainingData, ValidationData, require_learning
+from ..trainer.batch_size import require_rows
 from ..utils import hardware, releases
 from ..utils.users_code import warn
 from .analysis import CompiledProgram, analyse
@@ -166,11 +167,12 @@ class PreflightRun:
         return self._largest(on)
 
     def _largest(self, on: Slice) -> int:
-        """Find the largest batch size per core whose training step fits, by compiling it at several sizes."""
-        if brings_batches(self.train.x):
-            raise ArgumentError(
-                "batch_size='auto' goes with arrays and map-style datasets: these data bring their own batches"
-            )
+        """Find the largest batch size per core whose training step fits, by compiling it at several sizes.
+
+        A compilation takes minutes and gives the bytes, which name the next size; `trainer.batch_size.largest` tries
+        sizes out, which only says yes or no.
+        """
+        require_rows(self.train.x)
         train, _ = self.validation.split_off(self.train)
         largest = 0
         smallest_too_large = 0
