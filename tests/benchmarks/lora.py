@@ -1,8 +1,9 @@
 """A Llama of 1.2 billion weights with LoRA on one core of a v5e, by the length of its texts.
 
 The net is Llama 3.2 1B as transformers makes it, in bfloat16, on the meta device; peft's adapters, of rank 16, are on
-all of a block's projections. AdamW, bf16, one row a core, no `remat`. To compile all 16 blocks takes more than 22 GB of
-the host's memory, so 2 and 4 of them are compiled, and what 16 take follows from the difference: all are alike.
+all of a block's projections. AdamW, bf16, one row a core; the longest texts with `remat`, too. To compile all 16 blocks
+takes more than 22 GB of the host's memory, so 2 and 4 of them are compiled, and what 16 take follows from the
+difference: all are alike.
 
     nice python tests/benchmarks/lora.py          # prints a line a compilation, one to three minutes each
 
@@ -45,19 +46,21 @@ def adapted(length: int, blocks: int) -> nn.Module:
         return peft.get_peft_model(transformers.LlamaForCausalLM(config).to(torch.bfloat16), lora)
 
 
-def compiled(length: int, blocks: int) -> dict[str, Any]:
+def compiled(length: int, blocks: int, remat: str | None) -> dict[str, Any]:
     """The figures of a training step."""
     model = tpufit.Model(adapted(length, blocks))
-    model.compile("adamw", "module", precision="bf16")
+    model.compile("adamw", "module", precision="bf16", remat=remat)
     words = torch.zeros(2, length, dtype=torch.long)
     report = model.preflight({"input_ids": words, "labels": words}, batch_size=1, tpu=SLICE, verbose=0)
     memory = report.step.memory.total / 2**30
-    return {"length": length, "blocks": blocks, "GiB": memory, "million_cycles": report.step.cost.cycles / 1e6}
+    cycles = report.step.cost.cycles / 1e6
+    return {"length": length, "remat": remat, "blocks": blocks, "GiB": memory, "million_cycles": cycles}
 
 
 if __name__ == "__main__":
-    for length in (1024, 2048, 4096, 8192):
-        two, four = compiled(length, 2), compiled(length, 4)
-        sixteen = four["GiB"] + 6 * (four["GiB"] - two["GiB"])
-        for row in (two, four, {"length": length, "blocks": 16, "GiB": sixteen, "extrapolated": True}):
+    plain = [(length, None) for length in (1024, 2048, 4096, 8192)]
+    for length, remat in [*plain, (8192, "dots"), (8192, "nothing"), (16384, "dots"), (16384, "nothing")]:
+        two, four = compiled(length, 2, remat), compiled(length, 4, remat)
+        sixteen = {key: four[key] + 6 * (four[key] - two[key]) for key in ("GiB", "million_cycles")}
+        for row in (two, four, two | {"blocks": 16} | sixteen | {"extrapolated": True}):
             print(json.dumps(row), flush=True)
