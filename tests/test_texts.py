@@ -260,3 +260,13 @@ def test_a_net_of_ones_own_takes_pairs_and_segments_and_goes_on_from_a_checkpoin
             logits.append(Own()(own, torch.arange(own.shape[1])[None], torch.ones_like(own))[0].T[:-1])
         labels.append(own[0, 1:])
     assert loss == pytest.approx(F.cross_entropy(torch.cat(logits), torch.cat(labels)).item(), abs=1e-5)
+
+
+@pytest.mark.cores(1)
+def test_texts_of_another_tokenizer_than_the_models_are_an_error_before_anything_is_compiled(cores):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 1, "bos_token_id": 0, "eos_token_id": 0}
+    model = tpufit.Model(transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, **sizes)))
+    model.compile("adamw", "module")
+    with pytest.raises(DataError, match="the texts have token 50, and GPT2LMHeadModel knows 50 tokens: they are of"):
+        model.fit(PackedDataset([[1, 2], [3, 50]], 8), verbose=0)

@@ -61,9 +61,11 @@ class PackedDataset(RowsOfTokens):
             (default False).
         mask: False to give `"segment_ids"`, from 1, in place of the `"attention_mask"`, and 0 for padding, for a net
             that makes its own (default True).
-        vocab_size: The number of tokens that the net knows: a larger one in a text is an error (default: not checked).
+        vocab_size: The number of tokens that the net knows: a larger one in a text is an error (default: `fit` checks
+            it for a model of transformers).
 
     Attributes:
+        largest_token: The largest number of a token in the texts.
         padding: The share of the tokens that are padding, from 0 to 1.
         padding_before: The share that would be if each text had a row of its own.
 
@@ -103,7 +105,11 @@ class PackedDataset(RowsOfTokens):
         self.shift = shift
         self.mask = mask
         # Of the texts only their lengths are kept: each is read again with its row, so they may be larger than memory.
-        sizes = [_size(texts[i], i, vocab_size) for i in range(len(texts))]
+        sizes, self.largest_token = [], 0
+        for i in range(len(texts)):
+            size, largest = _size(texts[i], i, vocab_size)
+            sizes.append(size)
+            self.largest_token = max(self.largest_token, largest)
         pieces = [
             (i, first, min(length, size - first))
             for i, size in enumerate(sizes)
@@ -300,15 +306,17 @@ def _of_text(text: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.asarray(ids), np.asarray(labels)
 
 
-def _size(text: Any, index: int, vocab_size: int | None) -> int:
+def _size(text: Any, index: int, vocab_size: int | None) -> tuple[int, int]:
+    """The number of a text's tokens, and the largest of them."""
     ids, labels = _of_text(text)
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise DataError(f"text {index} must be token numbers in one dimension, got {ids.dtype} of shape {ids.shape}")
     if labels.shape != ids.shape:
         raise DataError(f"text {index} has {counted(len(ids), 'token')} and {counted(len(labels), 'label')}")
-    if vocab_size is not None and ids.max(initial=0) >= vocab_size:
-        raise DataError(_too_large(int(ids.max()), f"text {index}", vocab_size))
-    return len(ids)
+    largest = int(ids.max(initial=0))
+    if vocab_size is not None and largest >= vocab_size:
+        raise DataError(_too_large(largest, f"text {index}", vocab_size))
+    return len(ids), largest
 
 
 def _too_large(token: int, where: str, vocab_size: int) -> str:

@@ -26,6 +26,7 @@ from .arguments import (
     require_compiled,
     require_gradients,
     require_learning,
+    require_vocabulary,
 )
 from .batch_size import AUTO, ByCompiler, choose, require_rows
 from .hosts import started_with
@@ -46,6 +47,7 @@ def run_fit(
     require_compiled(engine, "fit")
     require_gradients("fit")
     require_learning(engine.model.module)
+    require_vocabulary(engine.model.module, train.x)
     optimizers.required(engine.model.optimizer)
     verbosity = resolve_verbose(verbose)
     given = CallbackList(callbacks).callbacks
