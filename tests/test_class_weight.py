@@ -71,7 +71,7 @@ def test_data_of_any_form_equal_a_plain_loop(cores, form):
     counts = runtime.counts() - before
     assert_equal(model, plain(net()))
     assert list(history) == ["loss"]
-    assert not model._engine.roles["train"].program.traced_because
+    assert not model.report().traced["train"]
     assert counts.graphs.get("train", 0) <= 2 and not counts.fallbacks and counts.host_reads == 0
     assert {k: n for k, n in counts.waits.items() if n and k not in ("throttle", "capture", "audit")} == {"logs": 2}
 

@@ -90,7 +90,7 @@ def assert_trained_alike(model, net, history, expected, names):
 
 def assert_replayed(model, counts, waits):
     """Every shape was traced once and proven once, nothing fell back, and only the epochs' ends were waited for."""
-    assert not model._engine.roles["train"].program.traced_because
+    assert not model.report().traced["train"]
     assert counts.graphs.get("train", 0) <= 2 and not counts.fallbacks and counts.host_reads == 0
     assert {k: n for k, n in counts.waits.items() if n and k not in ("throttle", "capture", "audit")} == {"logs": waits}
 

@@ -70,7 +70,7 @@ def evaluated(cores, kind, y, loss, sample_weight=None, on_host=None, **argument
     before = runtime.counts()
     logs = model.evaluate(X, y, **given)
     counts = runtime.counts() - before
-    assert not model._engine.roles["eval"].program.traced_because
+    assert not model.report().traced["eval"]
     assert on_host is None or [metric._device_metric.keeps_batches for metric in model.metrics] == [on_host]
     assert not counts.graphs and not counts.fallbacks and counts.host_reads == 0
     assert {k: n for k, n in counts.waits.items() if n and k not in ("throttle", "capture", "audit")} == {"logs": 1}

@@ -39,7 +39,7 @@ def test_a_loop_of_ones_own_is_fit(cores):
     counts = runtime.counts() - before
     for name, value in fitted.state_dict().items():
         assert torch.equal(own.state_dict()[name], value), name
-    assert not own._engine.roles["train"].program.traced_because
+    assert not own.report().traced["train"]
     assert counts.waits["batch logs"] == 21 and counts.graphs["train"] == 0  # the graphs are those of `fit`
 
 

@@ -61,7 +61,7 @@ def test_formats_of_inputs_weights_and_loss(cores, name):
     assert history["loss"][-1] < history["loss"][0] and history["accuracy"][-1] > 0.7
     assert model.predict(X, verbose=0).dtype == np.float32
     assert model.state_dict()["last.weight"].dtype is whole
-    assert not model._engine.roles["train"].program.traced_because
+    assert not model.report().traced["train"]
     lines = []
     model.summary(lines.append)
     products = "float32" if name == "fp32" else "bfloat16"

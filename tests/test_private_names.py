@@ -97,7 +97,7 @@ def train(kind, cores):
     history = model.fit(X, Y, 16 // cores, 3, verbose=0, validation_split=0.2, cores=cores).history
     model.train_on_batch(X[:16], Y[:16])
     rows = model.predict(X, verbose=0).tolist()
-    replayed = {name: not role.program.traced_because for name, role in model._engine.roles.items()}
+    replayed = {role: not cause for role, cause in model.report().traced.items()}
     return history, model.state_dict(), rows, replayed
 
 

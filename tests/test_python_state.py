@@ -38,7 +38,7 @@ def train(extra, callbacks=(), epochs=2, jit_compile="auto"):
     model.compile("adamw", "cross_entropy", jit_compile=jit_compile)
     torch.manual_seed(1)
     history = model.fit(X, Y, 8, epochs, verbose=0, callbacks=list(callbacks)).history
-    return model._engine.roles["train"].program.traced_because, history
+    return model.report().traced["train"], history
 
 
 class Schedule:
@@ -177,7 +177,7 @@ def test_drawing_for_the_data_meanwhile_is_no_draw_of_the_step():
     model = tpufit.Model(Net(lambda net, h: h))
     model.compile("sgd", "cross_entropy", jit_compile=True)
     model.fit(Noisy(), epochs=2, verbose=0)
-    assert not model._engine.roles["train"].program.traced_because
+    assert not model.report().traced["train"]
 
 
 def test_numpys_functions_are_its_own_again_afterwards():

@@ -183,7 +183,7 @@ def test_momentum_cycles_in_a_few_levels_whose_graphs_are_counted(cores, optimiz
     assert rates.momenta[0] == rates.momenta[-1] == 0.95 and min(rates.momenta) == pytest.approx(0.85)
     option = "momentum" if optimizer is SGD else "betas"
     assert counts.captures == {f"{option} in the optimizer's param_groups": 2}
-    assert counts.graphs["train"] <= 6 and not model._engine.roles["train"].program.traced_because
+    assert counts.graphs["train"] <= 6 and not model.report().traced["train"]
 
 
 def test_without_a_peak_it_is_the_rate_of_compile_and_stays_so_in_a_second_fit(cores):

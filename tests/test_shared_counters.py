@@ -115,7 +115,7 @@ def test_parameters_without_gradients_stay_behind(cores, name):
 def test_a_trunk_that_steps_with_each_of_two_heads(cores):
     net = Heads()
     model = fitted(BothHeads, COUNTING["adam"], cores, net=copy.deepcopy(net))
-    assert not model._engine.roles["train"].program.traced_because
+    assert not model.report().traced["train"]
     optimizer = COUNTING["adam"](net.parameters())
     by_hand(net, optimizer, [first, second])
     assert steps_of(optimizer, net)["trunk.bias"] == 2 * steps_of(optimizer, net)["first.bias"]

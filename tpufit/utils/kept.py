@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Mu
 from contextlib import suppress
 from copy import copy
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .attributes import attributes, closure
 from .users_code import is_users_module
 
 # The limits of the walk: its depth, its objects, and the items of one container or tensor that are saved.
@@ -167,30 +168,12 @@ class _Walk:
 def _attributes(holder: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, or the variables that a function keeps."""
     if isinstance(holder, types.FunctionType):
-        for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True):
-            with suppress(ValueError):  # of a name that has no value yet
-                yield name, cell.cell_contents
-        return
-    if isinstance(holder, ItemsExcept):
+        yield from closure(holder)
+    elif isinstance(holder, ItemsExcept):
         yield from ((name, value) for name, value in list(holder.values.items()) if name not in holder.but)
-        return
-    hidden = _PYTORCHS if isinstance(holder, (nn.Module, Optimizer)) else ()
-    yield from (
-        ((name, value) for name, value in vars(holder).items() if name not in hidden)
-        if hasattr(holder, "__dict__")
-        else ()
-    )
-    kind: type = type(holder)
-    for slot in _slots(kind):
-        if hasattr(holder, slot):
-            yield slot, getattr(holder, slot)
-
-
-@lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
-    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    else:
+        hidden = _PYTORCHS if isinstance(holder, (nn.Module, Optimizer)) else ()
+        yield from ((name, value) for name, value in attributes(holder) if name not in hidden)
 
 
 def _values(holder: Any) -> dict[str, Any]:

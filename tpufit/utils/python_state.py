@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .attributes import attributes, closure
+
 # The limits of the walk: its depth, the items of one container (of a larger one the number and the plain values
 # together), and all facts together, for a nest of lists may hold a whole data set.
 _DEPTH = 4
@@ -137,7 +139,7 @@ class _Walk:
             if hooks:
                 yield f"the hooks of {name}", hooks
         hidden = _TORCHS if isinstance(value, nn.Module) else ()
-        for key, attribute in _attributes(value):
+        for key, attribute in attributes(value):
             if key not in hidden:
                 yield from self.of(f"{name}.{key}", attribute, depth - 1)
 
@@ -147,15 +149,8 @@ class _Walk:
     def _of_function(self, function: types.FunctionType, depth: int) -> _Facts:
         if is_a_librarys(function):
             return
-        # Its own cells and defaults may be replaced, its code not.
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        for name, cell in cells.items():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # of a name that has no value yet
-                continue
-            yield from self._of_variable(f"{function.__qualname__}'s {name}", value, depth)
-        for name, value in _defaults(function):
+        # Its own variables and defaults may be replaced, its code not.
+        for name, value in (*closure(function), *_defaults(function)):
             yield from self._of_variable(f"{function.__qualname__}'s {name}", value, depth)
         yield from self._of_variables(_globals_of(function), depth)
 
@@ -168,15 +163,6 @@ class _Walk:
             yield from self.of(label, value, depth - 1)
         elif (plain := _comparable(value)) is not _OTHER:
             yield label, plain
-
-
-def _attributes(value: Any) -> _Facts:
-    yield from getattr(value, "__dict__", {}).items()
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, slot) and slot != "__dict__":
-                yield slot, getattr(value, slot)
 
 
 def _defaults(function: types.FunctionType) -> _Facts:

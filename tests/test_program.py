@@ -71,7 +71,7 @@ def train(cores, *, extra=None, callbacks=(), epochs=6, rows=32, optimizer=None,
 
 
 def why_traced(model, role="train"):
-    return model._engine.roles[role].program.traced_because
+    return model.report().traced[role]
 
 
 def assert_equal(one, other):
@@ -329,9 +329,9 @@ def test_the_users_own_pending_work_survives(cores):
 @pytest.mark.parametrize(
     ("extra", "cause"),
     [
-        (lambda net, h: h * random.random(), r"its Python draws random numbers at test_graph\.py:\d+"),
-        (lambda net, h: h * float(h.abs().mean() > 0), r"reads a value from the device at test_graph\.py:\d+"),
-        (lambda net, h: h if h.mean() > 100 else h + 1, r"reads a value from the device at test_graph\.py:\d+"),
+        (lambda net, h: h * random.random(), r"its Python draws random numbers at test_program\.py:\d+"),
+        (lambda net, h: h * float(h.abs().mean() > 0), r"reads a value from the device at test_program\.py:\d+"),
+        (lambda net, h: h if h.mean() > 100 else h + 1, r"reads a value from the device at test_program\.py:\d+"),
     ],
     ids=["random", "float", "if"],
 )
@@ -387,7 +387,7 @@ def test_a_value_read_in_any_part_of_a_step_is_said_with_its_line(cores, model, 
         trained, history, _, _ = train(cores, model=model, epochs=1)
     said = [str(warning.message) for warning in caught if "traced anew" in str(warning.message)]
     assert len(said) == len(roles) and np.isfinite(history["loss"]).all()  # once each, in one sentence
-    cause = r"it reads a value from the device at test_graph\.py:\d+"
+    cause = r"it reads a value from the device at test_program\.py:\d+"
     for role, sentence in zip(roles, said, strict=True):
         assert re.fullmatch(
             rf"the {role} step is traced anew on every call, which is slow, because {cause}\. .+", sentence
@@ -824,7 +824,7 @@ def test_a_library_that_reads_is_named_with_its_line_and_the_cure(cores):
     with pytest.warns(UserWarning) as caught:
         train(cores, extra=asking, epochs=1)
     said = next(str(w.message) for w in caught if "the train step" in str(w.message))
-    assert re.search(r"at torchmetrics/functional/\S+\.py:\d+, called at test_graph\.py:\d+\. \w", said), said
+    assert re.search(r"at torchmetrics/functional/\S+\.py:\d+, called at test_program\.py:\d+\. \w", said), said
 
 
 def test_libraries_are_told_that_a_step_is_traced(cores):

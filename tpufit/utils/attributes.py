@@ -1,0 +1,44 @@
+"""What an object keeps: its attributes, slots included, and the variables in a function's closure."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+
+def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, with their names.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> list(attributes(SimpleNamespace(calls=3)))
+        [('calls', 3)]
+    """
+    yield from list(getattr(value, "__dict__", {}).items())
+    kind: type = type(value)
+    for slot in _slots(kind):
+        if hasattr(value, slot):
+            yield slot, getattr(value, slot)
+
+
+def closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables that a function keeps of where it was made, with their names.
+
+    Example:
+        >>> def counting(start):
+        ...     return lambda: start + 1
+        >>> list(closure(counting(3)))
+        [('start', 3)]
+    """
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # of a name that has no value yet
+            continue
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
