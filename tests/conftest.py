@@ -147,6 +147,14 @@ def _still_apart(request: pytest.FixtureRequest, _apart: None) -> None:
         gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def warm_children() -> Iterator[None]:
+    """Let the processes that the library starts be forks, too; see `warm.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", processes.SERVER.python())
+        yield
+
+
 @pytest.fixture
 def run_python(tmp_path: Path) -> RunPython:
     """Run code in a Python of its own, in `tmp_path`, with the checkout's tpufit.

@@ -12,6 +12,8 @@ from tpufit.checkup.facts import Facts, Pod, Process
 from tpufit.checkup.trial import ALL, Trial
 from tpufit.utils.hardware import CHIPS
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 V3, V5E = CHIPS["0x0027"], CHIPS["0x0063"]
 GOOD = {"torch": "2.9.0", "torch_xla": "2.9.0"}
 KAGGLE = {"torch": "2.8.0+cpu", "torch_xla": "2.8.0"}

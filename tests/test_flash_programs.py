@@ -12,6 +12,8 @@ from tpufit.preflight.hlo import operations
 from tpufit.preflight.slices import slice_of
 from tpufit.runtime import KernelWork
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 TIME, WIDTH, WORDS = 2048, 256, 256
 KERNELS = "splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"
 

@@ -30,6 +30,8 @@ from tpufit.preflight.plan import plan_of
 from tpufit.preflight.slices import slice_of
 from tpufit.trainer.arguments import TrainingData, ValidationData
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 X = np.random.default_rng(0).normal(size=(261, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 261)
 

@@ -21,7 +21,7 @@ from tpufit.preflight.runs import PreflightRun
 from tpufit.preflight.slices import slice_of
 from tpufit.trainer.arguments import TrainingData, ValidationData
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 SLICES = ("v3-8", "v5e-8")  # both of 8 cores
 CLASSES, WORDS, LENGTH, WIDTH = 10, 64, 32, 64

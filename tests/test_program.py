@@ -71,7 +71,7 @@ def train(cores, *, extra=None, callbacks=(), epochs=6, rows=32, optimizer=None,
 
 
 def why_traced(model, role="train"):
-    return model.report().traced[role]
+    return model.report().traced.get(role, "")  # nothing of a step that runs eagerly
 
 
 def assert_equal(one, other):

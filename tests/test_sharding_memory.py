@@ -7,6 +7,7 @@ import pytest
 import xla_flags
 
 pytestmark = [
+    pytest.mark.usefixtures("warm_children"),
     pytest.mark.slow,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the TPU's compiler is not made for Python 3.10"),
 ]

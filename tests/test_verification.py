@@ -35,6 +35,8 @@ from tpufit.verification.runner import (
     Runner,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 # Checks whose parts are in a module of the test's own, which their processes import.
 FAULTY = """
 import os, signal, time

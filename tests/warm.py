@@ -10,6 +10,10 @@ one that has, none. `processes.process_group` sends commands here:
         the second one's process id            <-
                                                     it becomes what the command says
 
+What the library itself starts, such as a preflight's processes, it starts by `sys.executable`. The fixture
+`warm_children` puts `warm_child.py` in its place, which asks for a fork at the server's address, and is for the library
+what the fork is: it hands on signals, ends the fork with itself, and ends as the fork does.
+
 The imports know the environment of pytest, so `takes` refuses a command that is to have another where that may matter.
 """
 
@@ -24,6 +28,9 @@ import json
 import math
 import os
 import runpy
+import selectors
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +39,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -42,24 +50,12 @@ import numpy as np
 IMPORTED = os.environ.get(
     "WARM_IMPORTS", "torchmetrics torch_xla.core.xla_model torch_xla.runtime torch_xla.distributed.spmd tpufit.model"
 )
-# Who reads these reads them when Python starts or while the modules above are imported.
-READ_EARLY = (
-    "PYTHON",
-    "LD_",
-    "OMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "XLA_",
-    "TORCH",
-    "JAX",
-    "LIBTPU",
-    "TF_",
-    "HF_",
-    "TPU",
-    "LC_",
-    "LANG",
-)
-PR_SET_CHILD_SUBREAPER = 36  # see prctl(2)
+# Who reads these reads them when Python starts or while the modules above are imported. XLA reads its own later, when
+# the device starts.
+READ_EARLY = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "HF_", "LC_", "LANG")
+READ_LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER")
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)
+ADDRESS = "WARM_ADDRESS"  # of the server, in the environment
 SCRIPT = "script"
 Command = Sequence[str | os.PathLike[str]]
 
@@ -104,44 +100,52 @@ class Server:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
+        self._python: Path | None = None
 
     def takes(self, command: Command, environment: Mapping[str, str]) -> bool:
         """Whether a fork would do the same as a new process."""
         if command[0] != sys.executable or not _parsed([*map(os.fspath, command)]):
             return False
-        before = self._environment or os.environ
-        changed = {name for name in {*before, *environment} if before.get(name) != environment.get(name)}
-        return not any(name.startswith(READ_EARLY) for name in changed - {"PYTHONPATH"})
+        return _is_late(self._environment or os.environ, environment)
 
     def fork(
         self, command: Command, environment: Mapping[str, str], folder: str | os.PathLike[str], out: int, err: int
     ) -> Forked:
         with self._lock:
-            if self._socket is None:
-                self._start()
+            self._start()
             assert self._socket is not None
-            before = self._environment
-            changed = {name: value for name, value in environment.items() if before.get(name) != value}
-            removed = [name for name in before if name not in environment]
-            request = Request([*map(os.fspath, command)], os.fspath(folder), changed, removed)
-            text = json.dumps(asdict(request)).encode()
+            request = Request([*map(os.fspath, command)], os.fspath(folder), dict(environment))
             adopting = ctypes.CDLL(None).prctl
             adopting(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 fds = array.array("i", [out, err])
-                self._socket.sendmsg(
-                    [len(text).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())]
-                )
-                self._socket.sendall(text)
+                send(self._socket, json.dumps(asdict(request)), fds)
                 pid = int.from_bytes(_exactly(self._socket, 8), "little")
             finally:
                 adopting(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         return Forked(pid, request.command)
 
+    def python(self) -> str:
+        """The path of what stands for Python where the library starts a process of its own."""
+        with self._lock:
+            if ADDRESS not in os.environ:  # which a process that is a fork itself has from pytest
+                self._start()
+            if self._python is None:
+                folder = tempfile.mkdtemp(prefix="warm-")
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                self._python = Path(folder, "python")
+                own = shlex.join([sys.executable, "-IS", str(Path(__file__).with_name("warm_child.py"))])
+                self._python.write_text(f'#!/bin/sh\nexec {own} "$@"\n')
+                self._python.chmod(0o700)
+            return str(self._python)
+
     def _start(self) -> None:
+        if self._socket is not None:
+            return
         ours, theirs = socket.socketpair()
+        os.environ[ADDRESS] = address = f"tpufit-warm-{os.getpid()}-{os.urandom(8).hex()}"
         self._environment = dict(os.environ)
-        command = [sys.executable, "-X", "faulthandler", __file__, str(theirs.fileno())]
+        command = [sys.executable, "-X", "faulthandler", __file__, str(theirs.fileno()), address]
         # In a group of its own: what interrupts pytest leaves it alone, until pytest has ended.
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=[theirs.fileno()], env=self._environment
@@ -159,13 +163,34 @@ class Server:
 def _parsed(command: Sequence[str]) -> tuple[str, str, list[str]] | None:
     """Take a command of Python apart: `-c`, `-m` or SCRIPT; what follows; the arguments. None: with other options."""
     rest = list(command[1:])
-    while rest[:1] == ["-u"] or rest[:2] == ["-X", "faulthandler"]:
-        rest = rest[1:] if rest[0] == "-u" else rest[2:]
+    while rest[:1] in (["-u"], ["-P"]) or rest[:2] == ["-X", "faulthandler"]:
+        rest = rest[1:] if rest[0] in ("-u", "-P") else rest[2:]
     if rest[:1] in (["-c"], ["-m"]) and len(rest) > 1:
         return rest[0], rest[1], rest[2:]
     if rest and rest[0].endswith(".py"):
         return SCRIPT, rest[0], rest[1:]
     return None
+
+
+def _is_late(before: Mapping[str, str], environment: Mapping[str, str]) -> bool:
+    """Whether all that is other in an environment is read after the imports, or is of no matter by then."""
+    changed = {name for name in {*before, *environment} if before.get(name) != environment.get(name)}
+    return not any(name.startswith(READ_EARLY) for name in changed.difference(READ_LATE))
+
+
+def send(stream: socket.socket, text: str, files: array.array[int]) -> None:
+    """Send a request, and the files that are to be the process's output, or its input and output."""
+    size = len(text.encode()).to_bytes(8, "little")
+    stream.sendmsg([size], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files.tobytes())])
+    stream.sendall(text.encode())
+
+
+def _received(stream: socket.socket) -> tuple[Request, array.array[int]] | None:
+    head, ancillary, *_ = stream.recvmsg(8, socket.CMSG_SPACE(12))
+    if not head:
+        return None
+    size = int.from_bytes(head, "little")
+    return Request(**json.loads(_exactly(stream, size))), array.array("i", ancillary[0][2])
 
 
 def _exactly(stream: socket.socket, count: int) -> bytes:
@@ -185,55 +210,131 @@ class Request:
     Attributes:
         command: The command, as for `subprocess`.
         folder: The folder that it works in.
-        changed: What its environment has other than the server's had at the start.
-        removed: What its environment doesn't have of that.
+        environment: Its environment.
     """
 
     command: list[str]
     folder: str
-    changed: dict[str, str]
-    removed: list[str]
+    environment: dict[str, str]
 
 
-def _serve(stream: socket.socket) -> Request:
-    """Fork for each request, and return in the forked process, whose output goes where it is to go."""
-    while True:
-        head, ancillary, *_ = stream.recvmsg(8, socket.CMSG_SPACE(8))
-        if not head:
+class Forking:
+    """The server's side: forks for pytest, and for `warm_child.py`; `serve` returns in a forked process."""
+
+    def __init__(self, control: socket.socket, address: str) -> None:
+        self.environment = dict(os.environ)
+        self.control = control
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind("\0" + address)
+        self.listener.listen(16)
+        self.selector = selectors.DefaultSelector()
+        for stream in (self.control, self.listener):
+            self.selector.register(stream, selectors.EVENT_READ)
+        self.children: dict[int, socket.socket] = {}  # process ids, and who waits for each
+
+    def serve(self) -> Request:
+        while True:
+            for key, _ in self.selector.select():
+                request = None
+                if key.fileobj is self.control:
+                    request = self.for_pytest()
+                elif key.fileobj is self.listener:
+                    request = self.for_the_library()
+                elif key.data in self.children:
+                    self.ended(key.data)
+                if request:
+                    return request
+
+    def for_pytest(self) -> Request | None:
+        """Fork twice, and let pytest adopt the second process."""
+        received = _received(self.control)
+        if received is None:
             os._exit(0)  # nobody is there any more
-        request = Request(**json.loads(_exactly(stream, int.from_bytes(head, "little"))))
-        files = array.array("i", ancillary[0][2])
+        request, files = received
         first = os.fork()
         if not first:
             parent = os.getpid()
             if os.fork():
                 os._exit(0)
-            for number, file in enumerate(files, start=1):
-                os.dup2(file, number)
-                os.close(file)
-            os.setsid()
             while os.getppid() == parent:
                 time.sleep(0.001)
-            stream.sendall(os.getpid().to_bytes(8, "little"))
-            stream.close()
+            self.control.sendall(os.getpid().to_bytes(8, "little"))
+            self.becomes_a_leader(files, range(1, 3))
             return request
         os.waitpid(first, 0)
         for file in files:
             os.close(file)
+        return None
+
+    def for_the_library(self) -> Request | None:
+        """Fork, and tell the one who waits the process's id at first, and how it ended at last."""
+        waiting, _ = self.listener.accept()
+        received = _received(waiting)
+        if received is None:
+            waiting.close()
+            return None
+        request, files = received
+        takes = _parsed(request.command) and _is_late(self.environment, request.environment)
+        child = os.fork() if takes else -1
+        if not child:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            self.becomes_a_leader(files, range(3))
+            waiting.close()
+            return request
+        for file in files:
+            os.close(file)
+        waiting.sendall(max(child, 0).to_bytes(8, "little"))
+        if not takes:
+            waiting.close()
+            return None
+        self.children[child] = waiting
+        self.selector.register(os.pidfd_open(child), selectors.EVENT_READ, child)
+        self.selector.register(waiting, selectors.EVENT_READ, child)  # which says nothing more, but may end
+        return None
+
+    def ended(self, child: int) -> None:
+        """A child has ended, or who waits for it has, with whom it ends."""
+        with suppress(ProcessLookupError):
+            if not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        waiting = self.children.pop(child)
+        with suppress(OSError):
+            waiting.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True))
+        for key in [key for key in self.selector.get_map().values() if key.data == child]:
+            self.selector.unregister(key.fileobj)
+            if key.fileobj is not waiting:
+                os.close(key.fd)
+        waiting.close()
+
+    def becomes_a_leader(self, files: array.array[int], places: range) -> None:
+        """Make a forked process the leader of a session, with files as its own, and without the server's."""
+        for key in list(self.selector.get_map().values()):
+            if key.fileobj not in (self.control, self.listener):
+                os.close(key.fd)
+        self.selector.close()
+        self.control.close()
+        self.listener.close()
+        for place, file in zip(places, files, strict=True):
+            os.dup2(file, place)
+            os.close(file)
+        os.setsid()
 
 
-def _become(request: Request, path: list[str]) -> None:
-    """Make a forked process what a new one would be, and run its code."""
+def _become(request: Request, path: list[str], before: Mapping[str, str]) -> None:
+    """Make a forked process what a new one would be, and run its code; `before` was the environment of the imports."""
     os.chdir(request.folder)
-    for name in request.removed:
-        os.environ.pop(name, None)
-    os.environ.update(request.changed)
+    set_by_imports = {name: value for name, value in os.environ.items() if name not in {*before, "XLA_FLAGS"}}
+    os.environ.clear()
+    os.environ.update(set_by_imports | request.environment)
+    if torch_xla := sys.modules.get("torch_xla"):
+        torch_xla._setup_xla_flags()  # as it does when it is imported
     sys.stdout.reconfigure(line_buffering="-u" in request.command)  # type: ignore[union-attr]
     tempfile.tempdir = None
     np.random.seed()  # or all forks would draw the same
     kind, what, arguments = _parsed(request.command) or ("", "", [])
-    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:] = [{"-c": "", "-m": request.folder}.get(kind, os.path.dirname(what)), *given, *path]
+    first = [] if "-P" in request.command[:2] else [{"-c": "", "-m": request.folder}.get(kind, os.path.dirname(what))]
+    sys.path[:] = [*first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     sys.argv[:] = [what if kind == SCRIPT else kind, *arguments]
     if kind == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
@@ -253,12 +354,30 @@ def _become(request: Request, path: list[str]) -> None:
 
 
 def main() -> None:
-    given = set(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    before = dict(os.environ)
+    given = set(filter(None, before.get("PYTHONPATH", "").split(os.pathsep)))
     path = [entry for entry in sys.path[1:] if entry not in given]
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout's tpufit, whichever is installed
+    forking = Forking(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
     for name in IMPORTED.split():
         importlib.import_module(name)
-    _become(_serve(socket.socket(fileno=int(sys.argv[1]))), path)
+    request, status = forking.serve(), 0
+    try:
+        _become(request, path, before)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if status and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    _end(status)
+
+
+def _end(status: int) -> None:
+    """End as Python does, but without taking apart what was imported, which takes two seconds of a forked process."""
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
 
 
 if __name__ == "__main__":

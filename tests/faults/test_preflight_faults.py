@@ -17,6 +17,8 @@ from tpufit.preflight.pickling import pickled
 from tpufit.preflight.plan import plan_of
 from tpufit.trainer.arguments import TrainingData, ValidationData
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 X, Y = torch.randn(64, 6), torch.arange(64) % 3
 
 
