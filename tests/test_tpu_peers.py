@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from tpufit.utils.child_python import child_python
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 BENCHMARK = ROOT / "tests" / "benchmarks" / "tpu_programs.py"
 FILES = {"tpufit": "tpu_programs.json", "by hand": "tpu_by_hand.json"}
