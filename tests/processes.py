@@ -28,9 +28,9 @@ def run(command: Command, *, timeout: float, fresh: bool = False, **popen: Any) 
     Raises:
         subprocess.TimeoutExpired: It was still running after `timeout` seconds. Its output ends with the stacks.
     """
-    deadline = time.monotonic() + timeout
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with process_group(command, fresh=fresh, stdout=out, stderr=err, **popen) as process:
+            deadline = time.monotonic() + timeout  # the first fork waits for the imports
             ended = ends(process, lambda: deadline)
         out.seek(0)
         err.seek(0)

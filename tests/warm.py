@@ -47,12 +47,10 @@ from types import ModuleType
 import numpy as np
 
 # A test of the harness, whose stand-ins are not to be imported here, sets it to nothing.
-IMPORTED = os.environ.get(
-    "WARM_IMPORTS", "torchmetrics torch_xla.core.xla_model torch_xla.runtime torch_xla.distributed.spmd tpufit.model"
-)
+IMPORTED = os.environ.get("WARM_IMPORTS", "torchmetrics torch_xla torch_xla.distributed.spmd tpufit.model")
 # Who reads these reads them when Python starts or while the modules above are imported. XLA reads its own later, when
 # the device starts.
-READ_EARLY = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "HF_", "LC_", "LANG")
+READ_EARLY = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "PJRT_", "TORCH", "TPU", "HF_", "LC_", "LANG")
 READ_LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)
 ADDRESS = "WARM_ADDRESS"  # of the server, in the environment
@@ -258,8 +256,9 @@ class Forking:
                 os._exit(0)
             while os.getppid() == parent:
                 time.sleep(0.001)
+            os.setsid()  # before anybody can kill its group
             self.control.sendall(os.getpid().to_bytes(8, "little"))
-            self.becomes_a_leader(files, range(1, 3))
+            self.takes_files(files, range(1, 3))
             return request
         os.waitpid(first, 0)
         for file in files:
@@ -278,7 +277,8 @@ class Forking:
         child = os.fork() if takes else -1
         if not child:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            self.becomes_a_leader(files, range(3))
+            os.setsid()
+            self.takes_files(files, range(3))
             waiting.close()
             return request
         for file in files:
@@ -307,8 +307,8 @@ class Forking:
                 os.close(key.fd)
         waiting.close()
 
-    def becomes_a_leader(self, files: array.array[int], places: range) -> None:
-        """Make a forked process the leader of a session, with files as its own, and without the server's."""
+    def takes_files(self, files: array.array[int], places: range) -> None:
+        """Give a forked process its own files, and take the server's away."""
         for key in list(self.selector.get_map().values()):
             if key.fileobj not in (self.control, self.listener):
                 os.close(key.fd)
@@ -318,7 +318,6 @@ class Forking:
         for place, file in zip(places, files, strict=True):
             os.dup2(file, place)
             os.close(file)
-        os.setsid()
 
 
 def _become(request: Request, path: list[str], before: Mapping[str, str]) -> None:
@@ -359,8 +358,7 @@ def main() -> None:
     path = [entry for entry in sys.path[1:] if entry not in given]
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout's tpufit, whichever is installed
     forking = Forking(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
-    for name in IMPORTED.split():
-        importlib.import_module(name)
+    _import(IMPORTED.split())
     request, status = forking.serve(), 0
     try:
         _become(request, path, before)
@@ -369,6 +367,16 @@ def main() -> None:
         if status and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
     _end(status)
+
+
+def _import(names: list[str]) -> None:
+    if "torch_xla" not in names:
+        return
+    from tpufit.utils.deferred import deferred
+
+    with deferred("torch_xla._dynamo.dynamo_bridge"):  # as tpufit itself imports it
+        for name in names:
+            importlib.import_module(name)
 
 
 def _end(status: int) -> None:
