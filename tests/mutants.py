@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import processes
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("step", "data", "checkpoint", "trainer")
 SWITCH = '''
@@ -189,15 +191,11 @@ def run(folder: Path, arguments: list[str], timeout: float, **environment: str) 
     """Run pytest in the copy, and return what it printed; after a time without an end, that."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-m", "not soak", *arguments]
     given = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(folder), **environment}
-    with subprocess.Popen(
-        command, cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            return process.communicate(timeout=timeout)[0]
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            return f"FAILED (not ended after {timeout:.0f} s)"
+    try:
+        done = processes.run(command, timeout=timeout, fresh=True, cwd=folder, env=given)
+    except subprocess.TimeoutExpired:
+        return f"FAILED (not ended after {timeout:.0f} s)"
+    return done.stdout + done.stderr
 
 
 def tests_and_times(folder: Path, jobs: str, chosen: list[str]) -> tuple[dict[int, set[str]], dict[str, float]]:
@@ -256,7 +254,8 @@ def main() -> None:
         drawn, found = mutants(folder, args.count, args.seed), []
         for mutant in judged(folder, drawn, args.jobs, args.seconds, args.tests):
             found.append(asdict(mutant))
-            print(f"{mutant.place}  {mutant.change}  {mutant.tests} tests: {mutant.killer or 'SURVIVED'}", flush=True)
+            became = mutant.killer or ("SURVIVED" if mutant.tests else "no test came by")
+            print(f"{mutant.place}  {mutant.change}  {mutant.tests} tests: {became}", flush=True)
             if args.out:
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
         reached = [one for one in found if one["tests"]]

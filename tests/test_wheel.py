@@ -67,6 +67,7 @@ def test_the_wheel_works_elsewhere(wheel, tmp_path, run_python):
         print(tpufit.__file__, tpufit.callbacks.__file__, tpufit.__version__, sep="\\n")
         """,
         env={"PYTHONPATH": str(target)},
+        fresh=True,
     )
     assert result.returncode == 0, result.stderr
     *files, version = result.stdout.splitlines()

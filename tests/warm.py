@@ -370,7 +370,7 @@ def main() -> None:
 
 
 def _import(names: list[str]) -> None:
-    if "torch_xla" not in names:
+    if not names:
         return
     from tpufit.utils.deferred import deferred
 
