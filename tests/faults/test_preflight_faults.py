@@ -126,20 +126,20 @@ def processes():
                 pass
     return found
 
-def when(word, action):
-    "Do something once there is a child with a word in its command."
+def when(word, action, seconds=0.3):
+    "Do something once there has been a child with a word in its command for some seconds."
     def wait():
         while True:
             own = Path("/proc/self/cmdline").read_text().replace(chr(0), " ")
             for pid, words in processes().items():
                 if word in words and words != own:  # those of a child that has not begun are still ours
-                    time.sleep(0.3)
+                    time.sleep(seconds)
                     return action(pid)
             time.sleep(0.01)
     threading.Thread(target=wait, daemon=True).start()
 
 def little(pid):
-    # Less than PyTorch's libraries take, so that it ends while they are loaded, and not anywhere in their C++.
+    # Less than PyTorch's libraries take, and before they are loaded: it ends there, and not anywhere in their C++.
     resource.prlimit(pid, resource.RLIMIT_AS, (1 << 28, 1 << 28))
 
 def kill(pid):
@@ -162,9 +162,9 @@ def strike(name, *how, **options):
 
 strike("tracer killed", "preflight.tracing", kill)
 strike("no time", timeout=0.5)
-strike("no memory for the tracer", "preflight.tracing", little)
+strike("no memory for the tracer", "preflight.tracing", little, 0)
 strike("compiler killed", "compiling.py", kill)
-strike("no memory for the compiler", "compiling.py", little)
+strike("no memory for the compiler", "compiling.py", little, 0)
 strike("interrupted", "compiling.py", interrupt)
 assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 losses = model.fit(X, Y, 8, epochs=20, verbose=0, cores=1).history["loss"]
