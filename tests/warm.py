@@ -3,7 +3,7 @@
 A Python that trains something on XLA takes five seconds of computing to import PyTorch, torch_xla and tpufit; a fork of
 one that has, none. `processes.process_group` sends commands here:
 
-    pytest, or a worker of it                       python warm.py <a socket>
+    pytest, or a worker of it                       python warm.py <a socket> <one that listens>
         command, folder, environment, files    ->
                                                     forks twice; the first child ends at once, and so the second one
                                                     is adopted by pytest, as if pytest had started it
@@ -142,13 +142,18 @@ class Server:
             return
         ours, theirs = socket.socketpair()
         os.environ[ADDRESS] = address = f"tpufit-warm-{os.getpid()}-{os.urandom(8).hex()}"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind("\0" + address)
+        listener.listen(16)  # here, so that whoever comes before the imports are done waits, and isn't refused
         self._environment = dict(os.environ)
-        command = [sys.executable, "-X", "faulthandler", __file__, str(theirs.fileno()), address]
+        files = [theirs.fileno(), listener.fileno()]
+        command = [sys.executable, "-X", "faulthandler", __file__, *map(str, files)]
         # In a group of its own: what interrupts pytest leaves it alone, until pytest has ended.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=[theirs.fileno()], env=self._environment
+            command, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=files, env=self._environment
         )
         theirs.close()
+        listener.close()
         self._socket = ours
         atexit.register(self._end)
 
@@ -219,12 +224,10 @@ class Request:
 class Forking:
     """The server's side: forks for pytest, and for `warm_child.py`; `serve` returns in a forked process."""
 
-    def __init__(self, control: socket.socket, address: str) -> None:
+    def __init__(self, control: socket.socket, listener: socket.socket) -> None:
         self.environment = dict(os.environ)
         self.control = control
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind("\0" + address)
-        self.listener.listen(16)
+        self.listener = listener
         self.selector = selectors.DefaultSelector()
         for stream in (self.control, self.listener):
             self.selector.register(stream, selectors.EVENT_READ)
@@ -357,7 +360,7 @@ def main() -> None:
     given = set(filter(None, before.get("PYTHONPATH", "").split(os.pathsep)))
     path = [entry for entry in sys.path[1:] if entry not in given]
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the checkout's tpufit, whichever is installed
-    forking = Forking(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    forking = Forking(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])))
     _import(IMPORTED.split())
     request, status = forking.serve(), 0
     try:
