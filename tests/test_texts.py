@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 import tpufit
 from tpufit import runtime
@@ -262,11 +262,68 @@ def test_a_net_of_ones_own_takes_pairs_and_segments_and_goes_on_from_a_checkpoin
     assert loss == pytest.approx(F.cross_entropy(torch.cat(logits), torch.cat(labels)).item(), abs=1e-5)
 
 
-@pytest.mark.cores(1)
-def test_texts_of_another_tokenizer_than_the_models_are_an_error_before_anything_is_compiled(cores):
+def gpt(vocabulary):
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 1, "bos_token_id": 0, "eos_token_id": 0}
-    model = tpufit.Model(transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, **sizes)))
+    sizes = {"n_positions": 64, "n_embd": 4, "n_layer": 1, "n_head": 1, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=vocabulary, **sizes))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids, labels=None):
+        return self.net(input_ids=input_ids, labels=labels)
+
+
+@pytest.mark.cores(1)
+@pytest.mark.parametrize("wrap", [nn.Identity, Wrapped])
+def test_texts_of_another_tokenizer_than_the_models_are_an_error_before_anything_is_compiled(cores, wrap, tmp_path):
+    net = gpt(50)
+    net = Wrapped(net) if wrap is Wrapped else net  # 64 positions are no tokens
+    name = type(net).__name__
+    model = tpufit.Model(net)
     model.compile("adamw", "module")
-    with pytest.raises(DataError, match="the texts have token 50, and GPT2LMHeadModel knows 50 tokens: they are of"):
-        model.fit(PackedDataset([[1, 2], [3, 50]], 8), verbose=0)
+    with pytest.raises(DataError, match=f"the texts have token 50, and {name} knows 50 tokens: they are of"):
+        model.fit(PackedDataset([[1, 2], [3, 50]], 8, vocab_size=60), verbose=0)
+    tokens = np.arange(3_000_000, dtype="uint16") % 50
+    tokens[2_999_999] = 50
+    tokens.tofile(tmp_path / "train.bin")
+    data = TokenFile(tmp_path / "train.bin", 8)
+    for rows in (data, Subset(data, range(2)), DataLoader(data, 2)):
+        with pytest.raises(DataError, match=f"train.bin has token 50, and {name} knows 50 tokens: they are of"):
+            model.fit(rows, verbose=0)
+    with pytest.raises(DataError, match="knows 50 tokens"):
+        model.evaluate(data, verbose=0)
+    assert not model.report().counts.compiled
+
+
+class OwnNet(nn.Module):
+    def __init__(self, tokens, positions):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(tokens, 4), nn.Embedding(positions, 4)
+        self.head = nn.Linear(4, tokens)
+
+    def forward(self, x):
+        return self.head(self.tokens(x) + self.positions.weight[: x.shape[1]]).mT
+
+
+@pytest.mark.cores(1)
+def test_a_token_that_no_embedding_knows_is_found_as_it_is_read_unless_the_file_says_how_many_there_are(
+    cores, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tpufit.data.texts._PIECES", 1)
+    monkeypatch.setattr("tpufit.data.texts._PIECE", 80)
+    tokens = np.arange(160, dtype="uint16") % 20
+    tokens[100] = 30
+    tokens.tofile(tmp_path / "train.bin")
+    model = tpufit.Model(OwnNet(20, 30))
+    model.compile("adamw", lambda y_pred, y: y_pred.square().mean())
+    with pytest.raises(DataError, match="train.bin has token 30, and OwnNet knows 30 tokens"):
+        model.fit(TokenFile(tmp_path / "train.bin", 8, shift=True), batch_size=2, shuffle=False, verbose=0)
+    assert model.steps_taken == 6  # the 7th batch has it
+    model.fit(TokenFile(tmp_path / "train.bin", 8, shift=True, vocab_size=40), batch_size=2, verbose=0)
+    larger = tpufit.Model(OwnNet(31, 30))
+    larger.compile("adamw", "cross_entropy")
+    larger.fit(TokenFile(tmp_path / "train.bin", 8, shift=True), batch_size=2, verbose=0)

@@ -70,6 +70,7 @@ from .trainer.arguments import (
 from .trainer.fitting import run_fit
 from .trainer.lr_find import LRCurve, Sweep, find
 from .trainer.predictions import Predictions, as_array
+from .trainer.vocabulary import require_vocabulary
 from .utils.users_code import warn
 
 Callbacks = Callback | Sequence[Callback] | None
@@ -484,6 +485,7 @@ class Model(StepMethods):
         """
         engine = self._engine
         require_compiled(engine, "evaluate")
+        require_vocabulary(self.module, x)
         verbosity = resolve_verbose(verbose)
         now = start(cores, f"evaluate(cores={cores!r})")
         placement = engine.place_on(now)
@@ -625,6 +627,7 @@ class Model(StepMethods):
         require_compiled(engine, "lr_find")
         require_gradients("lr_find")
         require_learning(self.module)
+        require_vocabulary(self.module, x)
         sweep = Sweep(start_lr, end_lr, steps, stop_factor, smoothing)
         now = start(cores, f"lr_find(cores={cores!r})")
         placement = engine.place_on(now)

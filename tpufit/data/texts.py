@@ -16,6 +16,8 @@ from torch.utils.data import Dataset
 
 from ..errors import ArgumentError, DataError, counted, require_whole
 
+# What is read of a file of tokens beforehand: so many pieces of so many tokens, evenly from all of it.
+_PIECES, _PIECE = 16, 1 << 20
 IGNORED = -100  # the label that PyTorch's cross entropy and Hugging Face's models leave out
 
 
@@ -24,12 +26,25 @@ class RowsOfTokens(Dataset[Any]):
 
     device_transform: Any = None  # from a batch to the model's input, run on the device
     facts: Mapping[str, str] = {}  # what a report says of the data, by name
+    vocab_size: int | None = None  # the number of tokens that the net knows, if it was given
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def get_batch(self, indices: NDArray[np.int64], epoch: int = 0) -> Any:
         """The rows of a batch, collated, by their numbers; each epoch has the same rows."""
+        raise NotImplementedError
+
+    def require_known(self, known: int | None, net: str) -> None:
+        """Check that a net, which an error names, knows all tokens.
+
+        Args:
+            known: The number of tokens that it knows; None if nobody can tell.
+            net: Its name.
+
+        Raises:
+            DataError: A token is larger. Data that aren't read beforehand may raise it as they are read.
+        """
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Any:
@@ -62,7 +77,7 @@ class PackedDataset(RowsOfTokens):
         mask: False to give `"segment_ids"`, from 1, in place of the `"attention_mask"`, and 0 for padding, for a net
             that makes its own (default True).
         vocab_size: The number of tokens that the net knows: a larger one in a text is an error (default: `fit` checks
-            it for a model of transformers).
+            it by the net's embeddings).
 
     Attributes:
         largest_token: The largest number of a token in the texts.
@@ -104,6 +119,7 @@ class PackedDataset(RowsOfTokens):
         self.pad = pad
         self.shift = shift
         self.mask = mask
+        self.vocab_size = vocab_size
         # Of the texts only their lengths are kept: each is read again with its row, so they may be larger than memory.
         sizes, self.largest_token = [], 0
         for i in range(len(texts)):
@@ -134,6 +150,11 @@ class PackedDataset(RowsOfTokens):
 
     def __repr__(self) -> str:
         return f"PackedDataset({self._said})"
+
+    def require_known(self, known: int | None, net: str) -> None:
+        """Check that a net, which an error names, knows all tokens."""
+        if known is not None and self.largest_token >= known:
+            raise DataError(_unknown("the texts have", self.largest_token, net, known))
 
     def get_batch(self, indices: NDArray[np.int64], epoch: int = 0) -> Any:
         """The rows of a batch, collated, before `device_transform`.
@@ -180,7 +201,8 @@ class TokenFile(RowsOfTokens):
         dtype: The type of the numbers, unless it is a `.npy` file (default `"uint16"`).
         shift: True to give pairs `(x, y)`, `y` with the next token of each, for a net that doesn't shift labels itself;
             False (default) for dicts of `"input_ids"` and `"labels"`, as Hugging Face's models take them.
-        vocab_size: The number of tokens that the net knows: reading a larger one is an error (default: not checked).
+        vocab_size: The number of tokens that the net knows: reading a larger one is an error (default: `fit` takes it
+            from the net's embeddings, looks for larger ones in parts of the file, and then in each batch).
 
     Raises:
         ArgumentError: An argument is out of its range.
@@ -212,6 +234,7 @@ class TokenFile(RowsOfTokens):
         self.dtype = np.dtype(dtype)
         self.shift = shift
         self.vocab_size = vocab_size
+        self._net: tuple[int, str] | None = None  # how many tokens the net knows, and its name
         self._tokens = self._open()
         if self._tokens.ndim != 1 or self._tokens.dtype.kind not in "iu":
             raise DataError(
@@ -233,6 +256,15 @@ class TokenFile(RowsOfTokens):
         self.__dict__.update(state)
         self._tokens = self._open()  # in a worker: a map can't be sent
 
+    def require_known(self, known: int | None, net: str) -> None:
+        """Check that a net, which an error names, knows the tokens: parts of the file now, and all as they are read."""
+        self._net = None
+        if known is None or np.iinfo(self._tokens.dtype).max < known:
+            return
+        self._net = (known, net)
+        for first in np.unique(np.linspace(0, max(0, len(self._tokens) - _PIECE), _PIECES, dtype=np.int64)):
+            self._check(self._tokens[first : first + _PIECE])
+
     def get_batch(self, indices: NDArray[np.int64], epoch: int = 0) -> Any:
         """The rows of a batch, collated.
 
@@ -241,11 +273,20 @@ class TokenFile(RowsOfTokens):
             epoch: Without effect: each epoch has the same rows.
         """
         places = np.asarray(indices)[:, None] * self.length + np.arange(self.length + self.shift)
-        tokens = self._tokens[places].astype(np.int64)
-        if self.vocab_size is not None and tokens.max(initial=0) >= self.vocab_size:
-            raise DataError(_too_large(int(tokens.max()), f"{self.path}", self.vocab_size))
-        found = torch.from_numpy(tokens)
+        tokens = self._tokens[places]
+        self._check(tokens)
+        found = torch.from_numpy(tokens.astype(np.int64))
         return (found[:, :-1], found[:, 1:]) if self.shift else {"input_ids": found, "labels": found.clone()}
+
+    def _check(self, tokens: NDArray[Any]) -> None:
+        """Raise an error if one of these tokens is too large."""
+        if self.vocab_size is None and self._net is None:
+            return
+        largest = int(tokens.max(initial=0))
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise DataError(_too_large(largest, f"{self.path}", self.vocab_size))
+        if self._net is not None and largest >= self._net[0]:
+            raise DataError(_unknown(f"{self.path} has", largest, self._net[1], self._net[0]))
 
     def _open(self) -> NDArray[Any]:
         if self.path.suffix == ".npy":
@@ -323,3 +364,7 @@ def _too_large(token: int, where: str, vocab_size: int) -> str:
     return (
         f"{where} has token {token}, and vocab_size is {vocab_size}: the tokens are of another tokenizer than the net"
     )
+
+
+def _unknown(has: str, token: int, net: str, known: int) -> str:
+    return f"{has} token {token}, and {net} knows {known} tokens: they are of another tokenizer than the net"

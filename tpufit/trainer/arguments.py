@@ -23,9 +23,9 @@ from torch import nn
 from .. import losses
 from ..backend import Cores, Placement
 from ..callbacks import Callback, CallbackList
-from ..data import Compose, PackedDataset, Stream, Transform, stream, train_validation_split
+from ..data import Compose, Stream, Transform, stream, train_validation_split
 from ..data.stream import brings_batches
-from ..errors import ArgumentError, DataError, NotCompiledError, counted, require_whole
+from ..errors import ArgumentError, NotCompiledError, counted, require_whole
 from ..losses import ClassWeight, LossByOutput
 from ..step import Engine, StepMethods
 from ..utils.strict import LENIENT, Strict
@@ -255,25 +255,6 @@ def require_gradients(method: str) -> None:
     """
     if not torch.is_grad_enabled():
         raise ArgumentError(f"{method} is called under torch.no_grad() or torch.inference_mode(): call it outside")
-
-
-def require_vocabulary(module: nn.Module, data: Any) -> None:
-    """Check that a model of transformers knows all tokens of packed texts.
-
-    A device doesn't: it takes the last embedding for any larger number.
-
-    Raises:
-        DataError: A token is larger than the model's embeddings are many.
-    """
-    embeddings = getattr(module, "get_input_embeddings", None)
-    if not isinstance(data, PackedDataset) or embeddings is None:
-        return
-    known = getattr(embeddings(), "num_embeddings", None)
-    if known is not None and data.largest_token >= known:
-        raise DataError(
-            f"the texts have token {data.largest_token}, and {type(module).__name__} knows {known} tokens: they are of "
-            "another tokenizer than the net"
-        )
 
 
 def require_learning(module: nn.Module) -> None:

@@ -23,14 +23,15 @@ from .arguments import (
     Validation,
     ValidationData,
     callback_list,
+    parts_of,
     require_compiled,
     require_gradients,
     require_learning,
-    require_vocabulary,
 )
 from .batch_size import AUTO, ByCompiler, choose, require_rows
 from .hosts import started_with
 from .validation import check_first
+from .vocabulary import require_vocabulary
 
 
 def run_fit(
@@ -47,7 +48,7 @@ def run_fit(
     require_compiled(engine, "fit")
     require_gradients("fit")
     require_learning(engine.model.module)
-    require_vocabulary(engine.model.module, train.x)
+    require_vocabulary(engine.model.module, train.x, *parts_of(validation.data)[:1])
     optimizers.required(engine.model.optimizer)
     verbosity = resolve_verbose(verbose)
     given = CallbackList(callbacks).callbacks
