@@ -108,6 +108,27 @@ def test_the_methods_have_keras_arguments():
     assert inspect.signature(tpufit.Model.compile).parameters["optimizer"].default == "rmsprop"
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda made: made.compile("sgd", "mse", lr_schedule="cosine"), r"LRScheduler\('cosine', warmup=0.05\)"),
+        (
+            lambda made: made.compile("sgd", "mse", warmup=0.1),
+            "compile\\(\\) has no argument 'warmup': a schedule is a",
+        ),
+        (
+            lambda made: made.fit([1.0], [1.0], lr_scheduler="linear"),
+            r"fit\(\) has no argument 'lr_scheduler': a schedule",
+        ),
+        (lambda made: made.compile("adamw", "mse", auto_scale_loss=True), "bfloat16 has the range of float32"),
+        (lambda made: made.compile("sgd", "mse", learn="x"), "got an unexpected keyword argument 'learn'"),
+    ],
+)
+def test_an_argument_that_others_have_is_an_error_that_says_what_to_use(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(model())
+
+
 def test_metrics_by_the_place_of_loss_weights_say_so():
     with pytest.raises(ArgumentError, match=r"If these are metrics: compile\(..., metrics=\['accuracy'\]\)"):
         model().compile("sgd", "cross_entropy", ["accuracy"])

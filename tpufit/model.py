@@ -50,6 +50,7 @@ from .step import (
     ShardArgument,
     StepMethods,
     check_weights,
+    explaining,
     match_weights,
     named_tensors,
     suggestion_for,
@@ -151,6 +152,7 @@ class Model(StepMethods):
                 return object.__getattribute__(self, name)  # raises Python's own error, or that of a user's property
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {sentence}")
 
+    @explaining
     def compile(
         self,
         optimizer: OptimizerArgument | None = "rmsprop",
@@ -280,6 +282,7 @@ class Model(StepMethods):
             self.loss, self.loss_weights = loss, loss_weights
         self._engine = Engine(self, config, before)
 
+    @explaining
     def fit(
         self,
         x: Any = None,

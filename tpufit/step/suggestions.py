@@ -1,4 +1,8 @@
-"""`instead`: what a `tpufit.Model` has in the place of a method or attribute of `nn.Module` or `keras.Model`."""
+"""What a `tpufit.Model` has in the place of a method, attribute or argument of `nn.Module`, Keras and others."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -22,6 +26,47 @@ _INSTEAD = {
     "loss": "the loss is that of compile, and model.compute_loss(x, y, y_pred) computes it",
     "add_loss": "return it from compute_loss: override that, and add to super().compute_loss(...)",
 }
+_SCHEDULE = "a schedule is a callback: fit(callbacks=[tpufit.callbacks.LRScheduler('cosine', warmup=0.05)])"
+_OPTIMIZERS = (
+    "it is the optimizer's: compile(lambda parameters: torch.optim.AdamW(parameters, lr=0.001, weight_decay=0.1))"
+)
+_WORKERS = "a torch.utils.data.DataLoader has workers: fit(DataLoader(data, batch_size=32, num_workers=4))"
+_ARGUMENTS = {
+    **dict.fromkeys(("lr_schedule", "lr_scheduler", "scheduler", "warmup", "warmup_steps"), _SCHEDULE),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "momentum"), _OPTIMIZERS),
+    **dict.fromkeys(("workers", "num_workers", "use_multiprocessing", "max_queue_size"), _WORKERS),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "compile(accumulate_steps=4) does it"),
+    **dict.fromkeys(("mixed_precision", "dtype", "amp"), "compile(precision='bf16') chooses the precision"),
+    "auto_scale_loss": "bfloat16 has the range of float32, so that no loss needs to be scaled",
+    "clipnorm": "compile(clip_norm=1.0) does it",
+    "clipvalue": "compile(clip_value=1.0) does it",
+    "global_clipnorm": "compile(global_clip_norm=1.0) does it",
+    "max_epochs": "fit(epochs=10) trains for 10 epochs",
+}
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def explaining(method: _F) -> _F:
+    """Say what to use instead of an argument that others have, when a method is given it: a `TypeError`, as Python's.
+
+    Any other argument that the method doesn't have is Python's own error.
+
+    Example:
+        >>> @explaining
+        ... def compile(loss): ...
+        >>> compile("mse", clipnorm=1.0)
+        Traceback (most recent call last):
+        TypeError: compile() has no argument 'clipnorm': compile(clip_norm=1.0) does it
+    """
+
+    @wraps(method)
+    def explained(*args: Any, **named: Any) -> Any:
+        for name in named:
+            if name in _ARGUMENTS:
+                raise TypeError(f"{method.__name__}() has no argument {name!r}: {_ARGUMENTS[name]}")
+        return method(*args, **named)
+
+    return cast(_F, explained)
 
 
 def suggestion_for(name: str) -> str | None:
