@@ -315,3 +315,29 @@ def test_a_scheduler_that_was_made_for_other_rates_is_refused(cores):
     model.compile("sgd", "cross_entropy")
     with pytest.raises(CallbackError, match="the scheduler's optimizer isn't the one of compile"):
         model.fit(X, Y, 16 // cores, verbose=0, cores=cores, callbacks=[LRScheduler(schedule)])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_rate_of_0_leaves_weights_without_a_gradient_as_they_are(cores, optimizer, eagerly):
+    # Words that no text has: PyTorch's own form for a rate in a tensor makes 0 / 0 of them.
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(8, 3))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    model = tpufit.Model(module)
+    model.compile(partial(optimizer, lr=0.1), "cross_entropy", scale_lr=None, run_eagerly=eagerly)
+    x, y = torch.randint(0, 10, (16, 2)), torch.randint(0, 3, (16,))
+    rates = LearningRateScheduler(lambda epoch: [0.0, 0.1][epoch])  # as in a warm-up that begins with 0
+    model.fit(x, y, 16 // cores, 1, verbose=0, callbacks=[rates], cores=cores)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.fit(x, y, 16 // cores, 2, verbose=0, callbacks=[rates], cores=cores, initial_epoch=1)
+    plain = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(8, 3))
+    plain.load_state_dict(before)
+    steps = optimizer(plain.parameters(), lr=0.0)
+    for rate in (0.0, 0.1):
+        steps.param_groups[0]["lr"] = rate
+        steps.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        steps.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], atol=1e-5, rtol=1e-4)

@@ -20,6 +20,11 @@ from .shared_counters import SharedCounterMode, SharedStepCounters
 from .traced import Traced
 
 
+# Stands for a rate of 0. Adam divides by its rate where that is a tensor: a weight that has never had a gradient, such
+# as the row of a word that no text has, would become NaN. So small a step changes no weight but one of 0, by no more.
+_ALMOST_NONE = 1e-36
+
+
 class DeviceRates:
     """The rates of an optimizer as one vector on the device, sent only when they have changed."""
 
@@ -36,6 +41,8 @@ class DeviceRates:
         if steps != self.sent:
             self.sent = steps
             host = torch.tensor(steps if len(steps) > 1 else steps[0])
+            if isinstance(self._optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+                host[host == 0] = _ALMOST_NONE
             (self._rates,) = to_device([host], self._placement)
         return self._rates
 
