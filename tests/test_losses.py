@@ -124,6 +124,15 @@ def test_a_label_outside_the_classes(label, named):
         loss.check_labels(loss.label_range(torch.tensor([[1, 7]], dtype=torch.uint8)))
 
 
+def test_classes_in_the_last_dimension_are_named():
+    loss = Loss("cross_entropy")
+    message = (
+        r"finds 5 classes in an output of shape \(2, 5, 9\), and label 8: PyTorch has .* transposed, output.mT, or"
+    )
+    with pytest.raises(LabelError, match=message):
+        loss.check_labels(loss.label_range(torch.arange(10).reshape(2, 5) % 9), torch.zeros(2, 5, 9))
+
+
 def test_labels_that_are_fine():
     for loss, labels in [
         (Loss("cross_entropy"), [0, 2, -100]),  # PyTorch's default ignore_index

@@ -80,6 +80,11 @@ def test_long_texts_and_labels_of_some_tokens():
         (lambda: PackedDataset([], 4), DataError, "needs texts"),
         (lambda: PackedDataset([[0.5]], 4), DataError, "text 0 must be token numbers in one dimension, got float64"),
         (lambda: PackedDataset([{"input_ids": [1, 2], "labels": [1]}], 4), DataError, "2 tokens and 1 label"),
+        (lambda: PackedDataset(iter([[1, 2]]), 4), DataError, "needs all texts, as a list or a data set with len"),
+        (lambda: PackedDataset([[1, -100]], 4), DataError, "text 0 has token -100: tokens are whole numbers from 0"),
+        (lambda: PackedDataset([{"text": "a"}], 4), DataError, "must have 'input_ids', got 'text': tokenize the texts"),
+        (lambda: PackedDataset([[1], [2]], 4), DataError, "there is no next token to learn"),
+        (lambda: PackedDataset([[1, 2]], 4, pad=-100), ArgumentError, "pad must be a whole number of at least 0"),
         (
             lambda: PackedDataset([[1, 2], [3, 50]], 4, vocab_size=40),
             DataError,
@@ -109,6 +114,9 @@ def test_a_file_of_tokens(tmp_path):
         TokenFile(tmp_path / "train.bin", 2000)
     with pytest.raises(DataError, match="has token 39, and vocab_size is 30: the tokens are of another tokenizer"):
         next(stream(TokenFile(tmp_path / "train.bin", 50, vocab_size=30), batch_size=2).epoch(0))
+    np.save(tmp_path / "negative.npy", np.arange(-1, 9))
+    with pytest.raises(DataError, match="has token -1: tokens are whole numbers from 0"):
+        next(stream(TokenFile(tmp_path / "negative.npy", 5), batch_size=2).epoch(0))
 
 
 def test_hosts_read_rows_of_their_own_that_together_are_all():
@@ -296,6 +304,12 @@ def test_texts_of_another_tokenizer_than_the_models_are_an_error_before_anything
             model.fit(rows, verbose=0)
     with pytest.raises(DataError, match="knows 50 tokens"):
         model.evaluate(data, verbose=0)
+    with pytest.raises(DataError, match=f"pad=50 is no token of {name}, which knows 50 tokens"):
+        model.fit(PackedDataset([[1, 2]], 8, pad=50), verbose=0)
+    tokens[:2_999_999].tofile(tmp_path / "good.bin")
+    for rows in (PackedDataset([[1] * 65], 80), TokenFile(tmp_path / "good.bin", 65)):
+        with pytest.raises(DataError, match=rf"up to 65 tokens, and {name} knows 64 positions: pass \w+\(length=64\)"):
+            model.fit(rows, verbose=0)
     assert not model.report().counts.compiled
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from ..errors import ArgumentError, DataError, counted, require_whole
+from ..errors import ArgumentError, DataError, counted, few, require_whole
 
 # What is read of a file of tokens beforehand: so many pieces of so many tokens, evenly from all of it.
 _PIECES, _PIECE = 16, 1 << 20
@@ -27,6 +27,7 @@ class RowsOfTokens(Dataset[Any]):
     device_transform: Any = None  # from a batch to the model's input, run on the device
     facts: Mapping[str, str] = {}  # what a report says of the data, by name
     vocab_size: int | None = None  # the number of tokens that the net knows, if it was given
+    longest: int  # the tokens of the longest text, or part of one, that has positions of its own
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -110,6 +111,12 @@ class PackedDataset(RowsOfTokens):
         vocab_size: int | None = None,
     ) -> None:
         require_whole("length", length, 2)
+        require_whole("pad", pad, 0)
+        if not hasattr(texts, "__len__") or not hasattr(texts, "__getitem__"):
+            raise DataError(
+                f"PackedDataset needs all texts, as a list or a data set with len() and [], got {type(texts).__name__}"
+                ": list(texts) makes a list of what can be read only once"
+            )
         if too_long not in ("split", "truncate"):
             raise ArgumentError(f"too_long must be 'split' or 'truncate', got {too_long!r}")
         if vocab_size is not None:
@@ -133,6 +140,11 @@ class PackedDataset(RowsOfTokens):
         ]
         if not pieces:
             raise DataError("PackedDataset needs texts, got none that has a token")
+        self.longest = max(size for _, _, size in pieces)
+        if self.longest < 2:
+            raise DataError(
+                "PackedDataset needs texts of two tokens or more, got none: there is no next token to learn"
+            )
         self._pieces = np.array(pieces, dtype=np.int64)
         rows = pack(self._pieces[:, 2], length)
         self._order = np.concatenate(rows)
@@ -155,6 +167,8 @@ class PackedDataset(RowsOfTokens):
         """Check that a net, which an error names, knows all tokens."""
         if known is not None and self.largest_token >= known:
             raise DataError(_unknown("the texts have", self.largest_token, net, known))
+        if known is not None and self.pad >= known:
+            raise DataError(f"pad={self.pad} is no token of {net}, which knows {known} tokens: give one that it knows")
 
     def get_batch(self, indices: NDArray[np.int64], epoch: int = 0) -> Any:
         """The rows of a batch, collated, before `device_transform`.
@@ -230,7 +244,7 @@ class TokenFile(RowsOfTokens):
         if vocab_size is not None:
             require_whole("vocab_size", vocab_size)
         self.path = Path(path)
-        self.length = length
+        self.length = self.longest = length
         self.dtype = np.dtype(dtype)
         self.shift = shift
         self.vocab_size = vocab_size
@@ -279,7 +293,11 @@ class TokenFile(RowsOfTokens):
         return (found[:, :-1], found[:, 1:]) if self.shift else {"input_ids": found, "labels": found.clone()}
 
     def _check(self, tokens: NDArray[Any]) -> None:
-        """Raise an error if one of these tokens is too large."""
+        """Raise an error if one of these tokens is too large, or negative, as those of another dtype may be."""
+        if tokens.dtype.kind == "i" and (smallest := int(tokens.min(initial=0))) < 0:
+            raise DataError(
+                f"{self.path} has token {smallest}: tokens are whole numbers from 0, so see which dtype it is of"
+            )
         if self.vocab_size is None and self._net is None:
             return
         largest = int(tokens.max(initial=0))
@@ -342,6 +360,8 @@ def _with_mask(batch: Any) -> Any:
 
 def _of_text(text: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the tokens of a text, and their labels."""
+    if isinstance(text, Mapping) and "input_ids" not in text:
+        raise DataError(f"a text must have 'input_ids', got {few([*map(repr, text)])}: tokenize the texts first")
     ids = text["input_ids"] if isinstance(text, Mapping) else text
     labels = text.get("labels", ids) if isinstance(text, Mapping) else ids
     return np.asarray(ids), np.asarray(labels)
@@ -354,7 +374,9 @@ def _size(text: Any, index: int, vocab_size: int | None) -> tuple[int, int]:
         raise DataError(f"text {index} must be token numbers in one dimension, got {ids.dtype} of shape {ids.shape}")
     if labels.shape != ids.shape:
         raise DataError(f"text {index} has {counted(len(ids), 'token')} and {counted(len(labels), 'label')}")
-    largest = int(ids.max(initial=0))
+    smallest, largest = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if smallest < 0:
+        raise DataError(f"text {index} has token {smallest}: tokens are whole numbers from 0")
     if vocab_size is not None and largest >= vocab_size:
         raise DataError(_too_large(largest, f"text {index}", vocab_size))
     return len(ids), largest

@@ -1,7 +1,7 @@
 """`Loss`: a loss as the step uses it, and the check of labels that the device can't make."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -222,6 +222,13 @@ class Loss:
             return
         classes, (smallest, largest, shape, dtype) = self._classes, found
         if smallest < 0 or largest >= classes:
+            of_output: Sequence[int] = y_pred.shape if isinstance(y_pred, Tensor) else [0]
+            if len(shape) > 1 and smallest >= 0 and [*of_output[:-1]] == [*shape] and largest < of_output[-1]:
+                raise LabelError(
+                    f"{self._of}the loss finds {classes} classes in an output of shape {tuple(of_output)}, and "
+                    f"label {largest}: PyTorch has the classes in dimension 1. Return the output transposed, "
+                    "output.mT, or compile a causal language model of transformers with loss='module'"
+                )
             raise LabelError(
                 f"{self._of}label {largest if largest >= classes else smallest} is outside the module's {classes} "
                 f"classes (0 to {classes - 1}), in a batch of targets of shape {tuple(shape)}, {dtype_name(dtype)}. "

@@ -19,7 +19,6 @@ from .rates import runs_numbers
 from .shared_counters import SharedCounterMode, SharedStepCounters
 from .traced import Traced
 
-
 # Stands for a rate of 0. Adam divides by its rate where that is a tensor: a weight that has never had a gradient, such
 # as the row of a word that no text has, would become NaN. So small a step changes no weight but one of 0, by no more.
 _ALMOST_NONE = 1e-36
