@@ -2,16 +2,21 @@
 
     python tests/benchmarks/limits.py [--only PART]     # rows with this in their name; minutes each
 
-GPT-2 small has 50,257 words and no dropout. Llama is LlamaForCausalLM of transformers, as it comes, of the sizes of
-Llama 3.2 1B, its weights split over the cores. Attention is flash attention, whose time is an estimate of tpufit's own,
-see `TPU.cycles_of`; the rest is the compiler's. Each row is kept in results/limits.json when it is known.
+GPT-2 small has 50,257 words and no dropout, as GPT-2 XL, whose weights are split over the cores. So are those of Llama:
+it is LlamaForCausalLM of transformers, as it comes, of the sizes of Llama 3.2 1B. Attention is flash attention, whose
+time is an estimate of tpufit's own, see `TPU.cycles_of`; the rest is the compiler's. To compile 16 or 48 blocks takes
+more memory than a common machine has, so deep networks are compiled with 2 and with 4 blocks, and each figure is
+extrapolated from them, as if each block more added the same. Each row is kept in results/limits.json when it is known.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +28,25 @@ from transformers_networks import huggingface
 import tpufit
 
 RESULTS = Path(__file__).with_name("results") / "limits.json"
+FEW = (2, 4)  # blocks that are compiled, to extrapolate from
+USABLE = {"v5e-8": 15.75, "v6e-8": 31.25}  # GiB of a core that the compiler lets a program have
 _LLAMA = {
-    "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True, "use_cache": False,
+    "vocab_size": 128256, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "intermediate_size": 8192, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "tie_word_embeddings": True, "use_cache": False,
 }  # fmt: skip
+
+
+def _gpt2(blocks: int, length: int, width: int = 768) -> nn.Module:
+    return GPT2(length=length, width=width, depth=blocks, dropout=0.0)
+
+
+def _llama(blocks: int, length: int) -> nn.Module:
+    return huggingface("LlamaForCausalLM", num_hidden_layers=blocks, **_LLAMA)
+
+
+NETWORKS: dict[str, Any] = {"GPT-2 small": _gpt2, "GPT-2 XL": partial(_gpt2, width=1600), "Llama 1B": _llama}
+BLOCKS = {"GPT-2 small": 12, "GPT-2 XL": 48, "Llama 1B": 16}
 
 
 @dataclass(frozen=True)
@@ -35,11 +54,12 @@ class Row:
     """A training: a network, its rows on each core and their length, and where.
 
     Attributes:
-        network: `"GPT-2 small"` or `"Llama 1B"`.
+        network: One of `NETWORKS`.
         tpu: The TPU.
         length: The words of a row.
         rows: The rows on a core.
         remat: As in `Model.compile`.
+        extrapolated: True if only networks of few blocks are compiled.
     """
 
     network: str
@@ -47,37 +67,45 @@ class Row:
     length: int
     rows: int
     remat: str | None = None
+    extrapolated: bool = True
 
     @property
     def name(self) -> str:
         """What `--only` looks in."""
-        return f"{self.network}, {self.rows} x {self.length}, remat={self.remat}, {self.tpu}"
+        how = ", extrapolated" * self.extrapolated
+        return f"{self.network}, {self.rows} x {self.length}, remat={self.remat}, {self.tpu}{how}"
 
-    def model(self) -> tpufit.Model:
+    def found(self) -> dict[str, Any]:
+        """The figures of a step."""
+        if not self.extrapolated:
+            return asdict(self) | self._compiled(BLOCKS[self.network])
+        own = [self._compiled(blocks) for blocks in FEW]
+        return asdict(self) | extrapolated(own, BLOCKS[self.network], USABLE[self.tpu]) | {"compiled": own}
+
+    def _model(self, blocks: int) -> tpufit.Model:
         """The compiled model, whose weights have no values."""
-        llama = self.network == "Llama 1B"
         with torch.device("meta"):
-            net: nn.Module = (
-                huggingface("LlamaForCausalLM", **_LLAMA) if llama else GPT2(length=self.length, dropout=0.0)
-            )
+            net: nn.Module = NETWORKS[self.network](blocks, self.length)
         model = tpufit.Model(net)
         options: dict[str, Any] = {"remat": self.remat, "precision": "bf16", "attention": "auto"}
-        if llama:
-            model.compile(torch.optim.AdamW(net.parameters()), "module", shard="fsdp", **options)
+        options["shard"] = None if self.network == "GPT-2 small" else "fsdp"
+        if self.network == "Llama 1B":
+            model.compile(torch.optim.AdamW(net.parameters()), "module", **options)
         else:
             model.compile(torch.optim.AdamW(net.parameters()), of_words, metrics=["accuracy"], **options)
         return model
 
-    def compiled(self) -> dict[str, Any]:
-        """The figures of a step."""
+    def _compiled(self, blocks: int) -> dict[str, Any]:
         words = torch.zeros(self.rows * 8, self.length, dtype=torch.long)
         x, y = ({"input_ids": words, "labels": words}, None) if self.network == "Llama 1B" else (words, words)
-        report = self.model().preflight(x, y, batch_size=self.rows, tpu=self.tpu, verbose=0, timeout=3600.0)
+        report = self._model(blocks).preflight(x, y, batch_size=self.rows, tpu=self.tpu, verbose=0, timeout=3600.0)
         step = report.step
         found = {
+            "blocks": blocks,
             "fits": report.fits,
             "GiB": step.memory.total / 2**30,
             "temporaries_GiB": step.memory.temporaries / 2**30,
+            "state_GiB": (step.memory.weights + step.memory.optimizer) / 2**30,
             "compiled_in_s": step.seconds,
             "compiler": dict(report.compiler),
         }
@@ -89,21 +117,48 @@ class Row:
                 "GFLOP": step.cost.flops / 1e9,
                 "GB": step.cost.nbytes / 1e9,
                 "ms": 1000 * report.seconds,
+                "ms_of_links": 1000 * report.bounds["links"],
                 "bound_by": report.bound,
                 "tokens_per_second": report.rows_per_second * self.length,
                 "share_of_peak": report.share_of_peak,
                 "attention": sorted({how.partition(":")[0] for how in step.attention.values()}),
             }
-        return asdict(self) | found
+        return found
 
 
+def extrapolated(own: Sequence[Mapping[str, Any]], blocks: int, usable: float) -> dict[str, Any]:
+    """The figures of a network of so many blocks, if each adds what it adds to that of few."""
+    few, more = own
+    turns = (blocks - more["blocks"]) / (more["blocks"] - few["blocks"])
+
+    def of(figure: Callable[[Mapping[str, Any]], float]) -> float:
+        return figure(more) + turns * (figure(more) - figure(few))
+
+    found: dict[str, Any] = {"blocks": blocks, "extrapolated_from": [few["blocks"], more["blocks"]]}
+    found |= {name: of(itemgetter(name)) for name in ("GiB", "temporaries_GiB", "state_GiB")}
+    found["fits"] = found["GiB"] <= usable
+    if not (few["fits"] and more["fits"]):
+        return found | {"fits": False}
+    found |= {name: of(itemgetter(name)) for name in ("million_cycles", "kernels", "GFLOP", "GB", "ms", "ms_of_links")}
+    found["of_kernels"] = of(lambda one: one["of_kernels"] * one["million_cycles"]) / found["million_cycles"]
+    # A step has the same words, and the same chip, whatever its blocks.
+    found["tokens_per_second"] = more["tokens_per_second"] * more["ms"] / found["ms"]
+    found["share_of_peak"] = of(lambda one: one["share_of_peak"] * one["ms"]) / found["ms"]
+    return found | {"attention": more["attention"], "compiler": more["compiler"]}
+
+
+POLICIES = (None, "attention", "dots", "nothing")
 ROWS = [
-    *(Row("GPT-2 small", "v5e-8", 1024, 8, remat) for remat in (None, "attention", "dots", "nothing")),
-    Row("GPT-2 small", "v5e-8", 4096, 2),
-    Row("Llama 1B", "v5e-8", 2048, 2, "dots"),
+    *(Row("GPT-2 small", "v5e-8", 1024, 8, remat, extrapolated=False) for remat in POLICIES),
+    Row("GPT-2 small", "v5e-8", 4096, 2, extrapolated=False),
+    # Beside the same rows that are compiled: how far it is to be trusted.
+    Row("GPT-2 small", "v5e-8", 1024, 8),
+    Row("GPT-2 small", "v5e-8", 1024, 8, "nothing"),
+    Row("Llama 1B", "v5e-8", 2048, 2),
     Row("Llama 1B", "v5e-8", 2048, 4, "nothing"),
-    Row("Llama 1B", "v6e-8", 2048, 4, "dots"),
+    Row("Llama 1B", "v6e-8", 2048, 4),
     Row("Llama 1B", "v6e-8", 2048, 8, "nothing"),
+    *(Row("GPT-2 XL", "v5e-8", 1024, 1, remat) for remat in POLICIES),
 ]
 
 
@@ -112,20 +167,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of rows")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where they are kept (default: results/limits.json)")
     args = parser.parse_args()
+    kept = {_row_of(one): one for one in json.loads(args.out.read_text())} if args.out.exists() else {}
     for row in ROWS:
-        if args.only not in row.name:
-            continue
-        found = row.compiled()
-        print(f"{row.name}: {json.dumps(found)}", flush=True)
-        kept = json.loads(args.out.read_text()) if args.out.exists() else []
-        others = [one for one in kept if {name: one[name] for name in asdict(row)} != asdict(row)]
-        order = [asdict(each) for each in ROWS]
-        args.out.write_text(
-            json.dumps(
-                sorted([*others, found], key=lambda one: order.index({name: one[name] for name in order[0]})), indent=1
-            )
-            + "\n"
-        )
+        if args.only in row.name:
+            kept[row] = row.found()
+            print(f"{row.name}: {json.dumps(kept[row])}", flush=True)
+            args.out.write_text(json.dumps([kept[each] for each in ROWS if each in kept], indent=1) + "\n")
+
+
+def _row_of(kept: Mapping[str, Any]) -> Row:
+    return Row(**{each.name: kept[each.name] for each in fields(Row)})
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 It knows 32,768 words, and has a head of its own.
 
     python tests/benchmarks/long_texts.py                # all rows, a quarter of an hour on two idle cores
-    python tests/benchmarks/long_texts.py --only 4096    # of this length; prints only
+    python tests/benchmarks/long_texts.py --only 4096    # of this length
 
-A complete run writes results/long_texts.json. The time of kernels is an estimate of tpufit's own, see `TPU.cycles_of`.
+Each row is kept in results/long_texts.json when it is known. The time of kernels is an estimate of tpufit's own, see
+`TPU.cycles_of`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def compiled(row: Row) -> dict[str, Any]:
     words = torch.zeros(row.rows * 8, row.length, dtype=torch.long)
     report = model.preflight(words, words, batch_size=row.rows, tpu=SLICE, verbose=0)
     cost, memory = report.step.cost, report.step.memory
-    return vars(row) | {
+    return asdict(row) | {
         "fits": report.fits,
         "GiB": memory.total / 2**30,
         "temporaries_GiB": memory.temporaries / 2**30,
@@ -78,14 +79,18 @@ def compiled(row: Row) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, help="the length of texts")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where they are kept (default: results/)")
     args = parser.parse_args()
-    found = []
+    kept = {_row_of(one): one for one in json.loads(args.out.read_text())} if args.out.exists() else {}
     for row in ROWS:
         if args.only in (None, row.length):
-            found.append(compiled(row))
-            print(json.dumps(found[-1]), flush=True)
-    if args.only is None:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+            kept[row] = compiled(row)
+            print(json.dumps(kept[row]), flush=True)
+            args.out.write_text(json.dumps([kept[each] for each in ROWS if each in kept], indent=1) + "\n")
+
+
+def _row_of(kept: dict[str, Any]) -> Row:
+    return Row(**{each.name: kept[each.name] for each in fields(Row)})
 
 
 if __name__ == "__main__":
