@@ -27,7 +27,7 @@ check: lint
 	$(PYTEST) -m "not slow and not soak"
 
 test: lint
-	$(BIN)/python -m pytest --doctest-modules tpufit
+	$(PYTEST) --doctest-modules tpufit
 	$(PYTEST) -m "not soak"
 
 soak: $(READY)

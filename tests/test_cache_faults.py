@@ -153,6 +153,7 @@ def kill_and_resume(folder, pids, times, count, seed):
     assert {path.name for path in cache.iterdir()} - finished(cache).keys() == {"meta.json", ".lock"}
 
 
+@pytest.mark.soak
 def test_killed_at_any_moment(tmp_path, pids):
     kill_and_resume(tmp_path, pids, times=3, count=480, seed=0)
 

@@ -45,6 +45,7 @@ def test_several_inputs(tmp_path, named, rows):
 
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+@pytest.mark.soak_on(8)
 def test_the_weights_of_the_moment(cores, tmp_path, precision, run_python):
     def exported():
         model.export(path, x)

@@ -169,6 +169,7 @@ def trained(net, cores, rows, attention, epochs=1, batch_size=2, **options):
 
 @pytest.mark.slow
 @pytest.mark.cores(1, 8, quick=False)
+@pytest.mark.soak_on(1)
 def test_fifty_steps_end_where_plain_attention_ends(cores):
     torch.manual_seed(0)
     net, how = GPT(), {"rows": 16, "epochs": 25, "batch_size": 8 // cores}
@@ -328,6 +329,7 @@ MASKED = {
 @pytest.mark.slow
 @pytest.mark.cores(1, 8, quick=False)
 @pytest.mark.parametrize("name", MASKED)
+@pytest.mark.soak_on(1)
 def test_masks_that_modules_make_are_understood(cores, name):
     make, options = MASKED[name]
     torch.manual_seed(0)

@@ -67,7 +67,7 @@ def test_scores_lie_nowhere_and_kernels_are_counted(tpu, cores):
     assert "the compiler has no estimate for 3 kernels" in str(flash)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_is_kept_of_a_kernel_is_not_computed_again():
     kernels = {policy: flown("v5e-8", "auto", 8, {"1": policy}).step.cost.kernels for policy in ("dots", "nothing")}
     assert kernels == {"dots": 3, "nothing": 4}
@@ -79,7 +79,7 @@ def _works(report):
     return [kernel.operations for kernel in kernels]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_v3_has_plain_attention():
     plain = flown("v3-8", "auto", 8)
     assert plain.step.attention == {"1": "plain: there is no kernel for a TPU v3"} and not plain.step.cost.kernels

@@ -903,7 +903,7 @@ def test_several_tpus_are_compared_and_steps_that_are_the_same_are_traced_once(m
     assert len(list(tmp_path.iterdir())) == 1 + 3
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_more_hosts_send_no_more_bytes_a_core():
     """The same step is compiled for 1, 4 and 16 hosts, with as many collectives of as many bytes."""
     model = made()

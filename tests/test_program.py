@@ -126,6 +126,7 @@ as_users_have_it = pytest.mark.cores(1, 8, timeout=600, alone=True)
 
 @as_users_have_it
 @pytest.mark.parametrize("k", [3, 10])
+@pytest.mark.soak_on(1)
 def test_several_steps_in_one_graph_are_the_same_to_the_bit(cores, k):
     def run(k):
         torch.manual_seed(0)
@@ -163,6 +164,7 @@ def test_several_steps_in_one_graph_are_the_same_but_for_rounding(cores, k):
 
 
 @as_users_have_it
+@pytest.mark.soak_on(1)
 def test_auto_joins_steps_that_are_short_and_changes_nothing_else(cores, monkeypatch):
     class Hooks(Callback):
         reads_weights = False
@@ -555,6 +557,7 @@ def test_weights_put_back_at_every_step_take_no_history_along(cores):
     assert seen == {(True, False)}
 
 
+@pytest.mark.soak_on(1)
 def test_a_read_from_another_thread_is_a_value_or_an_exception(cores):
     """Never the end of the process, nor another training: this one goes on as if nobody had read."""
 

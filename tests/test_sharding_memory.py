@@ -56,6 +56,7 @@ def test_eight_virtual_cores_hold_an_eighth_each(run_python):
     assert found["state"] / 8 < found["kept"] <= 1.1 * found["state"] / 8
 
 
+@pytest.mark.soak
 def test_a_tpus_core_holds_an_eighth_and_a_block(run_python):
     code = """
     model, found = compiled("meta", shard="fsdp", remat=True)
@@ -83,6 +84,7 @@ def test_a_tpus_core_holds_an_eighth_and_a_block(run_python):
     assert "24 all-gather of" in found["shown"]
 
 
+@pytest.mark.soak
 def test_weights_that_a_tpu_packs_stay_as_they_are_if_they_are_split(run_python):
     code = """
     with torch.device("meta"):

@@ -17,6 +17,7 @@ if importlib.util.find_spec("keras"):
     FILES["Keras"] = "tpu_keras.json"
 
 
+@pytest.mark.soak
 def test_a_step_of_an_mlp_is_the_same_work_by_all_means(tmp_path):
     found = {}
     for name, file in FILES.items():

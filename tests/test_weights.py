@@ -168,6 +168,7 @@ def test_a_module_that_keeps_more_than_tensors():
 
 
 @pytest.mark.cores(1, 8)
+@pytest.mark.soak_on(1)
 def test_what_torch_saves_after_a_fit_is_loaded_without_torch_xla(cores, tmp_path, run_python):
     model, x = tpufit.Model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))), torch.ones(16, 3)
     model.compile("adam", "mse")

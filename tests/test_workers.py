@@ -71,6 +71,7 @@ def test_two_workers(cores, context, persistent):
     assert train(cores, **how)[1] == expected
 
 
+@pytest.mark.soak_on(8)
 def test_workers_are_forked_again_and_again_while_the_device_computes(cores):
     _, history = train(cores, epochs=25, num_workers=2)
     assert len(history["loss"]) == 25

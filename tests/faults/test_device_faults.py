@@ -65,6 +65,7 @@ class Notes(Callback):
 
 @out_of_memory
 @pytest.mark.parametrize("jit_compile", ["auto", False])
+@pytest.mark.soak_on(1)
 def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores, tmp_path, jit_compile):
     """A real one: the error comes out where something waits, several steps later."""
     model, notes = large(jit_compile=jit_compile), Notes()
@@ -131,6 +132,7 @@ def test_fit_goes_on_from_a_checkpoint_in_the_same_process(cores, tmp_path):
         assert torch.equal(value, expected.state_dict()[name]), name
 
 
+@pytest.mark.soak_on(8)
 def test_weights_that_were_copied_from_others_are_trained_on(cores):
     """A copy on the device shares its memory with the original, and can be given away only once."""
 
