@@ -218,6 +218,8 @@ class CallbackList(Callback):
             method(*args)
         except Exception as error:  # not KeyboardInterrupt or SystemExit: these are no fault of the callback's
             self._failed = callback
+            if _ends_a_trial(error):
+                raise
             raise CallbackError(_says(callback, hook, error)) from error
 
     def _end(self, hook: str, listeners: list[tuple[object, _Hook]], *args: Any) -> None:
@@ -273,6 +275,11 @@ def _overridden(callback: object, hook: str) -> _Hook | None:
         if callable(method) and getattr(method, "__func__", None) is not getattr(Callback, name or hook):
             return method  # type: ignore[no-any-return]
     return None
+
+
+def _ends_a_trial(error: Exception) -> bool:
+    """True for Optuna's word that a trial is hopeless, which its study waits for: no error."""
+    return type(error).__name__ == "TrialPruned" and type(error).__module__.startswith("optuna.")
 
 
 def _says(callback: object, hook: str, error: Exception) -> str:

@@ -1,6 +1,7 @@
 """How a batch's x becomes the arguments of a module: by name as far as `forward` has the names."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,3 +65,41 @@ def test_a_tensor_that_forward_does_not_name_is_told_of():
 def test_arguments_that_do_not_fit(kind, x, says):
     with pytest.raises(BatchError, match=says):
         call(kind(), x)
+
+
+class Generating(nn.Module):
+    """As a language model of transformers, it keeps what it needs for the next word, unless told not to."""
+
+    config = SimpleNamespace(use_cache=True)
+
+    def forward(self, a, use_cache=None):
+        return (a, "cache") if self.config.use_cache and use_cache is not False else a
+
+
+class Adapted(nn.Module):
+    """As peft wraps one."""
+
+    config = Generating.config
+
+    def __init__(self):
+        super().__init__()
+        self.base = Generating()
+
+    def get_base_model(self):
+        return self.base
+
+    def forward(self, *args, **others):
+        return self.base(*args, **others)
+
+
+class Encoding(nn.Module):
+    config = Generating.config
+
+    def forward(self, a):
+        return a
+
+
+def test_a_language_model_gives_no_cache_unless_it_is_asked_to():
+    for kind in (Generating, Adapted, Encoding):
+        assert call(kind(), A) is A and call(kind(), {"a": A}) is A, kind
+    assert call(Generating(), {"a": A, "use_cache": True}) == (A, "cache")

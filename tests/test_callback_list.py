@@ -225,6 +225,16 @@ def test_an_error_in_set_model_is_named_too():
         listed(Raising("set_model", KeyError("x")))
 
 
+def test_a_trial_that_optuna_is_told_to_prune_is_no_error():
+    optuna = pytest.importorskip("optuna")
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    hooks = listed(Raising("on_epoch_end", optuna.TrialPruned("behind")))
+    study = optuna.create_study()
+    study.optimize(lambda trial: hooks.call("on_epoch_end", 0), n_trials=1)
+    assert study.trials[0].state.name == "PRUNED"
+
+
 def test_the_callbacks_after_one_that_raised_are_not_called():
     calls = []
     hooks = listed(Raising("on_epoch_end", ValueError()), recorder("After", ["on_epoch_end"], calls))

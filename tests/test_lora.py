@@ -28,7 +28,6 @@ def adapted():
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=16,
-        use_cache=False,
     )
     base = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

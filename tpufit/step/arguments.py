@@ -13,12 +13,14 @@ from .failures import layer_failure, misfit
 
 
 def call(module: nn.Module, x: Any) -> Any:
-    """Run a module on a batch's x, see `arguments_of`.
+    """Run a module on a batch's x, see `arguments_of`; a model of transformers returns no cache unless x asks for it.
 
     Raises:
         BatchError: The module takes other arguments, or one of its layers fails, e.g. on rows of the wrong shape.
     """
     args, named = arguments_of(module, x)
+    if "use_cache" not in named and _keeps_cache(module):
+        named = {**named, "use_cache": False}
     try:
         return module(*args, **named)
     except TypeError as error:
@@ -61,6 +63,18 @@ def arguments_of(module: nn.Module, x: Any) -> tuple[Sequence[Any], Mapping[str,
             "given: leave it out of the batches, or give forward a parameter of this name"
         )
     return (), named
+
+
+def _keeps_cache(module: nn.Module) -> bool:
+    """True if a model of transformers would return the keys and values of all its layers, as for generating a text.
+
+    They are no predictions, and a block that is computed again for its gradient would add to them twice.
+    """
+    if getattr(getattr(module, "config", None), "use_cache", False) is not True:
+        return False
+    wrapped: Any = module
+    base = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped  # as peft's have
+    return "use_cache" in inspect.signature(base.forward).parameters
 
 
 def _has_tensors(value: Any) -> bool:
