@@ -3,7 +3,7 @@
 It knows 32,768 words, and has a head of its own.
 
     python tests/benchmarks/long_texts.py                # all rows, a quarter of an hour on two idle cores
-    python tests/benchmarks/long_texts.py --only 4096    # of this length
+    python tests/benchmarks/long_texts.py --only "4096, flash"    # rows with this in their name
 
 Each row is kept in results/long_texts.json when it is known. The time of kernels is an estimate of tpufit's own, see
 `TPU.cycles_of`.
@@ -33,6 +33,11 @@ class Row:
     rows: int
     attention: str
     remat: bool | None = None
+
+    @property
+    def name(self) -> str:
+        """What `--only` looks in."""
+        return f"{self.length}, {self.attention}"
 
 
 ROWS = [
@@ -78,12 +83,12 @@ def compiled(row: Row) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=int, help="the length of texts")
+    parser.add_argument("--only", default="", help="a part of the names of rows")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where they are kept (default: results/)")
     args = parser.parse_args()
     kept = {_row_of(one): one for one in json.loads(args.out.read_text())} if args.out.exists() else {}
     for row in ROWS:
-        if args.only in (None, row.length):
+        if args.only in row.name:
             kept[row] = compiled(row)
             print(json.dumps(kept[row]), flush=True)
             args.out.write_text(json.dumps([kept[each] for each in ROWS if each in kept], indent=1) + "\n")
