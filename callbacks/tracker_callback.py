@@ -56,6 +56,8 @@ class TrackerCallback(Callback):
         if importlib.util.find_spec(package) is None:
             cure = f"pip install {package.replace('_', '-')}"
             raise ArgumentError(f"{type(self).__name__} needs the package {package}, which isn't installed: {cure}")
+        if config is not None and not isinstance(config, Mapping):
+            raise ArgumentError(f"config must be a dict of hyperparameters by name, got {config!r}")
         self._package = package
         self.config = dict(config or {})
         self.log_checkpoints = log_checkpoints
@@ -235,6 +237,10 @@ class TrackerCallback(Callback):
         if self._open:
             yield
             return
+        if self.model is None:
+            raise ArgumentError(
+                f"this {type(self).__name__} has no run yet: a fit or evaluate that is given it begins one"
+            )
         self._begin()
         try:
             yield

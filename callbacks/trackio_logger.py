@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,9 @@ class TrackioLogger(TrackerCallback):
         server = self._init.get("server_url")
         if server is not None:
             require_reachable(server, "Trackio", "Without server_url it logs on this machine")
+        elif self._init.get("space_id") or os.environ.get("TRACKIO_SPACE_ID"):
+            hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+            require_reachable(hub, "Trackio's space", "Without space_id it logs on this machine")
         again = {} if run_id is None else {"name": run_id, "resume": "allow"}
         try:
             self._run = self.library.init(**{**self._init, **again})

@@ -118,6 +118,8 @@ def test_another_fit_with_the_same_two_transforms_needs_no_other_graph(cores):
     assert not (runtime.counts() - before).graphs
     with pytest.raises(ArgumentError, match="device_transform must be a function of a batch, got 'flip'"):
         model.fit(data, None, 8, verbose=0, device_transform="flip")
+    with pytest.raises(ArgumentError, match=r"got the class RandomCrop: make one, RandomCrop\(\)"):
+        model.fit(data, None, 8, verbose=0, device_transform=RandomCrop)
 
 
 def of(x, augmentation, seed=0):

@@ -17,7 +17,7 @@ from torch import nn
 import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, CometLogger, MLflowLogger, ModelCheckpoint, TrackioLogger, WandbLogger
-from tpufit.errors import ArgumentError, CallbackError
+from tpufit.errors import ArgumentError, CallbackError, TrackerError
 
 # What the packages themselves warn of.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -235,6 +235,17 @@ def test_a_server_that_cannot_be_reached_is_an_error_before_anything_is_compiled
     with pytest.raises(CallbackError, match=r"TrackerError: .* can't be reached at http://127.0.0.1:9"):
         model().fit(X, Y, verbose=0, callbacks=[tracker.kind(**tracker.unreachable)])
     assert not (runtime.counts() - before).graphs
+
+
+def test_a_space_that_cannot_be_reached_and_what_is_no_config_are_errors(monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
+    with pytest.raises(TrackerError, match="Trackio's space can't be reached at .* Without space_id it logs on this"):
+        TrackioLogger("digits", space_id="me/digits").open_run(None)
+    with pytest.raises(ArgumentError, match=r"config must be a dict of hyperparameters by name, got \[1\]"):
+        TrackioLogger("digits", config=[1])
+    with pytest.raises(ArgumentError, match="this TrackioLogger has no run yet: a fit or evaluate that is given it"):
+        TrackioLogger("digits").add_image("a", np.zeros((3, 4, 4)))
 
 
 @pytest.mark.parametrize("tracker", [MLflow, Wandb, Comet, Trackio], ids=lambda kind: kind.__name__)

@@ -213,6 +213,14 @@ def test_auxiliary_losses_of_a_step_are_logged(cores):
 
 
 @on_cores
+def test_an_output_with_a_loss_needs_a_target(cores):
+    model = tpufit.Model(made(ByName))
+    model.compile(sgd, {"kind": "cross_entropy", "size": "mse"})
+    with pytest.raises(DataError, match="output 'size' has a loss, and None as its target: give it a target, or None"):
+        fit(model, cores, X, {"kind": KIND, "size": None})
+
+
+@on_cores
 def test_labels_are_checked_for_each_output(cores):
     model = tpufit.Model(made(ByName))
     model.compile(sgd, {"kind": "cross_entropy", "size": "mse"})

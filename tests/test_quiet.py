@@ -18,6 +18,22 @@ def test_a_script_is_quiet(run_python, first):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
+def test_an_error_in_a_step_is_all_that_is_said(run_python):
+    failing = """
+class Failing(tpufit.Model):
+    def train_step(self, batch):
+        super().train_step(batch)
+        raise ValueError("no")
+model.__class__ = Failing
+try:
+    model.fit(np.ones((64, 4), "f4"), np.ones((64, 3), "f4"), verbose=0)
+except ValueError as error:
+    print(error)
+"""
+    ended = run_python(FIT.rpartition("model.fit")[0] + failing)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "no\n", "")
+
+
 def test_a_variable_shows_all(run_python):
     assert " external/xla/" in run_python(FIT, env={"TF_CPP_MIN_LOG_LEVEL": "0"}).stderr
 

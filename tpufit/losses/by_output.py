@@ -75,6 +75,12 @@ class LossByOutput:
         check_form(y, self.outputs, "the targets", self._losses, DataError, self._like)
         if sample_weight is not None and not isinstance(sample_weight, Tensor):
             check_form(sample_weight, self.outputs, "sample_weight", (), like=self._like)
+        for key in self._losses:
+            if pick(y, key) is None:
+                raise DataError(
+                    f"output {output_name(key)!r} has a loss, and None as its target: give it a target, or None as its "
+                    "loss, too"
+                )
         return {
             key: loss(pick(y_pred, key), pick(y, key), weight_of(sample_weight, key))
             for key, loss in self._losses.items()

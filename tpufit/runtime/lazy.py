@@ -104,7 +104,10 @@ def _tensors(generation: int | None = None) -> list[Tensor]:
     kinds = _subclasses(Tensor)
     # By membership: there are half a million objects, and `issubclass` takes twice as long for each.
     objects = [o for o in gc.get_objects(generation) if type(o) in kinds]
-    return [t for t in objects if t.is_xla]  # unlike `device`, it is also there for a tensor without a device
+    found = [t for t in objects if t.is_xla]  # unlike `device`, it is also there for a tensor without a device
+    for tensor in found:  # one that only autograd's graph kept would end with it, with a warning, while we hold it
+        tensor._fix_weakref()
+    return found
 
 
 def _waits(tensor: Tensor) -> bool:

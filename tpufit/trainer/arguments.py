@@ -48,6 +48,11 @@ class TrainingData:
     def __post_init__(self) -> None:
         if self.device_transform is not None and not callable(self.device_transform):
             raise ArgumentError(f"device_transform must be a function of a batch, got {self.device_transform!r}")
+        if isinstance(self.device_transform, type):
+            name = self.device_transform.__name__
+            raise ArgumentError(
+                f"device_transform must be a function of a batch, got the class {name}: make one, {name}()"
+            )
 
     def weigher(self, engine: Engine) -> ClassWeight | None:
         """Return the class weights, checked.
