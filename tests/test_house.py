@@ -18,6 +18,7 @@ FRIENDLY_ATTRIBUTES = {
     "_is_view": "of a tensor: whether its memory is another's",
     "_base": "of a tensor: the one whose memory it has",
     "_view_func_unsafe": "of a tensor: the same view of another one",
+    "_fix_weakref": "of a tensor: keeps one that the garbage collector has told of alive",
     "_backward_hooks": "of a tensor: what is told of its gradient",
     "_version": "of a tensor: how often it was changed in place",
     "_make_subclass": "of torch.Tensor: a parameter over another's value",

@@ -263,6 +263,7 @@ def test_a_training_goes_on_from_the_hub(run_python):
         import torch, tpufit
         from torch import nn
         from tpufit.callbacks import ModelCheckpoint
+        from tpufit.errors import CallbackError
 
         def compiled():
             torch.manual_seed(3)
@@ -289,6 +290,11 @@ def test_a_training_goes_on_from_the_hub(run_python):
         other.load_weights("hf://me/digits/model.safetensors")
         for model in (again, other):
             assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), model.state_dict().values()))
+        try:
+            fit(1, "hf://me/other/run")
+        except CallbackError as error:
+            assert "can't be written to hf://me/other/run: me/other/run" in str(error), error
+            assert "repository not found" in str(error), error
         print("done")
     """
     hub = Hub()

@@ -57,7 +57,9 @@ class CheckpointDirectory:
             cure = "two runs in one folder would overwrite each other. Wait for its end, or pass another path"
             raise CheckpointBusyError(f"{held} trains into {self.path.absolute()}: {cure}") from None
         except OSError as error:
-            why = f"{error.strerror}. Pass a folder that exists or can be made, and may be written to"
+            # An error of another store, such as the Hub's of a repository that isn't there, has words of its own.
+            said = error.strerror or str(error).rstrip(".")
+            why = f"{said}. Pass a folder that exists or can be made, and may be written to"
             raise CheckpointNotWrittenError(f"checkpoints can't be written to {self.path.absolute()}: {why}") from error
         if dropped:
             warn(
