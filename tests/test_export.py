@@ -94,7 +94,7 @@ def test_what_cant_be_exported_is_one_error(tmp_path, net):
 
 
 def test_the_suffix_says_what_it_is(tmp_path):
-    with pytest.raises(ArgumentError, match=r"a \.pt2 or \.onnx file, got filepath='.*net\.tflite'"):
+    with pytest.raises(ArgumentError, match=r"LiteRT has a converter of its own.*litert_torch\.convert\("):
         tpufit.Model(nn.Linear(2, 2)).export(tmp_path / "net.tflite", torch.ones(1, 2))
 
 
@@ -153,3 +153,20 @@ def test_onnx_of_a_trained_net_predicts_what_the_model_does(cores, tmp_path):
     session = runtime.InferenceSession(tmp_path / "net.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), torch.tensor(model.predict(x, verbose=0)), rtol=1e-4, atol=1e-5)
+
+
+class Scores(nn.Module):
+    def forward(self, x):
+        return {"twice": 2 * x, "norm": x.norm(dim=1)}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_outputs_of_onnx_have_the_names_of_a_dict(tmp_path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    tpufit.Model(Scores()).export(tmp_path / "net.onnx", torch.ones(1, 2))
+    session = runtime.InferenceSession(tmp_path / "net.onnx")
+    assert [output.name for output in session.get_outputs()] == ["twice", "norm"]
+    x = torch.randn(3, 2)
+    for found, wanted in zip(session.run(None, {"x": x.numpy()}), Scores()(x).values(), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), wanted)

@@ -256,6 +256,8 @@ def test_the_parameters_are_the_modules():
         ("half", r"precision='bf16'"),
         ("layers", r"model\.module\.children\(\)"),
         ("trainable_weights", r"requires_grad\]"),
+        ("get_config", "built by your own code, and model.save keeps its state"),
+        ("make_train_function", "override train_step"),
         ("zero_grad", r"model\.apply_gradients\(loss\)"),
         ("modules", r"no nn\.Module but has one: model\.module\.modules$"),
         ("register_forward_hook", r"model\.module\.register_forward_hook$"),

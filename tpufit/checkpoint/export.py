@@ -3,12 +3,13 @@
 import importlib.util
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 from ..data.batches import as_tensors
 from ..errors import ArgumentError
@@ -29,6 +30,11 @@ def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> No
     """Write a program for batches like the example, see `Model.export`. The module stays where and as it is."""
     target = Path(filepath)
     module = engine.model.module
+    if target.suffix == ".tflite":
+        raise ArgumentError(
+            "LiteRT has a converter of its own, for the module on the host: "
+            "litert_torch.convert(model.to_cpu().eval(), (example,)).export(filepath)"
+        )
     if target.suffix not in (".pt2", ".onnx"):
         raise ArgumentError(f"an exported program is a .pt2 or .onnx file, got filepath={os.fspath(filepath)!r}")
     if target.suffix == ".onnx":
@@ -90,7 +96,21 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
         for axis, length in enumerate(value.shape or ()):
             if not isinstance(length, int) and str(length) in rows:
                 value.shape[axis] = "batch"
+    names = _names_of_outputs(program)
+    others = (*graph.inputs, *graph.initializers.values(), *(output for node in graph for output in node.outputs))
+    if len(names) == len(graph.outputs) and not {value.name for value in others} & set(names):
+        for value, name in zip(graph.outputs, names, strict=True):
+            value.name = name
     found.save(path)
+
+
+def _names_of_outputs(program: torch.export.ExportedProgram) -> list[str]:
+    """The keys of the dict that a program returns, in the order of its outputs; none if it returns another nest."""
+    spec = program.call_spec.out_spec
+    nest = None if spec is None else tree_unflatten(range(spec.num_leaves), spec)
+    if not isinstance(nest, Mapping) or not all(isinstance(at, int) for at in nest.values()):
+        return []
+    return [str(name) for name in sorted(nest, key=lambda name: nest[name])]
 
 
 def _two_rows(leaf: Any) -> Any:

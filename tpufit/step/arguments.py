@@ -13,14 +13,12 @@ from .failures import layer_failure, misfit
 
 
 def call(module: nn.Module, x: Any) -> Any:
-    """Run a module on a batch's x, see `arguments_of`; a model of transformers returns no cache unless x asks for it.
+    """Run a module on a batch's x, see `arguments_of`.
 
     Raises:
         BatchError: The module takes other arguments, or one of its layers fails, e.g. on rows of the wrong shape.
     """
     args, named = arguments_of(module, x)
-    if "use_cache" not in named and _keeps_cache(module):
-        named = {**named, "use_cache": False}
     try:
         return module(*args, **named)
     except TypeError as error:
@@ -39,12 +37,17 @@ def arguments_of(module: nn.Module, x: Any) -> tuple[Sequence[Any], Mapping[str,
 
     A tuple or list is passed by position; a dict by keyword, without `"labels"`, text and other objects that `forward`
     doesn't name. Tensors that it doesn't name are left out too, with a warning. A dict of which it names nothing is
-    passed whole if it takes one argument.
+    passed whole if it takes one argument. A model of transformers is told to keep no cache, unless x says so itself.
 
     Example:
         >>> arguments_of(nn.Identity(), {"input": 1, "id": "a"}), arguments_of(nn.Identity(), {"left": 1, "right": 2})
         (((), {'input': 1}), (({'left': 1, 'right': 2},), {}))
     """
+    args, named = _of_batch(module, x)
+    return args, {**named, "use_cache": False} if "use_cache" not in named and _keeps_cache(module) else named
+
+
+def _of_batch(module: nn.Module, x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if not isinstance(x, dict):
         return (x if isinstance(x, (tuple, list)) else (x,)), {}
     parameters = inspect.signature(module.forward).parameters.values()

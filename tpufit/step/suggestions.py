@@ -24,6 +24,16 @@ _INSTEAD = {
     "step": "model.apply_gradients(loss) takes a step of the optimizer, and fit calls train_step",
     "forward": "model(x) or model.module(x) computes the outputs",
     "loss": "the loss is that of compile, and model.compute_loss(x, y, y_pred) computes it",
+    **dict.fromkeys(
+        ("get_config", "from_config", "to_json"), "a net is built by your own code, and model.save keeps its state"
+    ),
+    **dict.fromkeys(
+        ("call", "build", "add_weight", "add_variable"), "layers are nn.Modules: parameters are made in __init__"
+    ),
+    "non_trainable_variables": _WEIGHTS,
+    "make_train_function": "override train_step: fit traces and compiles it",
+    "add_metric": "compile(metrics=...) takes metrics, also functions and torchmetrics objects",
+    "losses": "return every term of the loss from compute_loss",
     "add_loss": "return it from compute_loss: override that, and add to super().compute_loss(...)",
 }
 _SCHEDULE = "a schedule is a callback: fit(callbacks=[tpufit.callbacks.LRScheduler('cosine', warmup=0.05)])"
