@@ -324,9 +324,14 @@ class Callback:
 
 
 class RateCallback(Callback):
-    """A callback that sets the learning rate. It adds the epoch's rate to the epoch's logs, as Keras's do."""
+    """A callback that sets the learning rate. It adds the epoch's rate to the epoch's logs, as Keras's do.
+
+    Attributes:
+        sets_each_step: True if it gives each step a rate of its own, whatever it was: of these `fit` takes only one.
+    """
 
     reads_weights = False
+    sets_each_step = False
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Add `learning_rate` to the logs; a subclass that sets the next epoch's rate does so afterwards."""

@@ -92,6 +92,7 @@ class LRScheduler(RateCallback):
                 f"{scheduler!r}"
             )
         self.interval = interval or ("epoch" if self._named is None else "step")
+        self.sets_each_step = self._named is not None
         self.total_steps = total_steps
         self.scheduler: lr_scheduler.LRScheduler | None = None
         self._make = scheduler

@@ -46,6 +46,8 @@ class OneCycle(RateCallback):
     2018, as `torch.optim.lr_scheduler.OneCycleLR` computes it.
     """
 
+    sets_each_step = True
+
     def __init__(
         self,
         max_lr: float | Sequence[float] | None = None,

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 import tpufit
 from tpufit import runtime
-from tpufit.callbacks import Callback, LRScheduler, ModelCheckpoint
+from tpufit.callbacks import Callback, LRScheduler, ModelCheckpoint, OneCycle
 from tpufit.errors import ArgumentError, CallbackError, UnknownNameError
 
 pytestmark = pytest.mark.cores(1, 8)
@@ -169,3 +169,10 @@ def test_the_length_is_asked_for_where_nothing_tells_it(cores):
 def test_wrong_arguments(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_two_schedules_of_every_step_are_an_error(cores):
+    model, before = made(), runtime.counts()
+    with pytest.raises(ArgumentError, match="LRScheduler and OneCycle each give every step its rate"):
+        fit(cores, model, LRScheduler("cosine"), OneCycle())
+    assert not (runtime.counts() - before).graphs and model.learning_rate == 0.1

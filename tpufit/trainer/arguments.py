@@ -11,7 +11,7 @@ validation_step_freq, validation_limit |
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
@@ -276,6 +276,19 @@ def require_learning(module: nn.Module) -> None:
         "this model of peft has no weight that learns: load adapters with PeftModel.from_pretrained(..., "
         "is_trainable=True), or add some with get_peft_model(...), and freeze nothing afterwards"
     )
+
+
+def require_one_schedule(callbacks: Sequence[object]) -> None:
+    """Check that no two callbacks give each step its rate.
+
+    Raises:
+        ArgumentError: There are two, of which the later one would win.
+    """
+    names = [type(callback).__name__ for callback in callbacks if getattr(callback, "sets_each_step", False)]
+    if len(names) > 1:
+        raise ArgumentError(
+            f"{' and '.join(names)} each give every step its rate, and the last would win: pass one of them"
+        )
 
 
 def callback_list(engine: Engine, callbacks: Any, params: dict[str, Any], *own: Callback) -> CallbackList:

@@ -27,6 +27,7 @@ from .arguments import (
     require_compiled,
     require_gradients,
     require_learning,
+    require_one_schedule,
 )
 from .batch_size import AUTO, ByCompiler, choose, require_rows
 from .hosts import started_with
@@ -52,6 +53,7 @@ def run_fit(
     optimizers.required(engine.model.optimizer)
     verbosity = resolve_verbose(verbose)
     given = CallbackList(callbacks).callbacks
+    require_one_schedule(given)
     if validation.limit is None and validation.given:
         validation = replace(validation, limit=schedule.limit)
     auto = isinstance(train.batch_size, str) and train.batch_size == AUTO
