@@ -178,6 +178,8 @@ def _parsed(command: Sequence[str]) -> tuple[str, str, list[str]] | None:
 def _is_late(before: Mapping[str, str], environment: Mapping[str, str]) -> bool:
     """Whether all that is other in an environment is read after the imports, or is of no matter by then."""
     changed = {name for name in {*before, *environment} if before.get(name) != environment.get(name)}
+    if before.get("PJRT_DEVICE") and environment.get("PJRT_DEVICE"):
+        changed.discard("PJRT_DEVICE")  # the imports set it if nobody did, and don't look what it is
     return not any(name.startswith(READ_EARLY) for name in changed.difference(READ_LATE))
 
 
