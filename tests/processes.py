@@ -60,8 +60,10 @@ def process_group(
     if not fresh and SERVER.takes(command, env):
         process = SERVER.fork(command, env, cwd, stdout.fileno(), stderr.fileno())
     else:
+        # Where `sys.executable` stands for Python, it would ask for a fork at the address.
+        given = {name: value for name, value in env.items() if not (fresh and name == warm.ADDRESS)}
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, stdout=stdout, stderr=stderr, cwd=cwd, env=env
+            command, stdin=subprocess.DEVNULL, start_new_session=True, stdout=stdout, stderr=stderr, cwd=cwd, env=given
         )
     try:
         yield process

@@ -201,7 +201,7 @@ def test_really_in_a_process_with_little_memory(run_python):
     import resource
     resource.setrlimit(resource.RLIMIT_AS, ({1 << 30}, {1 << 30}))
     """
-    process = run_python(textwrap.dedent(limit) + DOCTOR.format(""))
+    process = run_python(textwrap.dedent(limit) + DOCTOR.format(""), fresh=True)
     assert process.returncode == 1, process.stderr
     assert re.search(r"error +host memory +1 GiB by ulimit -v \(RLIMIT_AS\)", process.stdout)
     assert re.search(r"error +training on 1 core", process.stdout)

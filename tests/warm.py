@@ -50,7 +50,7 @@ import numpy as np
 IMPORTED = os.environ.get("WARM_IMPORTS", "torchmetrics torch_xla torch_xla.distributed.spmd tpufit.model")
 # Who reads these reads them when Python starts or while the modules above are imported. XLA reads its own later, when
 # the device starts.
-READ_EARLY = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "PJRT_", "TORCH", "TPU", "HF_", "LC_", "LANG")
+READ_EARLY = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "PJRT_", "TORCH", "TPU_", "HF_", "LC_", "LANG")
 READ_LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)
 ADDRESS = "WARM_ADDRESS"  # of the server, in the environment
@@ -178,8 +178,8 @@ def _parsed(command: Sequence[str]) -> tuple[str, str, list[str]] | None:
 def _is_late(before: Mapping[str, str], environment: Mapping[str, str]) -> bool:
     """Whether all that is other in an environment is read after the imports, or is of no matter by then."""
     changed = {name for name in {*before, *environment} if before.get(name) != environment.get(name)}
-    if before.get("PJRT_DEVICE") and environment.get("PJRT_DEVICE"):
-        changed.discard("PJRT_DEVICE")  # the imports set it if nobody did, and don't look what it is
+    if environment.get("PJRT_DEVICE") == "POD" and "PJRT_DEVICE" in before:
+        changed.discard("PJRT_DEVICE")  # the imports only prepare for a TPU, or set it if nobody did
     return not any(name.startswith(READ_EARLY) for name in changed.difference(READ_LATE))
 
 
