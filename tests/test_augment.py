@@ -162,6 +162,16 @@ def test_affine_warps_as_grid_sample_does(form):
     torch.testing.assert_close(half, F.avg_pool2d(x, 2), rtol=1e-4, atol=1e-5)
 
 
+def test_shear_leans_images_along_their_width(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, 0.75))  # half of the largest angle
+    x = torch.rand(2, 1, 6, 6)
+    lean = np.tan(np.radians(20.0 / 2))
+    # A pixel comes from further left the further down it is.
+    theta = torch.tensor([[1.0, -lean, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float32).expand(2, 2, 3)
+    expected = F.grid_sample(x, F.affine_grid(theta, x.shape, align_corners=False), align_corners=False)
+    torch.testing.assert_close(RandomAffine(0.0, shear=20.0)(x), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_colours_stay_in_their_range_and_grey_stays_grey():
     x = torch.from_numpy(IMAGES)
     for one in (x, x.float() / 255):
@@ -252,6 +262,8 @@ def test_what_rand_augment_refuses():
         RandAugment(magnitude=31)
     with pytest.raises(ArgumentError, match="num_ops must be"):
         RandAugment(0)
+    with pytest.raises(ArgumentError, match="magnitude must be"):
+        RandAugment(magnitude=-1)
 
 
 class InWorkers(torch.utils.data.Dataset):
