@@ -7,7 +7,7 @@ from .images import ImageFolder, presize
 from .per_host import PerHost
 from .sources import Compose, Transform
 from .stream import Stream, stream, train_validation_split
-from .texts import PackedDataset, RowsOfTokens, TokenFile
+from .texts import PackedDataset, TokenFile
 
 __all__ = [
     "CachedDataset",
@@ -15,7 +15,6 @@ __all__ = [
     "PackedDataset",
     "PadToBuckets",
     "PerHost",
-    "RowsOfTokens",
     "Stream",
     "TokenFile",
     "presize",

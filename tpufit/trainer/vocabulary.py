@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from ..data import RowsOfTokens
+from ..data.texts import RowsOfTokens
 from ..errors import DataError
 
 

@@ -52,6 +52,7 @@ _FOLDED = (
 )  # fmt: skip
 _COUNTED = _both("diff", "ne", "__ne__", "cumsum")
 _NOTS = _both("logical_not", "bitwise_not", "__invert__")
+_SHIFTED = _both("sub", "__sub__")
 _FILLED = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
 
 
@@ -102,7 +103,7 @@ class Masks(TorchFunctionMode):
         super().__init__()
         self._values: Any = WeakIdKeyDictionary()  # of tensors on the device, with their version
         self._conditions: Any = WeakIdKeyDictionary()
-        self._made: Any = WeakIdKeyDictionary()  # the function and arguments of counts of segments
+        self._made: Any = WeakIdKeyDictionary()  # the function and arguments of counts of segments and of differences
         self._sources: Any = WeakIdKeyDictionary()  # what a tensor repeats or picks all of
 
     def __torch_function__(
@@ -118,7 +119,7 @@ class Masks(TorchFunctionMode):
         if value is not None:
             self._values[result] = _version(result), value
         first: Any = args[0] if args else None
-        if func in _COUNTED or func in _NOTS:
+        if func in _COUNTED or func in _NOTS or func in _SHIFTED:
             self._made[result] = _Made(func, args, kwargs, _version(first))
         joins = func in _ANDS if result.dtype is torch.bool else func in _SUMS
         conditions: tuple[_Condition, ...] | None = None
@@ -272,6 +273,12 @@ class Masks(TorchFunctionMode):
             return False
         return self._source(steps.args[0]) is self._source(places)
 
+    def shifted(self, places: Tensor) -> tuple[Tensor, int]:
+        """The places that a whole number was taken from, and the number; 0 if none was."""
+        made = self._made_by(places, "sub", "__sub__")
+        by: Any = made.args[1] if made is not None and len(made.args) == 2 and not made.kwargs else None
+        return (made.args[0], by) if made is not None and type(by) is int else (places, 0)
+
     def _made_by(self, tensor: Tensor, *names: str) -> _Made | None:
         """How a tensor was made, if it was by one of these functions, of what hasn't changed since."""
         made = self._made.get(tensor)
@@ -323,7 +330,7 @@ class _Seen:
         self._of_keys: list[Tensor] = []
         self._of_queries: list[Tensor] = []
         self._numbers: tuple[Tensor, Tensor] | None = None  # of the texts of queries and of keys
-        self._places: list[tuple[Tensor, Tensor]] = []
+        self._places: list[tuple[Tensor, Tensor, str]] = []  # of queries and keys, and how a key's is to its query's
 
     def take(self, condition: _Condition) -> bool:
         """Take a condition; False if a kernel can't."""
@@ -378,19 +385,24 @@ class _Seen:
         if how == "eq" and self._numbers is None:
             self._numbers = of_query, of_key
             return True
-        if how == "le":
-            self._places.append((of_query, of_key))
-        return how == "le"
+        if how in ("le", "gt"):
+            self._places.append((of_query, of_key, how))
+        return how in ("le", "gt")
 
     def pattern(self) -> Pattern | None:
         rows, queries, keys = self._shape
-        for of_query, of_key in self._places:
+        for of_query, of_key, how in self._places:
             # Within a text places are those of the row, but for where they begin.
+            of_query, by = self._masks.shifted(of_query)
             if self._numbers is None or not self._masks.counts(self._numbers[0], of_query):
                 return None
             if not self._masks.counts(self._numbers[1], of_key) or queries != keys:
                 return None
-            self._high = np.minimum(self._high, np.arange(1, queries + 1))
+            ends = np.arange(1, queries + 1) - by
+            if how == "le":
+                self._high = np.minimum(self._high, ends)
+            else:
+                self._low = np.maximum(self._low, ends)
         if not (self._low < self._high).all():
             return None
         right, left = int(self._high[0]) - 1, queries - 1 - int(self._low[-1])
