@@ -225,6 +225,7 @@ def test_an_error_in_set_model_is_named_too():
         listed(Raising("set_model", KeyError("x")))
 
 
+@pytest.mark.soak
 def test_a_trial_that_optuna_is_told_to_prune_is_no_error():
     optuna = pytest.importorskip("optuna")
 

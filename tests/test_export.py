@@ -161,6 +161,7 @@ class Scores(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.soak
 def test_the_outputs_of_onnx_have_the_names_of_a_dict(tmp_path):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
