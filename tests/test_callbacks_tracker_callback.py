@@ -194,8 +194,8 @@ class Pictures(Callback):
 
 
 @pytest.mark.cores(1, 8)
+@pytest.mark.soak_on(8)
 @soaked
-@pytest.mark.soak
 def test_a_run_that_is_broken_off_goes_on(cores, tracker, tmp_path, monkeypatch):
     pytest.importorskip(tracker.package)
     monkeypatch.chdir(tmp_path)
@@ -227,7 +227,6 @@ def test_a_run_that_is_broken_off_goes_on(cores, tracker, tmp_path, monkeypatch)
 
 @pytest.mark.cores(1)
 @soaked
-@pytest.mark.soak
 def test_a_server_that_cannot_be_reached_is_an_error_before_anything_is_compiled(cores, tracker, tmp_path, monkeypatch):
     pytest.importorskip(tracker.package)
     monkeypatch.chdir(tmp_path)
