@@ -50,9 +50,8 @@ _FOLDED = (
     | _both("where", "masked_fill")
     | {Tensor.long, Tensor.int}
 )  # fmt: skip
-_COUNTED = _both("diff", "ne", "__ne__", "cumsum")
-_NOTS = _both("logical_not", "bitwise_not", "__invert__")
-_SHIFTED = _both("sub", "__sub__")
+# Of whose results it is kept how they were made: counts of texts, negations, and places that were shifted.
+_KEPT = _both("diff", "ne", "__ne__", "cumsum", "logical_not", "bitwise_not", "__invert__", "sub", "__sub__")
 _FILLED = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
 
 
@@ -103,7 +102,7 @@ class Masks(TorchFunctionMode):
         super().__init__()
         self._values: Any = WeakIdKeyDictionary()  # of tensors on the device, with their version
         self._conditions: Any = WeakIdKeyDictionary()
-        self._made: Any = WeakIdKeyDictionary()  # the function and arguments of counts of segments and of differences
+        self._made: Any = WeakIdKeyDictionary()  # the function and arguments of results of `_KEPT`
         self._sources: Any = WeakIdKeyDictionary()  # what a tensor repeats or picks all of
 
     def __torch_function__(
@@ -119,7 +118,7 @@ class Masks(TorchFunctionMode):
         if value is not None:
             self._values[result] = _version(result), value
         first: Any = args[0] if args else None
-        if func in _COUNTED or func in _NOTS or func in _SHIFTED:
+        if func in _KEPT:
             self._made[result] = _Made(func, args, kwargs, _version(first))
         joins = func in _ANDS if result.dtype is torch.bool else func in _SUMS
         conditions: tuple[_Condition, ...] | None = None
@@ -496,7 +495,7 @@ def _tensors(nest: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
-_SEEN = _FOLDED | _SAME | _ALIKE.keys() | _FILLED | _COUNTED | _NOTS
+_SEEN = _FOLDED | _SAME | _ALIKE.keys() | _FILLED | _KEPT
 _now: Masks | None = None
 
 
