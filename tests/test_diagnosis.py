@@ -118,6 +118,8 @@ def test_times_are_exclusive_of_each_other(monkeypatch):
 
 
 class Net(nn.Module):
+    double = False
+
     def __init__(self, extra=None):
         super().__init__()
         self.body, self.head, self.extra = nn.Linear(12, 16), nn.Linear(16, 4), extra
@@ -191,12 +193,11 @@ def test_why_another_graph_was_compiled(cores):
     def doubled(net, h):
         return h * h if net.double else h
 
-    Net.double = False
     model = trained(cores, doubled, callbacks=Change(), batch_size=69)
     assert [cause for _, cause in causes(model)] == [
         "it is the first step",
         "betas in the optimizer's param_groups changed (from (0.9, 0.999) to (0.5, 0.999))",
-        "Net.double changed",
+        "Net.double changed (from False to True)",
     ]
     model.fit(X, Y.astype("int32"), batch_size=69, verbose=0)
     assert causes(model) == [("train", "y had the dtype torch.int64, and now torch.int32")]
@@ -206,6 +207,9 @@ def test_why_another_graph_was_compiled(cores):
         "it is the first step",
         "x had the shape (8, 12), and now (5, 12)",
     ]
+    joined.steps_per_execution = 1
+    joined.fit(X[:64], Y[:64], batch_size=8, verbose=0)
+    assert causes(joined) == [("train", "1 step runs as one graph")]
 
 
 @pytest.mark.cores(1)

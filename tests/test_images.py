@@ -71,6 +71,10 @@ def test_a_linked_folder_is_one(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat").symlink_to(tmp_path / "elsewhere")
     assert ImageFolder(tmp_path / "photos").samples == [(str(tmp_path / "photos" / "cat" / "1.png"), 0)]
+    put(tmp_path / "more" / "2.png")
+    (tmp_path / "elsewhere" / "young").symlink_to(tmp_path / "more")
+    found = [os.path.relpath(path, tmp_path / "photos") for path, _ in ImageFolder(tmp_path / "photos").samples]
+    assert found == ["cat/1.png", "cat/young/2.png"]
 
 
 def test_what_is_no_image_is_counted_in_a_warning(tmp_path):

@@ -179,6 +179,18 @@ def test_a_subclass_may_have_a_loss_of_its_own():
     assert attribute.loss == {"a": "mse"} and attribute.loss_weights == {"a": 2.0}
 
 
+def test_a_subclass_may_have_a_base_that_takes_arguments_of_the_class():
+    class Registered:
+        def __init_subclass__(cls, name, **kwargs):
+            super().__init_subclass__(**kwargs)
+            cls.name = name
+
+    class Own(tpufit.Model, Registered, name="own"):
+        pass
+
+    assert Own(nn.Linear(2, 3)).name == "own"
+
+
 def test_which_way_a_log_gets_better():
     trained = model()
     trained.compile("adam", "mse", metrics=["accuracy", "mae"])

@@ -288,6 +288,23 @@ def test_a_step_written_by_hand_keeps_what_compile_asks_for(cores, options):
     assert own_losses == losses and all(torch.equal(weights[key], own_weights[key]) for key in weights)
 
 
+def test_gradients_of_weights_that_no_optimizer_has_are_dropped(cores):
+    def make(parameters):
+        return optim.SGD([*parameters][-2:], 0.1)
+
+    model, plain = tpufit.Model(net()), net()
+    model.compile(make, "cross_entropy", scale_lr=None, jit_compile=True)
+    model.fit(X[:128], Y[:128], 16 // cores, 1, verbose=0, shuffle=False, cores=cores)
+    assert not any(parameter.grad is not None for parameter in model.module.parameters())
+    optimizer = make(plain.parameters())
+    for x, y in zip(torch.tensor(X[:128]).split(16), torch.tensor(Y[:128]).split(16), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    for key, expected in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
+
+
 def test_gradients_summed_over_steps_by_hand_are_kept(cores):
     """The step's Python counts, so it is traced; what the optimizer has not used yet must not be dropped."""
 

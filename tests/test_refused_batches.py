@@ -170,3 +170,19 @@ def test_data_without_rows(cores):
     with pytest.raises(BatchError, match="must have rows"):
         model.train_on_batch(X[:0], Y[:0])
     assert np.isfinite(fit(model, cores)).all()
+
+
+def test_parts_of_a_batch_that_only_a_step_of_ones_own_knows_are_no_labels(cores):
+    class Four(tpufit.Model):
+        def train_step(self, batch):
+            x, number, scale, y = batch
+            loss = self.compute_loss(x, y, self(x * scale))
+            self.apply_gradients(loss)
+            return {"loss": loss, "number": number.sum()}
+
+    torch.manual_seed(0)
+    model = Four(Net())
+    model.compile("adam", "cross_entropy")
+    data = TensorDataset(torch.tensor(X), torch.full((48,), 7), torch.ones(48, 1), torch.tensor(Y))
+    history = model.fit(DataLoader(data, 16 // cores), epochs=1, verbose=0, cores=cores).history
+    assert history["number"] == [7 * 16]

@@ -1,5 +1,7 @@
 """Validation data are looked at before the first epoch: what is wrong with them costs no training."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,17 @@ def test_no_step_is_taken(cores, held_out, kind, says):
         fit(model, held_out, cores)
     assert model.steps_taken == 0
     assert set(fit(model, (X, Y), cores)) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+
+
+def test_the_trial_does_not_repeat_what_the_module_warns_of(cores):
+    class Warns(nn.Linear):
+        def forward(self, x):
+            warnings.warn(f"runs on {x.device.type}", stacklevel=1)
+            return super().forward(x)
+
+    with pytest.warns(UserWarning, match="runs on") as caught:
+        fit(compiled(Warns(4, 3)), (X, Y), cores)
+    assert {str(warning.message) for warning in caught} == {"runs on xla"}
 
 
 def test_what_is_wrong_with_all_data_is_said_of_the_training(cores):

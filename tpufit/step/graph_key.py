@@ -205,7 +205,10 @@ class GraphKeys:
             return "the data have another device_transform"
         if signature not in {other[2] for other in known_keys}:
             return self._shapes.changes[signature]
-        if steps not in {other[3] for other in known_keys}:
+        alike = [other for other in known_keys if other[:3] == key[:3]]
+        if not alike:
+            return "a batch of this shape is new together with the options and the Python of this step"
+        if steps not in {other[3] for other in alike}:
             return f"{steps} step{'s run' if steps > 1 else ' runs'} as one graph"
         return "it does something else with its gradients"
 
