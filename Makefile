@@ -8,7 +8,8 @@
 # The first of them builds .venv. PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
 
 PYTHON ?= python3
-JOBS ?= auto
+# One more than processors, for tests that wait.
+JOBS ?= $(shell expr $$(nproc) + 1)
 BIN := .venv/bin
 # A process of tests takes up to 2 GB.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4

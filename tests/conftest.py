@@ -54,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Also for the processes that tests start. The library itself says how many virtual cores there are, and keeps XLA
     # quiet.
     os.environ["PJRT_DEVICE"] = "CPU"
+    # PyTorch's threads sleep when there is nothing to do, and leave the processors to the tests beside this one.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in ("CPU_NUM_DEVICES", "TF_CPP_MIN_LOG_LEVEL"):
         os.environ.pop(name, None)
     if not config.getoption("--journal"):  # a child has what its parent gives it

@@ -187,6 +187,8 @@ class Parent:
         command += [f"--rootdir={self.config.rootpath}", "-p", "no:cacheprovider"]
         # It is a fork of a process that has imported plugins of pytest by the way (see `warm.py`).
         command += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+        # Its summary imports all of Hypothesis, also for tests that don't use it.
+        command += ["-p", "no:hypothesispytest"]
         # What native code writes, and what a test printed before it died, goes to the output as well.
         command += ["--capture=tee-sys"]
         command += [f"-c={self.config.inipath}"] if self.config.inipath else []
