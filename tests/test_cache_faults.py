@@ -94,8 +94,10 @@ def running(folder, code, **environment):
 # Kills.
 
 WARM_UP = """
+import multiprocessing
 from cache_sources import *
 from tpufit.data.cache import CachedDataset
+multiprocessing.set_executable({python!r})
 data = CachedDataset(Rows({count}), "cache", note_process, shard_mb=FILES_OF_16, workers=2)
 data.warm_up(progress=False)
 """
@@ -116,7 +118,7 @@ def at_work(folder, pids, count):
     """A warm-up by two workers, once they make samples. It and they have ended when the block has."""
     for path in pids.iterdir():
         path.unlink()
-    with running(folder, WARM_UP.format(count=count), PIDS=str(pids)) as process:
+    with running(folder, WARM_UP.format(count=count, python=processes.SERVER.python()), PIDS=str(pids)) as process:
         assert becomes(lambda: workers_of(process, pids)), (folder / "output").read_text()
         yield process
         assert becomes(lambda: not any(map(alive, workers_of(process, pids))))

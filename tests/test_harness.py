@@ -1,13 +1,16 @@
 """The processes that tests run in: pytests of their own run small test files through this folder's harness."""
 
+import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
 import processes
 import pytest
+import warm
 
 pytest_plugins = ["pytester"]
 
@@ -355,3 +358,43 @@ def test_a_process_group_ends_with_its_block(tmp_path, fresh):
     ):
         assert process.poll() is None
     assert process.returncode == -signal.SIGKILL
+
+
+WORKERS = """
+import multiprocessing, sys
+import torch
+
+def work(connection):
+    connection.send((torch.full((2,), 3.0).tolist(), sys.argv, multiprocessing.current_process().name))
+    connection.recv()  # until the parent has ended
+
+if __name__ == "__main__":
+    multiprocessing.set_executable({python!r})
+    context = multiprocessing.get_context({method!r})
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs,), name="the worker")
+    process.start()
+    theirs.close()
+    said = ours.recv()
+    ours.send(None) if {method!r} == "spawn" else process.kill()
+    process.join()
+    print(said, process.exitcode)
+"""
+
+
+@pytest.mark.parametrize(("method", "status"), [("spawn", 0), ("forkserver", -9)])
+def test_a_worker_of_multiprocessing_may_be_a_fork(tmp_path, method, status):
+    script = tmp_path / "script.py"
+    script.write_text(WORKERS.format(method=method, python=processes.SERVER.python()))
+    ended = processes.run([sys.executable, str(script), "a"], timeout=120)
+    assert ended.stdout == f"([3.0, 3.0], ['{script}', 'a'], 'the worker') {status}\n", ended.stderr
+
+
+def test_who_asks_for_a_fork_may_be_killed_meanwhile(tmp_path):
+    processes.SERVER.python()
+    for said in (b"", b"half", (5).to_bytes(8, "little") + b"ha"):
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect("\0" + os.environ[warm.ADDRESS])
+            asking.sendall(said)
+    ended = processes.run([sys.executable, "-c", "print('still there')"], timeout=120)
+    assert ended.stdout == "still there\n"

@@ -18,6 +18,7 @@ from tpufit.callbacks import Callback
 from tpufit.errors import DataError
 
 pytestmark = [
+    pytest.mark.usefixtures("warm_children"),
     pytest.mark.cores(1, 8, timeout=600, quick=False),
     # True, as each of these short epochs waits for workers to start; test_advice.py is about it.
     pytest.mark.filterwarnings("ignore:the device waited for data"),

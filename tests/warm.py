@@ -12,7 +12,8 @@ one that has, none. `processes.process_group` sends commands here:
 
 What the library itself starts, such as a preflight's processes, it starts by `sys.executable`. The fixture
 `warm_children` puts `warm_child.py` in its place, which asks for a fork at the server's address, and is for the library
-what the fork is: it hands on signals, ends the fork with itself, and ends as the fork does.
+what the fork is: it hands on signals and files, ends the fork with itself, and ends as the fork does. So do the
+processes of `multiprocessing` that aren't forks of their parent: workers, and a server that forks workers.
 
 The imports know the environment of pytest, so `takes` refuses a command that is to have another where that may matter.
 """
@@ -23,6 +24,7 @@ import array
 import atexit
 import builtins
 import ctypes
+import fcntl
 import importlib
 import json
 import math
@@ -55,6 +57,7 @@ READ_LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)
 ADDRESS = "WARM_ADDRESS"  # of the server, in the environment
 SCRIPT = "script"
+MOST_FILES = 32  # that a process is given
 Command = Sequence[str | os.PathLike[str]]
 
 
@@ -166,8 +169,8 @@ class Server:
 def _parsed(command: Sequence[str]) -> tuple[str, str, list[str]] | None:
     """Take a command of Python apart: `-c`, `-m` or SCRIPT; what follows; the arguments. None: with other options."""
     rest = list(command[1:])
-    while rest[:1] in (["-u"], ["-P"]) or rest[:2] == ["-X", "faulthandler"]:
-        rest = rest[1:] if rest[0] in ("-u", "-P") else rest[2:]
+    while rest[:1] in (["-u"], ["-P"], ["-B"]) or rest[:2] == ["-X", "faulthandler"]:
+        rest = rest[1:] if rest[0] in ("-u", "-P", "-B") else rest[2:]
     if rest[:1] in (["-c"], ["-m"]) and len(rest) > 1:
         return rest[0], rest[1], rest[2:]
     if rest and rest[0].endswith(".py"):
@@ -191,7 +194,7 @@ def send(stream: socket.socket, text: str, files: array.array[int]) -> None:
 
 
 def _received(stream: socket.socket) -> tuple[Request, array.array[int]] | None:
-    head, ancillary, *_ = stream.recvmsg(8, socket.CMSG_SPACE(12))
+    head, ancillary, *_ = stream.recvmsg(8, socket.CMSG_SPACE(4 * MOST_FILES))
     if not head:
         return None
     size = int.from_bytes(head, "little")
@@ -216,11 +219,13 @@ class Request:
         command: The command, as for `subprocess`.
         folder: The folder that it works in.
         environment: Its environment.
+        places: The numbers of the files that it is given.
     """
 
     command: list[str]
     folder: str
     environment: dict[str, str]
+    places: Sequence[int] = (1, 2)
 
 
 class Forking:
@@ -263,7 +268,7 @@ class Forking:
                 time.sleep(0.001)
             os.setsid()  # before anybody can kill its group
             self.control.sendall(os.getpid().to_bytes(8, "little"))
-            self.takes_files(files, range(1, 3))
+            self.takes_files(files, request.places)
             return request
         os.waitpid(first, 0)
         for file in files:
@@ -273,22 +278,27 @@ class Forking:
     def for_the_library(self) -> Request | None:
         """Fork, and tell the one who waits the process's id at first, and how it ended at last."""
         waiting, _ = self.listener.accept()
-        received = _received(waiting)
+        received = None
+        with suppress(ConnectionError):  # it may be killed at any moment
+            received = _received(waiting)
         if received is None:
             waiting.close()
             return None
         request, files = received
-        takes = _parsed(request.command) and _is_late(self.environment, request.environment)
+        # Who is a fork itself hands on what the imports set.
+        known = (self.environment, dict(os.environ))
+        takes = _parsed(request.command) and any(_is_late(before, request.environment) for before in known)
         child = os.fork() if takes else -1
         if not child:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.setsid()
-            self.takes_files(files, range(3))
             waiting.close()
+            self.takes_files(files, request.places)
             return request
         for file in files:
             os.close(file)
-        waiting.sendall(max(child, 0).to_bytes(8, "little"))
+        with suppress(ConnectionError):
+            waiting.sendall(max(child, 0).to_bytes(8, "little"))
         if not takes:
             waiting.close()
             return None
@@ -312,7 +322,7 @@ class Forking:
                 os.close(key.fd)
         waiting.close()
 
-    def takes_files(self, files: array.array[int], places: range) -> None:
+    def takes_files(self, files: array.array[int], places: Sequence[int]) -> None:
         """Give a forked process its own files, and take the server's away."""
         for key in list(self.selector.get_map().values()):
             if key.fileobj not in (self.control, self.listener):
@@ -320,7 +330,10 @@ class Forking:
         self.selector.close()
         self.control.close()
         self.listener.close()
-        for place, file in zip(places, files, strict=True):
+        apart = [fcntl.fcntl(file, fcntl.F_DUPFD, max(places) + 1) for file in files]  # no one's place is another's
+        for file in files:
+            os.close(file)
+        for place, file in zip(places, apart, strict=True):
             os.dup2(file, place)
             os.close(file)
 

@@ -37,18 +37,27 @@ def _forked(command: list[str], address: str) -> "int | None":
     """Have a command run, and return how it ended; None if it needs a new process."""
     stream = socket.socket(socket.AF_UNIX)
     stream.connect("\0" + address)
-    text = json.dumps({"command": command, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
-    files = array.array("i", [0, 1, 2]).tobytes()
-    stream.sendmsg([len(text).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+    files = [file for file in map(int, os.listdir("/proc/self/fd")) if file != stream.fileno() and _is_open(file)]
+    request = {"command": command, "folder": os.getcwd(), "environment": dict(os.environ), "places": files}
+    text = json.dumps(request).encode()
+    given = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files).tobytes())]
+    stream.sendmsg([len(text).to_bytes(8, "little")], given)
     stream.sendall(text)
     child = int.from_bytes(stream.recv(8), "little")
     if not child:
         return None
     for number in _HANDED_ON:
         signal.signal(number, lambda number, frame: os.kill(child, number))
-    for file in (0, 1, 2):
+    for file in files:
         os.close(file)  # a pipe ends when the fork does
     return int.from_bytes(stream.recv(8), "little", signed=True)
+
+
+def _is_open(file: int) -> bool:
+    try:
+        return os.get_inheritable(file)
+    except OSError:
+        return False  # the one that the folder of files was read by
 
 
 main(sys.argv[1:])

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch_xla  # noqa: F401 - imported once, for all that are forked
 from test_states import CASES, differences, train
 
 from tpufit.callbacks import Callback, ModelCheckpoint
@@ -51,6 +53,7 @@ def status_of(work: Callable[[], None]) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
         warnings.simplefilter("ignore")
+        torch.set_num_threads(1)  # nets this small: several threads would wait for each other
         work()
         os._exit(0)
     except BaseException:
