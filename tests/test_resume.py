@@ -16,6 +16,7 @@ import tpufit
 from tpufit.callbacks import BackupAndRestore, Callback, EarlyStopping, ModelCheckpoint
 from tpufit.checkpoint import progress_of, read
 from tpufit.errors import ArgumentError, CallbackError, CheckpointMismatchError, CheckpointMissingError
+from tpufit.trainer import passes
 from tpufit.utils.random import RNGState
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600)
@@ -225,8 +226,15 @@ def test_ctrl_c_finishes_the_step_and_the_same_model_goes_on(cores, tmp_path):
 @pytest.mark.slow
 @pytest.mark.soak_on(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, accumulate):
+def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, monkeypatch, accumulate):
     options = COMPILE["adamw"] | {"accumulate_steps": accumulate}
+
+    def tell_one_thread():
+        # As the system does while a profiler has stopped the main thread, which then sleeps on.
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    def tell_the_process():
+        os.kill(os.getpid(), signal.SIGTERM)
 
     class Stuck(Noisy):
         """The data hang after some rows, and the process is told to end meanwhile."""
@@ -237,18 +245,38 @@ def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, accumulate):
         def __getitem__(self, i):
             self.left -= 1
             if self.left < 0:
-                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                threading.Timer(0.5, tell_the_process if accumulate == 1 else tell_one_thread).start()
                 time.sleep(60)
                 raise TimeoutError  # in a thread that nobody listens to any more: it must not draw anything
             return super().__getitem__(i)
 
     expected = trained(cores, "samples", options)
-    DATA["stuck"] = lambda cores: {"x": Stuck(BATCH * 5), "batch_size": BATCH // cores}
+    monkeypatch.setitem(DATA, "stuck", lambda cores: {"x": Stuck(BATCH * 5), "batch_size": BATCH // cores})
     began = time.monotonic()
     with pytest.raises(SystemExit):
         trained(cores, "stuck", options, tmp_path)
     assert time.monotonic() - began < 30  # not the sixty seconds of the data
     assert_equal(trained(cores, "samples", options, tmp_path, resume=True), expected)
+
+
+@pytest.mark.soak_on(8)
+def test_a_signal_right_before_the_first_wait_ends_it(cores, monkeypatch):
+    class Stuck(Noisy):
+        def __getitem__(self, i):
+            over.wait(60)
+            raise TimeoutError
+
+    class TellingFirst(passes.Prefetcher):
+        def __init__(self, *arguments):
+            os.kill(os.getpid(), signal.SIGTERM)
+            super().__init__(*arguments)
+
+    over = threading.Event()
+    monkeypatch.setattr(passes, "Prefetcher", TellingFirst)
+    monkeypatch.setitem(DATA, "stuck", lambda cores: {"x": Stuck(), "batch_size": BATCH // cores})
+    with pytest.raises(SystemExit):
+        trained(cores, "stuck", COMPILE["adamw"])
+    over.set()
 
 
 def test_max_time_goes_on_in_the_middle_of_the_epoch(cores, tmp_path):

@@ -11,7 +11,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter, thread_time
 from typing import Any, Generic, NamedTuple
@@ -21,7 +21,10 @@ from ..utils.users_code import warn
 from .inline import BatchReader, ReadTimes, T, T_co, prepared_by
 
 _PATIENCE = 2.0  # seconds that close() waits for a thread which is inside the user's data
-_SILENCE = 60.0  # seconds without a batch after which it is said that one is waited for
+# Seconds after which a wait is begun again: the system may give a signal to another thread, as it does while a profiler
+# or debugger has stopped this one, and Python's handler then runs only when this one wakes up.
+_LOOK = 1.0
+_SILENCE = 60  # such waits without a batch after which it is said that one is waited for
 _NO_BATCH = object()
 
 
@@ -97,14 +100,16 @@ class Prefetcher(BatchReader[T_co]):
             del item  # the error's traceback holds this frame, which must not hold the error
 
     def _get(self) -> T_co | _End:
-        try:
-            return self._channel.ready.get(timeout=_SILENCE)
-        except Empty:
-            warn(
-                f"the data have given no batch for {_SILENCE:g} s, and are still being waited for. If a worker may "
-                "hang, DataLoader(..., timeout=60) makes an error of it that names the worker",
-            )
-            return self._channel.ready.get()
+        for _ in range(_SILENCE):
+            with suppress(Empty):
+                return self._channel.ready.get(timeout=_LOOK)
+        warn(
+            f"the data have given no batch for {_SILENCE * _LOOK:g} s, and are still being waited for. If a worker may "
+            "hang, DataLoader(..., timeout=60) makes an error of it that names the worker",
+        )
+        while True:
+            with suppress(Empty):
+                return self._channel.ready.get(timeout=_LOOK)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

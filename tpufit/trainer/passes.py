@@ -232,6 +232,8 @@ def _ending(feed: BatchReader[list[DeviceGroup]], interruption: Interruption | N
         return
     before = interruption.wakes
     interruption.wakes = feed.end
+    if interruption.wanted:  # since it was last asked
+        feed.end()
     try:
         with suppress(PrefetchEndedError):
             yield
