@@ -75,9 +75,15 @@ def error_of(found, exact):
     return (found.double() - exact).abs().max() / exact.abs().max()
 
 
+# Those whose rows, heads or mask meet the cores in another way.
+ON_CORES = ("of several blocks", "grouped, rows that 8 cores can't share", "bfloat16, grouped, padding")
+
+
 @pytest.mark.slow
 @pytest.mark.cores(1, 8, quick=False)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak_on(1 if name in ON_CORES else 8)) for name in FORMS]
+)
 def test_the_kernel_has_the_numbers_of_plain_attention(cores, name):
     rows, heads, shared, queries, keys, width, causal, masked, dtype = FORMS[name]
     torch.manual_seed(0)
@@ -197,7 +203,9 @@ OPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.cores(1, 8, quick=False)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak_on(8 if name == "joined" else 1)) for name in OPTIONS]
+)
 def test_it_goes_with_other_options(cores, name):
     torch.manual_seed(0)
     net, how = GPT(), {"rows": 4 * cores, "batch_size": 1} | OPTIONS[name]
@@ -326,9 +334,12 @@ MASKED = {
 }
 
 
+SOAKED = dict.fromkeys(("nn.MultiheadAttention", "blocks that make masks"), pytest.mark.soak)  # parts of the others
+
+
 @pytest.mark.slow
 @pytest.mark.cores(1, 8, quick=False)
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SOAKED.get(name, ())) for name in MASKED])
 @pytest.mark.soak_on(1)
 def test_masks_that_modules_make_are_understood(cores, name):
     make, options = MASKED[name]

@@ -85,7 +85,11 @@ def assert_equal(one, other):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [None, lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True), lambda p: torch.optim.RMSprop(p, 1e-3)],
+    [
+        None,
+        pytest.param(lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True), marks=pytest.mark.soak_on(8)),
+        pytest.param(lambda p: torch.optim.RMSprop(p, 1e-3), marks=pytest.mark.soak_on(8)),
+    ],
     ids=["adamw", "sgd", "rmsprop"],
 )
 def test_54_steps_replayed_equal_54_traced_to_the_bit(cores, optimizer):
@@ -98,6 +102,7 @@ def test_54_steps_replayed_equal_54_traced_to_the_bit(cores, optimizer):
     assert replayed[3].host_reads == 0 and not replayed[3].fallbacks
 
 
+@pytest.mark.soak_on(8)
 def test_a_replayed_step_runs_none_of_its_python(cores):
     calls = []
 
@@ -146,7 +151,7 @@ def test_several_steps_in_one_graph_are_the_same_to_the_bit(cores, k):
     assert all(torch.equal(state[name], state_k[name]) for name in state)
 
 
-@pytest.mark.parametrize("k", [3, 10])
+@pytest.mark.parametrize("k", [3, pytest.param(10, marks=pytest.mark.soak_on(8))])
 def test_several_steps_in_one_graph_are_the_same_but_for_rounding(cores, k):
     """XLA:CPU may fuse the arithmetic of k steps otherwise than that of one, and so round a last digit anew."""
 
@@ -210,6 +215,7 @@ def test_hooks_of_batches_come_once_for_k_steps(cores):
     assert seen == [("begin", 0), ("end", 1), ("begin", 2), ("end", 3), ("begin", 4), ("end", 4)]
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize("how", [{}, {"run_eagerly": True}], ids=["joined", "eager"])
 def test_hooks_of_batches_come_once_for_those_that_are_left_at_the_end(cores, how):
     class Hooks(Callback):
@@ -263,6 +269,7 @@ def test_options_of_compile_that_are_set_are_taken_up_by_the_next_pass(cores):
             np.testing.assert_allclose(own[name], array, atol=1e-5)
 
 
+@pytest.mark.soak_on(8)
 def test_a_constant_that_is_not_a_number_is_one_constant(cores):
     def with_nan(net, h):
         return torch.where(torch.isnan(h), torch.tensor([float("nan"), 1.0], device=h.device)[0], h)
@@ -271,6 +278,7 @@ def test_a_constant_that_is_not_a_number_is_one_constant(cores):
     assert_equal(replayed, train(cores, extra=with_nan, epochs=2, jit_compile=False))
 
 
+@pytest.mark.soak_on(8)
 def test_modules_that_build_a_cache_in_their_first_forward(cores):
     def cached(net, h):
         if not hasattr(net, "scale"):
@@ -283,6 +291,7 @@ def test_modules_that_build_a_cache_in_their_first_forward(cores):
     assert torch.equal(replayed[0].module.scale.cpu(), torch.linspace(0.5, 1.5, 12))
 
 
+@pytest.mark.soak_on(8)
 def test_modules_that_store_what_they_computed(cores):
     class Means(Callback):
         def __init__(self):
@@ -304,6 +313,7 @@ def test_modules_that_store_what_they_computed(cores):
     assert_equal(replayed, traced)
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.filterwarnings("ignore:the (train|eval) step is traced anew")
 def test_a_list_that_grows_with_each_step_is_not_replayed(cores):
     everything = []
@@ -328,6 +338,7 @@ def test_the_users_own_pending_work_survives(cores):
     torch.testing.assert_close(later.cpu(), torch.full((4,), 3.0).exp())
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize(
     ("extra", "cause"),
     [
@@ -375,6 +386,7 @@ class ReadingTest(tpufit.Model):
         return logs | {"rounded": torch.tensor(round(float(logs["loss"]), 1), device=batch[0].device)}
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize(
     ("model", "roles"),
     [
@@ -399,6 +411,7 @@ def test_a_value_read_in_any_part_of_a_step_is_said_with_its_line(cores, model, 
         train(cores, model=model, epochs=1, jit_compile=True)
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.filterwarnings("ignore:the train step is traced anew")
 @pytest.mark.filterwarnings("ignore:the eval step is traced anew")
 def test_python_that_counts_is_found_out(cores):
@@ -413,6 +426,7 @@ def test_python_that_counts_is_found_out(cores):
     assert_equal(replayed, traced)
 
 
+@pytest.mark.soak_on(8)
 def test_a_rate_read_by_the_steps_own_python_is_the_current_one(cores):
     class Penalised(tpufit.Model):
         def train_step(self, batch):
@@ -440,6 +454,7 @@ def test_a_metric_whose_sums_change_their_shape_is_replayed(cores):
     assert run(True) == run(False)
 
 
+@pytest.mark.soak_on(8)
 def test_a_metric_that_keeps_whole_batches_is_replayed(cores):
     def run(jit_compile):
         torch.manual_seed(0)
@@ -495,7 +510,9 @@ def average(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [freeze, momentum, halve, average])
+@pytest.mark.parametrize(
+    "what", [*(pytest.param(what, marks=pytest.mark.soak_on(8)) for what in (freeze, momentum, average)), halve]
+)
 def test_changes_by_a_callback_take_effect(cores, what):
     replayed = train(cores, callbacks=[Change(what)], jit_compile=True)
     traced = train(cores, callbacks=[Change(what)], jit_compile=False)
@@ -626,6 +643,7 @@ def test_a_step_may_use_its_weights_in_threads_of_its_own(cores):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.soak_on(8)
 def test_a_step_may_make_parameters_of_its_weights(cores):
     """PyTorch makes none of a tensor of a class of its own, which weights have in an audit."""
 
@@ -715,6 +733,7 @@ def test_a_small_state_outlives_a_step_that_fails(cores, monkeypatch):
     assert np.isfinite(trained.fit(X, Y, 32 // cores, 2, verbose=0).history["loss"]).all()
 
 
+@pytest.mark.soak_on(8)
 def test_run_eagerly_runs_python_on_the_host(cores):
     seen = []
 
@@ -731,6 +750,7 @@ def test_run_eagerly_runs_python_on_the_host(cores):
             torch.testing.assert_close(eager[2][name].to(value.dtype), value, atol=0.02, rtol=0.02)
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.slow
 def test_custom_steps_are_replayed(cores):
     class Twice(tpufit.Model):
@@ -818,6 +838,7 @@ def test_each_model_warns_once_of_each_cause(cores, recwarn):
     assert sorted(roles) == ["eval", "eval", "train", "train"]
 
 
+@pytest.mark.soak_on(8)
 def test_a_library_that_reads_is_named_with_its_line_and_the_cure(cores):
     import torchmetrics.functional as metrics
 

@@ -22,6 +22,7 @@ GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(96, 6)).astype("float32")
 Y = GENERATOR.integers(0, 3, 96)
 STEPS = 12  # an epoch
+FEW = 6  # where each case is run
 VALUE = 3.0  # what replaces 1
 RANDOM = ["a dropout rate", "a seed inside the step"]  # the host draws other numbers than the device
 ROUNDING = 1e-3  # of an eager step: one case multiplies in bfloat16
@@ -48,7 +49,10 @@ class Changing(Callback):
 class Sees:
     """A training of a case: its logs, and what was announced."""
 
-    def __init__(self, cores, name, *, jit_compile="auto", epoch=None, batch=None, loss="cross_entropy", **options):
+    def __init__(
+        self, cores, name, *, steps=STEPS, jit_compile="auto", epoch=None, batch=None, loss="cross_entropy", **options
+    ):
+        self.steps = steps
         fitting = {key: options.pop(key) for key in ("metrics", "validation_data") if key in options}
         read, change = CASES[name]()
         torch.manual_seed(0)
@@ -67,26 +71,26 @@ class Sees:
         self.announced = [str(one.message) for one in self.given if ANNOUNCED in str(one.message)]
 
     def use(self, callbacks, **fitting):
-        rows = X.shape[0] // STEPS // self.cores
+        rows = X.shape[0] // self.steps // self.cores
         self.logs = self.model.fit(X, Y, rows, 4, verbose=0, callbacks=callbacks, cores=self.cores, **fitting).history
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_between_epochs_is_seen_at_once(cores, name):
-    held_out = {"validation_data": (X[:32], Y[:32])}
-    replayed = Sees(cores, name, epoch=2, **held_out)
-    assert replayed.logs == Sees(cores, name, epoch=2, jit_compile=False, **held_out).logs
-    assert replayed.logs != Sees(cores, name, **held_out).logs  # or the case changes nothing
+    how = {"validation_data": (X[:32], Y[:32]), "steps": FEW}
+    replayed = Sees(cores, name, epoch=2, **how)
+    assert replayed.logs == Sees(cores, name, epoch=2, jit_compile=False, **how).logs
     assert replayed.announced == []
+    eager = Sees(cores, name, epoch=2, run_eagerly=True, **how)
+    assert eager.logs != Sees(cores, name, run_eagerly=True, **how).logs  # or the case changes nothing
     if name not in RANDOM:
-        eager = Sees(cores, name, epoch=2, run_eagerly=True, **held_out)
         assert all(np.allclose(eager.logs[log], values, rtol=ROUNDING) for log, values in replayed.logs.items())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_inside_an_epoch_is_seen_or_announced(cores, name):
-    replayed = Sees(cores, name, batch=6)
-    seen = replayed.logs == Sees(cores, name, batch=6, jit_compile=False).logs
+    replayed = Sees(cores, name, batch=2, steps=FEW)
+    seen = replayed.logs == Sees(cores, name, batch=2, jit_compile=False, steps=FEW).logs
     assert (seen and not replayed.announced) if name in AT_ONCE else (seen or len(replayed.announced) == 1)
 
 
