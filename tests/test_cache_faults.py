@@ -266,7 +266,7 @@ def test_a_disk_that_fills_up(tmp_path, small_disk, monkeypatch, workers):
     assert error.free < error.need or small_disk is None
     assert not list(data.info().path.glob(".*.tmp-*"))
     os.truncate(ballast, 0)
-    assert_right(data)
+    assert_right(rows(data.info().path, FillDiskAt(40, ballast)))
     assert kept.items() <= finished(data.info().path).items()
 
 
@@ -504,7 +504,7 @@ def test_a_read_only_folder(run_python):
 # What the source, the transform and the workers can do wrong.
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_can_not_be_made(tmp_path, workers):
     data = rows(tmp_path, FailAt(40), workers=workers)
     with pytest.raises(DataError, match=r"sample 40 could not be made: KeyError: 'no such label'") as raised:
@@ -515,8 +515,8 @@ def test_a_sample_that_can_not_be_made(tmp_path, workers):
 
 
 def test_a_worker_that_is_killed(tmp_path):
-    data = rows(tmp_path, DieAt(40), workers=2)
-    message = r"worker [01] \(process \d+\) was killed by SIGKILL, as the kernel does .* it made shard-00002-of-00004"
+    data = rows(tmp_path, DieAt(40), workers=1)
+    message = r"worker 0 \(process \d+\) was killed by SIGKILL, as the kernel does .* it made shard-00002-of-00004"
     with pytest.raises(CacheError, match=message):
         data.warm_up(progress=False)
     assert len(finished(tmp_path)) >= 1 and data.verify() == []
@@ -525,7 +525,7 @@ def test_a_worker_that_is_killed(tmp_path):
 
 def test_a_source_larger_than_a_pipe(tmp_path):
     source = [torch.full((10_000,), i) for i in range(40)]
-    data = CachedDataset(source, tmp_path, shard_mb=0.8, workers=2)
+    data = CachedDataset(source, tmp_path, shard_mb=0.8, workers=1)
     data.warm_up(progress=False)
     assert data.info().files == 4
     assert torch.equal(data.get_batch(range(40)), torch.stack(source))
@@ -571,7 +571,7 @@ def mine(sample):
     return sample
 
 def main():
-    CachedDataset(Rows(), "cache", mine, shard_mb=FILES_OF_16, workers=2).warm_up(progress=False)
+    CachedDataset(Rows(), "cache", mine, shard_mb=FILES_OF_16, workers=1).warm_up(progress=False)
 
 """
 
@@ -595,7 +595,7 @@ def test_a_script_with_the_usual_condition(tmp_path):
     (tmp_path / "script.py").write_text(f'{SCRIPT}if __name__ == "__main__":\n    main()\n')
     result = run_script(tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    assert sorted(result.stdout.split()[2::3]) == ["__main__", "__mp_main__", "__mp_main__"]
+    assert sorted(result.stdout.split()[2::3]) == ["__main__", "__mp_main__"]
     assert_right(CachedDataset.open(tmp_path / "cache"))
 
 

@@ -29,7 +29,9 @@ def nested(pytester, monkeypatch):
 
     def run(source, *arguments):
         (tests / "test_inner.py").write_text(f"import os, pathlib, signal, subprocess, sys, time, pytest\n\n{source}")
-        return pytester.runpytest_subprocess("-rA", *arguments, timeout=100)
+        # Plugins that none of these tests needs, and that take a second to import.
+        without = ["-p", "no:hypothesispytest", "-p", "no:anyio"]
+        return pytester.runpytest_subprocess("-rA", *without, *arguments, timeout=100)
 
     return run
 

@@ -292,7 +292,8 @@ def test_gradients_of_parts_of_a_tensor(name):
 
     check(attended, x)
     with own_kernels("CPU"):
-        assert torch.autograd.gradgradcheck(lambda x: attended(x).sin(), x[:1, :1, :2].detach().requires_grad_())
+        given = x[:1, :1, :2].detach().requires_grad_()
+        assert torch.autograd.gradgradcheck(lambda x: attended(x).sin(), given, fast_mode=True)
 
 
 @pytest.mark.parametrize("bias", [True, False])

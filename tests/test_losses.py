@@ -60,6 +60,7 @@ def test_classes_may_be_of_any_whole_type():
             assert torch.equal(Loss(loss)(logits, classes.to(kind)), Loss(loss)(logits, classes))
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"precision": "bf16"}], ids=["fp32", "eagerly", "bf16"])
 @pytest.mark.parametrize(

@@ -102,9 +102,14 @@ def two_groups(net):
 
 @on_cores
 @pytest.mark.parametrize(
-    ("optimizer", "end"), [(partial(torch.optim.SGD, lr=0.1), 1.0), (torch.optim.AdamW, 0.01), (two_groups, 1.0)]
+    ("optimizer", "end"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), 1.0),
+        pytest.param(torch.optim.AdamW, 0.01, marks=pytest.mark.soak_on(8)),
+        (two_groups, 1.0),
+    ],
 )
-@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("eagerly", [False, pytest.param(True, marks=pytest.mark.soak_on(8))])
 def test_the_curve_is_that_of_plain_pytorch(cores, optimizer, end, eagerly):
     """So it is the same one on 1 and 8 cores. Seven whole batches a pass: the data are begun anew."""
     tpufit.set_random_seed(0)
@@ -208,7 +213,7 @@ class Signed(torch.optim.Optimizer):
         ),
     ],
 )
-@pytest.mark.parametrize("earlier", [0, 1])
+@pytest.mark.parametrize("earlier", [0, pytest.param(1, marks=pytest.mark.soak_on(8))])
 def test_all_is_as_it_was_and_fit_goes_on_as_without(cores, optimizer, earlier):
     """On 8 cores the rates grow eightfold at the first fit, whether that comes before or after."""
     model, twin = compiled(Net, optimizer=optimizer), compiled(Net, optimizer=optimizer)
@@ -255,6 +260,7 @@ def test_counts_and_draws_of_a_steps_python_are_put_back(cores, name):
     test_fit_goes_on_as_without_whatever_is_trained(cores, name)
 
 
+@pytest.mark.soak_on(8)
 @on_cores
 def test_a_loader_shuffles_afterwards_as_without(cores):
     def train(searched):
@@ -276,7 +282,7 @@ class Stop(BaseException):
 @pytest.mark.parametrize(
     "error", [ValueError, *(pytest.param(e, marks=pytest.mark.soak_on(8)) for e in (KeyboardInterrupt, Stop))]
 )
-@pytest.mark.parametrize("where", ["data", "step"])
+@pytest.mark.parametrize("where", ["data", pytest.param("step", marks=pytest.mark.soak_on(8))])
 def test_all_is_as_it_was_after_an_error(cores, error, where):
     class Raising(tpufit.Model):
         raises = False
@@ -311,6 +317,7 @@ def test_all_is_as_it_was_after_an_error(cores, error, where):
     assert_equal(everything(model), everything(twin))
 
 
+@pytest.mark.soak_on(8)
 @on_cores
 def test_weights_that_a_failing_step_has_consumed_come_back(cores, monkeypatch):
     import torch_xla

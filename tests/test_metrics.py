@@ -298,6 +298,7 @@ def model_of(kind, **arguments):
     return model
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_metrics_that_are_attributes_belong_to_a_pass(cores, how):
@@ -359,6 +360,7 @@ class Collected(tpufit.Model):
         return {"first": self.scores(self(batch[0]), batch[1])["own_f1_now"]}
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("how", HOW[::2], ids=str)
 def test_a_collection_that_is_an_attribute_belongs_to_a_pass(cores, how):

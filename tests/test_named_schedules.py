@@ -87,6 +87,7 @@ NAMED = {
 }
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # PyTorch's own SequentialLR passes it
 @pytest.mark.parametrize("name", NAMED)
 def test_the_rates_are_those_of_pytorchs_schedulers(cores, name):

@@ -123,6 +123,7 @@ def test_30_steps_with_another_rate_at_each(cores, name):
     assert counts.host_reads == 0 and not counts.fallbacks
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize("name", TRACED)
 def test_the_others_are_traced_and_say_why(cores, name):
     make, cause = TRACED[name]
@@ -133,6 +134,7 @@ def test_the_others_are_traced_and_say_why(cores, name):
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="of PyTorch 2.9")
 def test_muon_is_replayed(cores):
     def matrices(parameters):  # all that it takes

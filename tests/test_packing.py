@@ -46,7 +46,17 @@ def check_equal(one, other):
         torch.testing.assert_close(a.cpu(), b.cpu())
 
 
-@pytest.mark.parametrize("options", [{}, {"use_ema": True}, {"accumulate_steps": 2}, {"clip_norm": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(
+            pytest.param(options, marks=pytest.mark.soak_on(8))
+            for options in ({"use_ema": True}, {"accumulate_steps": 2}, {"clip_norm": 1.0})
+        ),
+    ],
+    ids=str,
+)
 def test_the_same_training(cores, monkeypatch, options):
     plain, losses = trained(cores, **options)
     monkeypatch.setattr(placement, "PACKED_ON", {"TPU", "CPU"})

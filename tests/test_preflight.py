@@ -741,9 +741,8 @@ def test_a_model_stays_as_it_is(cores):
         assert counts[0].captures == counts[1].captures
     looked_at(flown)
     if cores == 8:  # and in earnest, while its weights are on the device
-        found = flown.preflight(X, Y, 4, validation_split=0.2, class_weight={0: 2.0}, verbose=0)
-        rows = [(program.role, program.rows) for program in found.programs]
-        assert rows == [("train", 32), ("train", 16), ("eval", 32), ("eval", 21)]
+        found = flown.preflight(X[:80], Y[:80], 4, validation_split=0.2, class_weight={0: 2.0}, verbose=0)
+        assert [(program.role, program.rows) for program in found.programs] == [("train", 32), ("eval", 16)]
         assert found.fits and all(program.cost.cycles and program.text for program in found.programs)
         for model in (flown, plain):
             model.fit(X, Y, 32 // cores, 1, verbose=0, cores=cores)

@@ -23,7 +23,7 @@ from tpufit.trainer.arguments import TrainingData, ValidationData
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
-SLICES = ("v3-8", "v5e-8")  # both of 8 cores
+SLICES = (pytest.param("v3-8", marks=pytest.mark.soak), "v5e-8")  # both of 8 cores
 CLASSES, WORDS, LENGTH, WIDTH = 10, 64, 32, 64
 
 
@@ -78,43 +78,43 @@ TRAININGS = {
 }
 # A metric of torchmetrics' own is given the rows of all cores, for nobody knows what it does with them.
 GATHERING = {"gathering": (mlp, VECTORS, LABELS, "cross_entropy", MulticlassAccuracy(CLASSES), "fp32")}
-every_slice = pytest.mark.parametrize("on", SLICES)
+every_slice = pytest.mark.parametrize("on", SLICES, indirect=True, scope="module")
 every_training = pytest.mark.parametrize("name", TRAININGS)
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
+def on(request):
+    """The slice that programs are for."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory, on):
     """By training, slice, role and rows: the facts about a program, its text as traced, and the compiled program."""
     folder = tmp_path_factory.mktemp("programs")
     trainings = TRAININGS | GATHERING
-    # One trace does for both slices, but where there is attention.
-    places = {(name, on): name if name != "transformer" else f"{name} {on}" for name in trainings for on in SLICES}
-    for (name, on), place in places.items():
-        if (folder / place).exists():
-            continue
-        make, x, y, loss, metric, precision = trainings[name]
+    for name, (make, x, y, loss, metric, precision) in trainings.items():
         net = make()
         model = tpufit.Model(net)
         model.compile(torch.optim.AdamW(net.parameters()), loss, metrics=[metric], precision=precision)
         data, held = TrainingData(x=x, y=y, batch_size=16), ValidationData(data=(x, y))
         preflight_run = PreflightRun(model._engine, data, held, limit=None, timeout=600, verbose=False)
         state, _ = model._engine.state.tensors()
-        (folder / place).mkdir()
-        (folder / place / PLAN).write_bytes(pickled(preflight_run.plan(slice_of(on)), model, state.keys()))
-    folders = [str(folder / place) for place in dict.fromkeys(places.values())]
+        (folder / name).mkdir()
+        (folder / name / PLAN).write_bytes(pickled(preflight_run.plan(slice_of(on)), model, state.keys()))
     # One process for all of them, without the XLA flags of other tests.
+    folders = [str(folder / name) for name in trainings]
     run(["-m", "tpufit.preflight.tracing", *folders], "tracing", 600, False, ENVIRON | {"XLA_FLAGS": ""})
+    traced = {
+        f"{name}/{number}": (name, facts)
+        for name in trainings
+        for number, facts in json.loads((folder / name / TRACED).read_text()).items()
+    }
+    compiled = preflight_run.compile({place: facts for place, (_, facts) in traced.items()}, folder, slice_of(on))
     found = {}
-    for on in SLICES:
-        traced = {
-            f"{places[name, on]}/{number}": (name, facts)
-            for name in trainings
-            for number, facts in json.loads((folder / places[name, on] / TRACED).read_text()).items()
-        }
-        compiled = preflight_run.compile({place: facts for place, (_, facts) in traced.items()}, folder, slice_of(on))
-        for (place, (name, facts)), program in zip(traced.items(), compiled, strict=True):
-            before = (folder / f"{place}.before.txt").read_text()
-            found[name, on, program.role, program.rows] = facts, before, program
+    for (place, (name, facts)), program in zip(traced.items(), compiled, strict=True):
+        before = (folder / f"{place}.before.txt").read_text()
+        found[name, on, program.role, program.rows] = facts, before, program
     return found
 
 

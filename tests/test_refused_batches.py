@@ -123,6 +123,7 @@ def test_arguments_that_the_module_does_not_take(cores, x, says):
     assert np.isfinite(fit(model, cores, {"x": X})).all()
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize(
     ("loss", "wrong", "says"),
     [

@@ -151,6 +151,7 @@ def test_training_is_the_same_with_other_options(net: Net, cores: int, options: 
     assert_same_training(net, cores, True, **options)
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.cores(1, 8)
 def test_training_is_the_same_by_each_policy(cores: int) -> None:
     torch.manual_seed(0)
@@ -168,6 +169,7 @@ def test_training_is_the_same_with_weights_that_are_split(cores: int) -> None:
     assert_same_training(net, cores, mixed, "nothing", optimizer="sgd", shard="fsdp")
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.cores(1, 8)
 def test_in_bfloat16_only_rounding_differs(net: Net, cores: int) -> None:
     assert_same_training(net, cores, True, atol=2e-3, precision="bf16", optimizer="sgd")

@@ -1,5 +1,6 @@
 """Going on from a checkpoint: to the bit what a training gives that was never broken off."""
 
+import functools
 import os
 import signal
 import threading
@@ -135,6 +136,12 @@ def trained(cores, data, options, folder=None, stop=None, resume=False, epochs=E
     return state, last, (model.steps_taken, model.learning_rate, float(np.random.random()), float(torch.rand(())))
 
 
+@functools.cache
+def uninterrupted(cores, data, options):
+    """What several tests compare with."""
+    return trained(cores, data, COMPILE[options])
+
+
 def assert_equal(one, other):
     assert one[2] == other[2]
     assert one[1] == other[1]
@@ -147,24 +154,24 @@ def assert_equal(one, other):
     ("data", "options", "stop"),
     [
         ("arrays", "adamw", 7),
-        ("arrays", "adamw", 4),  # right at the end of an epoch
+        pytest.param("arrays", "adamw", 4, marks=pytest.mark.soak_on(8)),  # right at the end of an epoch
         ("arrays", "all of it", 6),
-        ("arrays", "counted on the host", 5),
-        ("arrays", "traced", 7),
+        pytest.param("arrays", "counted on the host", 5, marks=pytest.mark.soak_on(8)),
+        pytest.param("arrays", "traced", 7, marks=pytest.mark.soak_on(8)),
         ("arrays", "joined", 4),
-        ("steps per epoch", "adamw", 5),  # epochs of 3, 1 and 3 steps
+        pytest.param("steps per epoch", "adamw", 5, marks=pytest.mark.soak_on(8)),  # epochs of 3, 1 and 3 steps
         ("steps per epoch", "all of it", 4),  # the epoch in which the data end
         ("samples", "adamw", 6),
         ("loader", "all of it", 7),
-        ("loader with a generator", "adamw", 6),
-        ("stream", "adamw", 6),
-        ("steps of a stream", "adamw", 4),
+        pytest.param("loader with a generator", "adamw", 6, marks=pytest.mark.soak_on(8)),
+        pytest.param("stream", "adamw", 6, marks=pytest.mark.soak_on(8)),
+        pytest.param("steps of a stream", "adamw", 4, marks=pytest.mark.soak_on(8)),
         ("steps of a stream", "adamw", 5),
     ],
 )
 @pytest.mark.filterwarnings("ignore:x ran out of data")
 def test_broken_off_and_gone_on_with(cores, tmp_path, data, options, stop):
-    expected = trained(cores, data, COMPILE[options])
+    expected = uninterrupted(cores, data, options)
     with pytest.raises(SystemExit) as left:
         trained(cores, data, COMPILE[options], tmp_path, stop=stop)
     assert left.value.code == 143
@@ -173,7 +180,7 @@ def test_broken_off_and_gone_on_with(cores, tmp_path, data, options, stop):
 
 
 def test_saving_changes_nothing(cores, tmp_path):
-    expected = trained(cores, "samples", COMPILE["adamw"])
+    expected = uninterrupted(cores, "samples", "adamw")
     assert_equal(trained(cores, "samples", COMPILE["adamw"], tmp_path), expected)
 
 
@@ -194,14 +201,14 @@ def test_broken_off_between_two_epochs(cores, tmp_path, where):
             self.done = True
             os.kill(os.getpid(), signal.SIGTERM)
 
-    expected = trained(cores, "samples", COMPILE["all of it"])
+    expected = uninterrupted(cores, "samples", "all of it")
     with pytest.raises(SystemExit):
         trained(cores, "samples", COMPILE["all of it"], tmp_path, extra=[Stop()])
     assert_equal(trained(cores, "samples", COMPILE["all of it"], tmp_path, resume=True), expected)
 
 
 def test_ctrl_c_finishes_the_step_and_the_same_model_goes_on(cores, tmp_path):
-    expected = trained(cores, "arrays", COMPILE["adamw"])
+    expected = uninterrupted(cores, "arrays", "adamw")
     tpufit.set_random_seed(11)
     model = tpufit.Model(net())
     model.compile(loss="cross_entropy", scale_lr=None, **COMPILE["adamw"])
@@ -285,7 +292,7 @@ def test_max_time_goes_on_in_the_middle_of_the_epoch(cores, tmp_path):
             if batch == 2:
                 time.sleep(0.3)
 
-    expected = trained(cores, "arrays", COMPILE["adamw"])
+    expected = uninterrupted(cores, "arrays", "adamw")
     # The first step compiles, which takes longer than this: it is broken off after it.
     trained(cores, "arrays", COMPILE["adamw"], tmp_path, extra=[Late()], max_time=0.001)
     assert_equal(trained(cores, "arrays", COMPILE["adamw"], tmp_path, resume=True), expected)
@@ -308,7 +315,7 @@ def test_early_stopping_stops_where_it_would_have(cores, tmp_path):
 
 
 def test_backup_and_restore_goes_on_by_itself_and_is_gone_in_the_end(cores, tmp_path):
-    expected = trained(cores, "arrays", COMPILE["adamw"])
+    expected = uninterrupted(cores, "arrays", "adamw")
     with pytest.raises(SystemExit):
         trained(cores, "arrays", COMPILE["adamw"], extra=[BackupAndRestore(tmp_path)], stop=7)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000007"]
@@ -326,7 +333,7 @@ def test_a_backup_outlives_an_error_and_the_next_fit_goes_on_from_it(cores, tmp_
             if self.batches == 7:
                 raise ValueError("oh")
 
-    expected = trained(cores, "arrays", COMPILE["adamw"])
+    expected = uninterrupted(cores, "arrays", "adamw")
     backup = BackupAndRestore(tmp_path / "new", save_freq)
     with pytest.raises(CallbackError, match="oh"):
         trained(cores, "arrays", COMPILE["adamw"], extra=[backup, Faulty()])

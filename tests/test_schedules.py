@@ -91,6 +91,7 @@ def warm_up_and_cosine(optimizer):
 SCHEDULES = [partial(lr_scheduler.ExponentialLR, gamma=0.95), warm_up_and_cosine]
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # PyTorch's own SequentialLR passes it
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["exponential", "warm-up"])
 @pytest.mark.parametrize("k", [1, 4])
@@ -105,6 +106,7 @@ def test_a_scheduler_of_pytorchs_per_step(cores, schedule, k):
     assert counts.host_reads == 0 and not counts.fallbacks
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_schedule_takes_a_step_for_each_of_the_optimizers(cores, tmp_path, k):
     """Ten batches an epoch, four at a time: 4, 4 and 2 make three steps, as three batches of four times the rows."""

@@ -98,6 +98,7 @@ def compare(model, optimizer, net):
         torch.testing.assert_close(model.state_dict()[name], weight, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize("name", COUNTING)
 def test_parameters_without_gradients_stay_behind(cores, name):
     net = Heads()

@@ -71,6 +71,7 @@ def assert_equal(one, other):
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize(
     ("planted", "says"),
     [

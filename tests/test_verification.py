@@ -274,6 +274,7 @@ def test_dropout_that_differs_is_seen(cores, tmp_path, monkeypatch):
     assert wrong(sameness.together(here)) == ["elements that dropout treats differently"]
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.cores(1, 8, quick=False)
 def test_a_tensor_that_stays_on_the_device_is_seen(cores, tmp_path, monkeypatch):
     here, kept, compiled = setting(cores, tmp_path), [], nets.compiled
@@ -354,6 +355,7 @@ def test_steps_that_take_longer_than_predicted_are_seen_on_a_tpu(cores, tmp_path
         assert wrong(found) == seen and all(figure.on_tpu for figure in found if figure.bounded)
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.cores(1, 8, quick=False)
 def test_numbers_that_change_on_their_way_are_seen(cores, tmp_path, monkeypatch):
     here, to_host = setting(cores, tmp_path), speed.to_host

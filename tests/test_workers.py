@@ -74,8 +74,8 @@ def test_two_workers(cores, context, persistent):
 
 @pytest.mark.soak_on(8)
 def test_workers_are_forked_again_and_again_while_the_device_computes(cores):
-    _, history = train(cores, epochs=25, num_workers=2)
-    assert len(history["loss"]) == 25
+    _, history = train(cores, epochs=12, num_workers=2)
+    assert len(history["loss"]) == 12
 
 
 def test_forking_is_no_warning(cores):
@@ -90,6 +90,7 @@ def test_forking_is_no_warning(cores):
         train(cores, epochs=1, num_workers=1)  # more of them are a warning of PyTorch's on a machine with one core
 
 
+@pytest.mark.soak_on(8)
 def test_a_killed_worker_is_named(cores):
     with pytest.raises(DataError, match=r"worker \d \(pid \d+, killed by signal 9\) of the DataLoader ended.*memory"):
         train(cores, fault=killed, num_workers=2)
@@ -120,6 +121,7 @@ class DeathInABatch(Callback):
         signal.raise_signal(signal.SIGCHLD)
 
 
+@pytest.mark.soak_on(8)
 def test_a_death_is_no_error_in_the_middle_of_a_callback(cores, tmp_path):
     list(DataLoader(Points(), num_workers=1))  # in the main thread, where PyTorch sets its handler
     handler, allowed = signal.getsignal(signal.SIGCHLD), tmp_path / "allowed"
@@ -155,6 +157,7 @@ def test_the_look_at_validation_data_reads_one_batch(cores, tmp_path):
     assert {int(file.name) for file in tmp_path.iterdir()} == {0, 1, 2, 3}
 
 
+@pytest.mark.soak_on(8)
 def test_a_hanging_worker_is_named(cores):
     with pytest.raises(DataError, match=r"worker \d \(pid \d+\) of the DataLoader gave nothing for 3 s.*batch \d was"):
         train(cores, fault=hanging, num_workers=2, timeout=3)

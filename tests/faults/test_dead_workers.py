@@ -32,7 +32,11 @@ WORKERS = """
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("raise ValueError('sample 70 is broken')", "Caught ValueError in DataLoader worker process"),
+        pytest.param(
+            "raise ValueError('sample 70 is broken')",
+            "Caught ValueError in DataLoader worker process",
+            marks=pytest.mark.soak,
+        ),
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9"),
         ("time.sleep(600)", "gave nothing for 5 s (its timeout)"),
     ],

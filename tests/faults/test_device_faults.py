@@ -64,7 +64,7 @@ class Notes(Callback):
 
 
 @out_of_memory
-@pytest.mark.parametrize("jit_compile", ["auto", False])
+@pytest.mark.parametrize("jit_compile", ["auto", pytest.param(False, marks=pytest.mark.soak)])
 @pytest.mark.soak_on(1)
 def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores, tmp_path, jit_compile):
     """A real one: the error comes out where something waits, several steps later."""
@@ -96,6 +96,7 @@ def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores,
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.soak_on(8)
 @out_of_memory
 def test_a_whole_state_is_given_new_values_where_it_is(cores):
     model = large(use_ema=True)
@@ -114,6 +115,7 @@ def test_a_whole_state_is_given_new_values_where_it_is(cores):
     assert all(torch.equal(*pair) for pair in zip(runtime.to_host(tensors, "test"), expected, strict=True))
 
 
+@pytest.mark.soak_on(8)
 def test_fit_goes_on_from_a_checkpoint_in_the_same_process(cores, tmp_path):
     expected, model = large(use_ema=True), large(use_ema=True)
     history = fit(expected, cores, 3)
@@ -147,6 +149,7 @@ def test_weights_that_were_copied_from_others_are_trained_on(cores):
     assert histories[0] == histories[1]
 
 
+@pytest.mark.soak_on(8)
 @out_of_memory
 def test_weights_that_are_not_all_there_bring_nothing_back(cores):
     model = large()
@@ -164,6 +167,7 @@ def test_weights_that_are_not_all_there_bring_nothing_back(cores):
     assert model._engine.state.device.lost
 
 
+@pytest.mark.soak_on(1)
 @out_of_memory
 def test_an_evaluation_that_runs_out_of_memory_costs_no_weights(cores):
     model = large()
@@ -178,6 +182,7 @@ def test_an_evaluation_that_runs_out_of_memory_costs_no_weights(cores):
     assert np.isfinite(fit(model, cores)["loss"]).all()
 
 
+@pytest.mark.soak_on(8)
 def test_an_interrupt_right_after_the_start_of_a_step_loses_nothing(cores, monkeypatch):
     def then_interrupted(function, *arguments):
         """As `map`, with a signal before anything of Python's runs."""
@@ -207,6 +212,7 @@ class Looks(Callback):
     def on_train_batch_begin(self, batch, logs=None): ...
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize("at", range(4, 60, 9))
 def test_an_interrupt_while_weights_are_handed_over_loses_nothing(cores, monkeypatch, at):
     real, countdown = device_state.swap_value, iter(range(at))

@@ -49,6 +49,7 @@ def fit(model, x, cores, *callbacks, epochs=1):
     return model.fit(x, Y, 8 // cores, epochs, **options).history
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize(
     "options",
     [{}, {"jit_compile": False}, {"steps_per_execution": 3}, {"accumulate_steps": 2}, {"run_eagerly": True}],
