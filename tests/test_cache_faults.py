@@ -33,7 +33,8 @@ from tpufit.errors import (
     DataError,
 )
 
-pytestmark = pytest.mark.slow  # each of them kills or starves processes
+# Each of them kills or starves processes.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
 
 TESTS = Path(__file__).parent
 IMPORTS = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}

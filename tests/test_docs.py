@@ -14,7 +14,7 @@ from pages import ROOT, SITE, Page, pages
 
 PAGES = {page.name: page for page in pages()}
 WITH_PROGRAMS = [name for name, page in PAGES.items() if page.program or page.files]
-# What a newcomer meets first is tried by `make test`, the rest by `make soak`.
+# What a newcomer meets first, which is the same program on both: `make test` tries the README's, `make soak` the rest.
 FIRST = {"README.md", "index.md"}
 CHOSEN = "WARNING:root:Defaulting to PJRT_DEVICE=CPU\n"  # torch_xla says so to whoever sets nothing
 NEEDS_PREFLIGHT = {"guides/preflight.md", "guides/large-models.md"}
@@ -22,7 +22,7 @@ NEEDS_PREFLIGHT = {"guides/preflight.md", "guides/large-models.md"}
 
 def parameters():
     for name in WITH_PROGRAMS:
-        marks = [pytest.mark.slow if name in FIRST else pytest.mark.soak]
+        marks = [pytest.mark.slow if name == "README.md" else pytest.mark.soak]
         if name in NEEDS_PREFLIGHT:
             marks.append(pytest.mark.skipif(sys.version_info < (3, 11), reason="the TPU's compiler needs Python 3.11"))
         yield pytest.param(name, marks=marks)

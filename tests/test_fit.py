@@ -138,12 +138,12 @@ def test_reading_a_batchs_logs_waits_once_and_nothing_else_does(cores):
     [
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-3),
         # At ten times these rates a unit of the ReLU falls on the other side of zero, by rounding alone.
-        lambda p: torch.optim.Adam(p, 1e-3),
+        pytest.param(lambda p: torch.optim.Adam(p, 1e-3), marks=pytest.mark.soak_on(8)),
         lambda p: torch.optim.AdamW(p, 1e-3),
-        lambda p: torch.optim.RMSprop(p, 1e-3),
-        lambda p: torch.optim.Adagrad(p, 1e-2),
-        lambda p: torch.optim.NAdam(p, 1e-3),
-        lambda p: torch.optim.Adadelta(p, 0.5),
+        pytest.param(lambda p: torch.optim.RMSprop(p, 1e-3), marks=pytest.mark.soak_on(8)),
+        pytest.param(lambda p: torch.optim.Adagrad(p, 1e-2), marks=pytest.mark.soak_on(8)),
+        pytest.param(lambda p: torch.optim.NAdam(p, 1e-3), marks=pytest.mark.soak_on(8)),
+        pytest.param(lambda p: torch.optim.Adadelta(p, 0.5), marks=pytest.mark.soak_on(8)),
     ],
     ids=["sgd", "adam", "adamw", "rmsprop", "adagrad", "nadam", "adadelta"],
 )

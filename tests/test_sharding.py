@@ -137,7 +137,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.cores(8)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.soak)])
 def test_with_activations_computed_again(cores, precision):
     trained = []
     for shard, remat in ((None, None), ("fsdp", True), (None, True), ("fsdp", "0")):
