@@ -14,6 +14,7 @@ from functools import partial
 import goldens
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -23,7 +24,7 @@ QUICK = ("checkpoint", "saved", "ResNet", "GAN", "bag of words", "three steps as
 
 
 def marks_of(cores, name):
-    if name not in QUICK:
+    if name not in QUICK or (cores > 1 and name in ARCHITECTURES):
         return pytest.mark.soak
     return pytest.mark.slow if cores > 1 else []
 

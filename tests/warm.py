@@ -349,6 +349,7 @@ def _become(request: Request, path: list[str], before: Mapping[str, str]) -> Non
     sys.stdout.reconfigure(line_buffering="-u" in request.command)  # type: ignore[union-attr]
     tempfile.tempdir = None
     np.random.seed()  # or all forks would draw the same
+    sys.executable = request.command[0]  # what starts its own processes: with `warm_children` they are forks, too
     kind, what, arguments = _parsed(request.command) or ("", "", [])
     first = [] if "-P" in request.command[:2] else [{"-c": "", "-m": request.folder}.get(kind, os.path.dirname(what))]
     sys.path[:] = [*first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]

@@ -113,6 +113,7 @@ import tpufit
 X, Y = torch.randn(64, 6), torch.arange(64) % 3
 model = tpufit.Model(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
 model.compile("adamw", "cross_entropy")
+fork, python = sys.executable, os.path.join(sys.prefix, "bin", "python")
 before = {name: value.clone() for name, value in model.state_dict().items()}
 
 def processes():
@@ -160,12 +161,19 @@ def strike(name, *how, **options):
     assert not processes() and not left, (processes(), left)
     print(json.dumps({name: said}), flush=True)
 
+def begin_anew(pid):
+    sys.executable = python
+
+# What is struck in its first moments is a new process.
+sys.executable = python
 strike("tracer killed", "preflight.tracing", kill)
 strike("no time", timeout=0.5)
 strike("no memory for the tracer", "preflight.tracing", little, 0)
+sys.executable = fork
 strike("compiler killed", "compiling.py", kill)
-strike("no memory for the compiler", "compiling.py", little, 0)
 strike("interrupted", "compiling.py", interrupt)
+when("preflight.tracing", begin_anew, 0)
+strike("no memory for the compiler", "compiling.py", little, 0)
 assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 losses = model.fit(X, Y, 8, epochs=20, verbose=0, cores=1).history["loss"]
 print(json.dumps({"trained": losses[-1] < losses[0]}))
