@@ -1,6 +1,6 @@
 """Pre-train a small GPT on one long file of tokens, then on single sentences packed into full rows.
 
-    python examples/pretrain_gpt.py [--cores 8]
+    python examples/pretrain_gpt.py [--cores 8] [--characters 200000]
 
 The texts are those of Python's own help; a token is a byte. `TokenFile` reads rows from a file that may be larger than
 the memory. `PackedDataset` puts several short texts into each row, and none sees another; it says how much padding that
@@ -66,10 +66,11 @@ class GPT(nn.Module):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--cores", type=int, default=8)
+parser.add_argument("--characters", type=int, help="of the texts (default: all)")
 args = parser.parse_args()
 tpufit.set_random_seed(0)
 
-text = "\n".join(topics.values())
+text = "\n".join(topics.values())[: args.characters]
 file = Path("help.bin")
 np.frombuffer(text.encode(), dtype="uint8").tofile(file)
 rows = TokenFile(file, LENGTH, "uint8", shift=True)

@@ -3,6 +3,12 @@
 For each it makes an environment in `.images/` with the image's Python and the versions that tpufit depends on, and
 proves by pip's own report that installing tpufit changes none of them. Then it runs there, on virtual cores:
 the doctor, a preflight, the image's notebook and the quick tests. The environments are kept; each takes 9 GB.
+
+The images are tried side by side, each with its share of the processes: one downloads while another computes.
+
+Left to `make test` are tests of the checkout, which are the same with any Python: of its pages, of its imports and of
+the tests' own harness, which all tests here run through. On an image with the release of torch that `make test` has,
+so are those of the numbers that PyTorch and XLA compute in a step, which don't depend on Python either.
 """
 
 from __future__ import annotations
@@ -14,7 +20,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +32,11 @@ PLACE = ROOT / ".images"
 SIZE = 10 << 30  # of an environment, in bytes
 NOTEBOOK = "tests/test_examples.py::test_a_notebook_runs_without_a_warning"
 QUICK = ("-m", "not slow and not soak")
+OF_THE_CHECKOUT = ("docs", "floors", "harness", "house")
+OF_TORCH = (
+    *("accumulation", "augment", "class_weight", "ema", "kernels", "losses", "losses_by_output", "lowering", "masks"),
+    *("metrics", "metrics_by_output", "norms", "precision"),
+)
 
 
 @dataclass(frozen=True)
@@ -35,11 +47,13 @@ class Image:
         python: Its Python.
         versions: The packages that a user must not lose.
         libraries: What its notebook imports besides, of any version.
+        left_out: Files of tests that `make test` runs, and that come to the same here.
     """
 
     python: str
     versions: Mapping[str, str]
     libraries: tuple[str, ...]
+    left_out: tuple[str, ...] = OF_THE_CHECKOUT
 
 
 # Users' reports and the images' own repositories. The JAX of Kaggle is the one that torch_xla 2.8.0 names.
@@ -67,6 +81,7 @@ IMAGES = {
             "jaxlib": "0.7.2",
         },
         ("transformers", "peft"),
+        OF_THE_CHECKOUT + OF_TORCH,
     ),
 }
 
@@ -118,51 +133,93 @@ def made(name: str, image: Image, python: str) -> Path:
     return own
 
 
-def prove_nothing_changes(own: Path, image: Image) -> None:
+def prove_nothing_changes(own: Path, image: Image, checkout: Path) -> None:
     """Let pip say what installing tpufit would install: nothing that the image has."""
     with tempfile.TemporaryDirectory() as folder:
-        for what in (".", ".[preflight]", ".[tpu]"):
+        for extra in ("", "[preflight]", "[tpu]"):
             report = Path(folder, "report.json")
+            what = f"{checkout}{extra}"
             run(own, "-m", "pip", "install", "--quiet", "--dry-run", "--report", report, what)
             found = [one["metadata"] for one in json.loads(report.read_text())["install"]]
             names = {one["name"].lower().replace("-", "_"): one["version"] for one in found}
             changed = {one: names[one] for one in (*image.versions, "numpy") if one in names}
             if changed:
-                raise SystemExit(f"pip install '{what}' would change {changed}")
-            print(f"pip install '{what}' changes none of {', '.join(image.versions)} and numpy", flush=True)
+                raise SystemExit(f"pip install '.{extra}' would change {changed}")
+            print(f"pip install '.{extra}' changes none of {', '.join(image.versions)} and numpy", flush=True)
+
+
+def installed(name: str, image: Image, python: str) -> Path:
+    """The Python of an image's environment with tpufit in it, as it is now."""
+    own = made(name, image, python)
+    with tempfile.TemporaryDirectory() as folder:
+        # Of its own: pip writes into what it installs from.
+        checkout = Path(folder, "checkout")
+        shutil.copytree(ROOT, checkout, symlinks=True, ignore=shutil.ignore_patterns(".*", "*.egg-info", "build"))
+        prove_nothing_changes(own, image, checkout)
+        fixed = Path(folder, "fixed.txt")
+        fixed.write_text("".join(f"{one}=={number}\n" for one, number in image.versions.items()))
+        libraries = (f"{checkout}[test,examples]", *image.libraries)
+        run(own, "-m", "pip", "install", "--quiet", "--constraint", fixed, *libraries)
+    return own
 
 
 def try_out(name: str, image: Image, own: Path, jobs: str) -> None:
-    """Install tpufit into an image's environment, and use it there."""
+    """Use tpufit in an image's environment."""
+    run(own, "-m", "tpufit", "doctor")
     with tempfile.TemporaryDirectory() as folder:
-        fixed = Path(folder, "fixed.txt")
-        fixed.write_text("".join(f"{one}=={number}\n" for one, number in image.versions.items()))
-        libraries = ("--editable", ".[test,examples]", *image.libraries)
-        run(own, "-m", "pip", "install", "--quiet", "--constraint", fixed, *libraries)
-        run(own, "-m", "tpufit", "doctor")
         train = Path(folder, "train.py")
         train.write_text(Page(SITE / "guides" / "preflight.md").files["train.py"])
         run(own, "-W", "error", "-m", "tpufit", "preflight", "--tpu", "v5e-8", train)
     tests = (own, "-m", "pytest", "-p", "no:cacheprovider")
-    run(*tests, f"{NOTEBOOK}[{name}.ipynb]")
-    run(*tests, "--numprocesses", jobs, "--maxprocesses", "4", *QUICK)
+    run(*tests, f"{NOTEBOOK}[{name}.ipynb]", WARM_IMPORTS="")  # in a kernel that has imported nothing yet
+    left_out = [f"--ignore=tests/test_{file}.py" for file in image.left_out]
+    run(*tests, "--numprocesses", jobs, "--maxprocesses", "4", *QUICK, *left_out)
+
+
+def try_image(name: str, jobs: str, only_install: bool) -> None:
+    """Make an image's environment and try it out, or say why not."""
+    image, began = IMAGES[name], perf_counter()
+    python = python_of(image.python)
+    if python is None:
+        print(f"not tried, for this machine has no Python {image.python}", flush=True)
+        return
+    own = installed(name, image, python)
+    if not only_install:
+        try_out(name, image, own, jobs)
+        print(f"tpufit works there; it took {perf_counter() - began:.0f} s", flush=True)
+
+
+def try_side_by_side(names: Sequence[str], jobs: str, only_install: bool) -> None:
+    """Try each image in a process of its own, and show what they say as they say it, with their names."""
+    cpus = min(len(os.sched_getaffinity(0)), 4) if jobs == "auto" else int(jobs)
+    command = [sys.executable, __file__, "--jobs", str(-(-cpus // len(names))), *["--only-install"] * only_install]
+
+    def status_of(name: str) -> int:
+        said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen([*command, name], **said) as process:
+            for line in process.stdout:
+                print(f"{name}: {line}", end="", flush=True)
+        return process.returncode
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        statuses = list(threads.map(status_of, names))
+    if any(statuses):
+        raise SystemExit(f"they ended with {dict(zip(names, statuses, strict=True))}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("image", nargs="*", choices=[*IMAGES, []], help="default: all")
     parser.add_argument("--jobs", default="auto", help="the processes of the quick tests (default: one a CPU)")
+    parser.add_argument("--only-install", action="store_true", help="make the environments, and try nothing out there")
     chosen = parser.parse_args()
-    for name in chosen.image or IMAGES:
-        image, began = IMAGES[name], perf_counter()
-        python = python_of(image.python)
-        if python is None:
-            print(f"{name}: not tried, for this machine has no Python {image.python}", flush=True)
-            continue
-        if not (PLACE / name / "ready").exists() and shutil.disk_usage(ROOT).free < 1.5 * SIZE:
-            print(f"{name}: not tried, for its environment takes {SIZE >> 30} GiB of disk", flush=True)
-            continue
-        own = made(name, image, python)
-        prove_nothing_changes(own, image)
-        try_out(name, image, own, chosen.jobs)
-        print(f"{name}: tpufit works there; it took {perf_counter() - began:.0f} s", flush=True)
+    names = chosen.image or list(IMAGES)
+    missing = [name for name in names if not (PLACE / name / "ready").exists()]
+    room = (shutil.disk_usage(ROOT).free - SIZE // 2) // SIZE
+    for name in missing[max(room, 0) :]:
+        print(f"{name}: not tried, for its environment takes {SIZE >> 30} GiB of disk", flush=True)
+        names.remove(name)
+    if len(names) == 1:
+        try_image(names[0], chosen.jobs, chosen.only_install)
+    elif names:
+        try_side_by_side(names, chosen.jobs, chosen.only_install)

@@ -72,7 +72,7 @@ def test_char_gpt_learns_to_spell(run_python):
 
 @pytest.mark.soak
 def test_a_gpt_learns_from_a_file_and_from_packed_sentences(run_python):
-    output = run(run_python, "examples/pretrain_gpt.py")
+    output = run(run_python, "examples/pretrain_gpt.py", "--characters=200000")
     losses = [float(loss) for loss in re.findall(r"- loss: ([\d.]+)", output)]
     assert len(losses) == 5 and 5.5 > losses[0] > losses[1] and losses[2] > losses[4]
     assert re.search(r"^TokenFile\(help.bin: [\d,]+ tokens in [\d,]+ rows of 64\)$", output, re.M)
@@ -138,13 +138,14 @@ print([output.text for output in outputs if output.get("name") == "stderr" and "
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs_without_a_warning(tmp_path, name):
+def test_a_notebook_runs_without_a_warning(tmp_path, warm_children, name):
     if name in LIBRARIES and not importlib.util.find_spec(LIBRARIES[name]):
         pytest.skip("the extra libraries is not installed")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = processes.run(
         [sys.executable, "-c", EXECUTED, str(ROOT / "examples" / name)],
         timeout=900,
+        fresh=name == "text.ipynb",  # one kernel is a new Python; so are those of the images (`images.py`)
         cwd=tmp_path,
         # These compute for long: unoptimised, a convolution takes many times as long.
         env={**os.environ, "PYTHONPATH": path, "IPYTHONDIR": str(tmp_path), "XLA_FLAGS": xla_flags.as_users_have_it()},
