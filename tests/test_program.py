@@ -611,7 +611,7 @@ def test_a_read_from_another_thread_is_a_value_or_an_exception(cores):
         if watched:
             thread.start()
         try:
-            history = model.fit(X, Y, 8 // cores, 30, shuffle=False, verbose=0, cores=cores, callbacks=Go()).history
+            history = model.fit(X, Y, 8 // cores, 12, shuffle=False, verbose=0, cores=cores, callbacks=Go()).history
         finally:
             training.clear()
         if watched:

@@ -22,7 +22,6 @@ GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(96, 6)).astype("float32")
 Y = GENERATOR.integers(0, 3, 96)
 STEPS = 12  # an epoch
-FEW = 6  # where each case is run
 VALUE = 3.0  # what replaces 1
 RANDOM = ["a dropout rate", "a seed inside the step"]  # the host draws other numbers than the device
 ROUNDING = 1e-3  # of an eager step: one case multiplies in bfloat16
@@ -50,9 +49,9 @@ class Sees:
     """A training of a case: its logs, and what was announced."""
 
     def __init__(
-        self, cores, name, *, steps=STEPS, jit_compile="auto", epoch=None, batch=None, loss="cross_entropy", **options
+        self, cores, name, *, few=False, jit_compile="auto", epoch=None, batch=None, loss="cross_entropy", **options
     ):
-        self.steps = steps
+        self.steps, self.epochs = (6, 3) if few else (STEPS, 4)
         fitting = {key: options.pop(key) for key in ("metrics", "validation_data") if key in options}
         read, change = CASES[name]()
         torch.manual_seed(0)
@@ -72,12 +71,14 @@ class Sees:
 
     def use(self, callbacks, **fitting):
         rows = X.shape[0] // self.steps // self.cores
-        self.logs = self.model.fit(X, Y, rows, 4, verbose=0, callbacks=callbacks, cores=self.cores, **fitting).history
+        self.logs = self.model.fit(
+            X, Y, rows, self.epochs, verbose=0, callbacks=callbacks, cores=self.cores, **fitting
+        ).history
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_between_epochs_is_seen_at_once(cores, name):
-    how = {"validation_data": (X[:32], Y[:32]), "steps": FEW}
+    how = {"validation_data": (X[:32], Y[:32]), "few": True}
     replayed = Sees(cores, name, epoch=2, **how)
     assert replayed.logs == Sees(cores, name, epoch=2, jit_compile=False, **how).logs
     assert replayed.announced == []
@@ -89,8 +90,8 @@ def test_a_change_between_epochs_is_seen_at_once(cores, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_inside_an_epoch_is_seen_or_announced(cores, name):
-    replayed = Sees(cores, name, batch=2, steps=FEW)
-    seen = replayed.logs == Sees(cores, name, batch=2, jit_compile=False, steps=FEW).logs
+    replayed = Sees(cores, name, batch=2, few=True)
+    seen = replayed.logs == Sees(cores, name, batch=2, jit_compile=False, few=True).logs
     assert (seen and not replayed.announced) if name in AT_ONCE else (seen or len(replayed.announced) == 1)
 
 
