@@ -18,6 +18,8 @@ READY := .venv/ready
 # Also on a machine that has a TPU: all this is about virtual cores, and the library says how many.
 export PJRT_DEVICE := CPU
 unexport CPU_NUM_DEVICES
+# Some images set it. Then each of the tests' many processes compiles the package and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test soak images docs lint
 
