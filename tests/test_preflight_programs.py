@@ -1,6 +1,7 @@
 """What a TPU's compiler makes of small real trainings: state written over in place, sums between cores and no more."""
 
 import json
+import math
 import re
 from collections import Counter
 
@@ -186,6 +187,18 @@ def test_no_sum_is_rows_in_disguise(programs, name, on):
 
 @every_training
 @every_slice
+def test_each_core_draws_for_its_own_rows(programs, name, on):
+    """What is drawn are keys of two words, for all cores; what a dropout of some rows drops is told by those."""
+    for _, _, program in of(programs, name, on):
+        made = [operation for operation, _ in operations(program.text)]
+        drawn = [array for one in made if one.kind == "rng-bit-generator" for array in one.arrays]
+        assert bool(drawn) == (program.role == "train" and name != "convnet")
+        assert all(math.prod(array.shape) <= 2 for array in drawn)
+        assert (WHOLE, LENGTH, WIDTH) not in {array.shape for one in made for array in one.arrays}
+
+
+@every_training
+@every_slice
 def test_of_float64_there_is_nothing(programs, name, on):
     for _, before, program in of(programs, name, on):
         found = [array for text in (before, program.text) for o, _ in operations(text) for array in o.arrays]
@@ -197,12 +210,13 @@ def test_of_float64_there_is_nothing(programs, name, on):
 @every_slice
 def test_of_64_bits_the_compiled_program_keeps_what_came_so(programs, name, on):
     labels = "s64[16]" if name != "transformer" else f"s64[16,{LENGTH}]"
-    key = set() if name == "convnet" else {"u64[2]"}  # dropout's random numbers
-    for role, made in (("train", key), ("eval", set())):
+    # Dropout's key.
+    drawn = set() if name == "convnet" else {("custom-call", "u64[2]"), ("rng-bit-generator", "u64[2]")}
+    for role, made in (("train", drawn), ("eval", set())):
         _, _, program = programs[name, on, role, WHOLE]
         arrays = [(o.kind, a) for o, _ in operations(program.text) for a in o.arrays if a.dtype in ("s64", "u64")]
         larger = {(kind, str(array)) for kind, array in arrays if array.nbytes > 8}
-        assert larger == {("parameter", labels)} | {("custom-call", array) for array in made}
+        assert {("parameter", labels)} <= larger <= {("parameter", labels), *made}
 
 
 @every_training

@@ -4,11 +4,12 @@ What Python itself runs otherwise, or PyTorch:
 
 | where | what | why | until |
 | --- | --- | --- | --- |
-| `runtime/ops/kernels.py` | kernels of the device for norms, products, attention, classes and their losses | torch_xla's gather rows over the cores, or are slow | for good, as another thread may be in one; outside `own_kernels` they call the native ones |
+| `runtime/ops/kernels.py` | kernels of the device for norms, products, attention, dropout, classes and their losses | torch_xla's gather rows over the cores, or are slow | for good, as another thread may be in one; outside `own_kernels` they call the native ones |
 | `runtime/ops/lowerings.py` | a kernel of the device for Huber's loss | torch_xla has none | for good, for the same reason |
 | `runtime/ops/multihead.py` | `torch.nn.functional.multi_head_attention_forward` | PyTorch's merges rows with other dimensions | the end of `own_multihead`, around a traced step |
 | `runtime/ops/flattened.py` | `torch.addmm` | rows that were flattened for it are gathered over the cores, as in transformers' `Conv1D` | the end of `own_addmm`, around a traced step |
 | `runtime/ops/embedding.py` | `torch.nn.functional.embedding` | a TPU emulates numbers of 64 bits | the end of `int32_embedding`, around a traced step |
+| `runtime/ops/dropout.py` | `torch.Tensor.bernoulli_` | torch_xla draws 7 bits in bfloat16, as for stochastic depth | the end of `float32_bernoulli`, around a traced step |
 | `runtime/devices.py` | `torch.nn.GRU` | torch_xla puts its own there, which needs JAX; this is PyTorch's again | for good: it takes back torch_xla's patch |
 | `runtime/recompute.py` | `torch.xla`, and the `forward` of blocks | `torch.utils.checkpoint` looks for a module by the device's name | the end of the context, around a traced step |
 | `runtime/jax_calls.py` | JAX's setting `jax_platforms`, and its devices; in `jax._src.tpu_custom_call` the version of kernels | torch_xla has the TPU, which JAX would start too; libtpu 0.0.17 reads none of JAX 0.7's | the end of `lower`; if JAX has devices before, they stay |

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..bindings import xla
 from ..kinds import keeps_bfloat16, kind_of
+from .dropout import draw, scaled
 from .flash import flash
 from .forms import flash_form
 from .products import product
@@ -89,12 +90,9 @@ def attending_in(region: Callable[[Attend], Attend]) -> Iterator[None]:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float
 ) -> Tensor:
-    kept = None
-    if dropout > 0:
-        ones = torch.ones((*query.shape[:-1], key.shape[-2]), dtype=query.dtype, device=query.device)
-        kept = torch.dropout(ones, dropout, True)
+    left = draw((*query.shape[:-1], key.shape[-2]), dropout, query.device) if dropout else None
     form = _Narrow if _gains_by_bfloat16(query, key) else _Attention
-    y: Tensor = form.apply(query, key, value, mask, kept, is_causal, scale)  # type: ignore[no-untyped-call]
+    y: Tensor = form.apply(query, key, value, mask, left, dropout, is_causal, scale)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -108,30 +106,31 @@ class _Attention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        kept: Tensor | None,
+        left: Tensor | None,
+        dropout: float,
         is_causal: bool,
         scale: float,
     ) -> Tensor:
         shares, blind = _shares(query, key, mask, is_causal, scale), _blind(mask)
-        (y,), _ = residual(lambda: [_mean(shares, kept, value, blind)])
-        ctx.save_for_backward(query, key, value, mask, kept, blind, shares, y)
-        ctx.is_causal, ctx.scale = is_causal, scale
+        (y,), _ = residual(lambda: [_mean(_scaled(shares, left, dropout), value, blind)])
+        ctx.save_for_backward(query, key, value, mask, left, blind, shares, y)
+        ctx.dropout, ctx.is_causal, ctx.scale = dropout, is_causal, scale
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, mask, kept, blind, shares, y = ctx.saved_tensors
+        query, key, value, mask, left, blind, shares, y = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative goes through the shares too
             shares = _shares(query, key, mask, ctx.is_causal, ctx.scale)
-            y = _mean(shares, kept, value, blind)
+            y = _mean(_scaled(shares, left, ctx.dropout), value, blind)
         q, k = _indices(query, key)
         gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
         # The derivative of a softmax is p * (dp - sum(dp * p)), and that sum is the one of dy * y, which is smaller.
         of_shares = product(f"{q}xz,{k}yz->{q}xy", gradient, value).to(shares.dtype)
         mean = (gradient.to(shares.dtype) * y.to(shares.dtype)).sum(-1, keepdim=True)
-        of_scores = shares * ((of_shares if kept is None else of_shares * kept) - mean)
+        of_scores = shares * (_scaled(of_shares, left, ctx.dropout) - mean)
         of_products = (of_scores * ctx.scale).to(query.dtype)
-        weights = shares if kept is None else shares * kept
+        weights = _scaled(shares, left, ctx.dropout)
         of_mask = None
         if mask is not None and ctx.needs_input_grad[3]:
             of_mask = of_scores.sum_to_size(mask.shape).to(mask.dtype)
@@ -139,7 +138,7 @@ class _Attention(torch.autograd.Function):
             product(f"{q}xy,{k}yz->{q}xz", of_products, key),
             product(f"{q}xy,{q}xz->{k}yz", of_products, query),
             product(f"{q}xy,{q}xz->{k}yz", weights.to(value.dtype), gradient),
-            *(of_mask, None, None, None),
+            *(of_mask, None, None, None, None),
         )
 
 
@@ -153,7 +152,8 @@ class _Narrow(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        kept: Tensor | None,
+        left: Tensor | None,
+        dropout: float,
         is_causal: bool,
         scale: float,
     ) -> Tensor:
@@ -162,17 +162,17 @@ class _Narrow(torch.autograd.Function):
         if weights.is_xla:  # type: ignore[attr-defined]
             # Or the compiler would take the rounding back, and keep the weights in float32.
             xla()._xla_optimization_barrier_([weights])
-        (y,), _ = residual(lambda: [_quotient(weights, total, kept, value, blind)])
-        ctx.save_for_backward(query, key, value, mask, kept, blind, weights, total, y)
-        ctx.is_causal, ctx.scale = is_causal, scale
+        (y,), _ = residual(lambda: [_quotient(_scaled(weights, left, dropout), total, value, blind)])
+        ctx.save_for_backward(query, key, value, mask, left, blind, weights, total, y)
+        ctx.dropout, ctx.is_causal, ctx.scale = dropout, is_causal, scale
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, mask, kept, blind, weights, total, y = ctx.saved_tensors
+        query, key, value, mask, left, blind, weights, total, y = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative goes through the weights too
             weights, total = _weights(query, key, mask, ctx.is_causal, ctx.scale)
-            y = _quotient(weights, total, kept, value, blind)
+            y = _quotient(_scaled(weights, left, ctx.dropout), total, value, blind)
         q, k = _indices(query, key)
         # As in `_Attention`, but the weights aren't divided by their sum, so that the gradient is.
         gradient = (gradient.to(total.dtype) / total).to(value.dtype)
@@ -182,16 +182,16 @@ class _Narrow(torch.autograd.Function):
         wide = gradient.to(total.dtype)
         of_weights = product(f"{q}xz,{k}yz->{q}xy", wide, value.to(total.dtype))
         mean = (wide * y.to(total.dtype)).sum(-1, keepdim=True)
-        of_scores = weights.to(total.dtype) * ((of_weights if kept is None else of_weights * kept) - mean)
+        of_scores = weights.to(total.dtype) * (_scaled(of_weights, left, ctx.dropout) - mean)
         # Each of the two rounds another number, or both would be rounded at once.
         of_query = product(f"{q}xy,{k}yz->{q}xz", (of_scores * ctx.scale).to(query.dtype), key)
         of_key = product(f"{q}xy,{q}xz->{k}yz", of_scores.to(query.dtype), query) * ctx.scale
-        weights = weights if kept is None else weights * kept
+        weights = _scaled(weights, left, ctx.dropout)
         of_value = product(f"{q}xy,{q}xz->{k}yz", weights.to(value.dtype), gradient)
         of_mask = None
         if mask is not None and ctx.needs_input_grad[3]:
             of_mask = of_scores.sum_to_size(mask.shape).to(mask.dtype)
-        return of_query, of_key, of_value, of_mask, None, None, None
+        return of_query, of_key, of_value, of_mask, None, None, None, None
 
 
 def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
@@ -231,17 +231,19 @@ def _blind(mask: Tensor | None) -> Tensor | None:
     return (mask == mask.new_full((), -math.inf)).all(-1, keepdim=True)
 
 
-def _mean(shares: Tensor, kept: Tensor | None, value: Tensor, blind: Tensor | None) -> Tensor:
-    q, k = _indices(shares, value)
-    weights = shares if kept is None else shares * kept
+def _scaled(weights: Tensor, left: Tensor | None, dropout: float) -> Tensor:
+    return weights if left is None else scaled(weights, left, dropout)
+
+
+def _mean(weights: Tensor, value: Tensor, blind: Tensor | None) -> Tensor:
+    q, k = _indices(weights, value)
     y = product(f"{q}xy,{k}yz->{q}xz", weights.to(value.dtype), value)
     return y if blind is None else y.masked_fill(blind, 0)
 
 
-def _quotient(weights: Tensor, total: Tensor, kept: Tensor | None, value: Tensor, blind: Tensor | None) -> Tensor:
+def _quotient(weights: Tensor, total: Tensor, value: Tensor, blind: Tensor | None) -> Tensor:
     """The mean, divided after the product, which is smaller than the weights."""
     q, k = _indices(weights, value)
-    weights = weights if kept is None else weights * kept
     y = (product(f"{q}xy,{k}yz->{q}xz", weights.to(value.dtype), value).to(total.dtype) / total).to(value.dtype)
     return y if blind is None else y.masked_fill(blind, 0)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .attention import attention
 from .classes import cross_entropy, one_hot
+from .dropout import dropout, feature_dropout, float32_bernoulli
 from .embedding import int32_embedding
 from .flattened import own_addmm
 from .multihead import own_multihead
@@ -23,6 +24,8 @@ _KERNELS: dict[str, Callable[..., Tensor | list[Tensor] | None]] = {
     "_weight_norm": weight_norm,
     "batch_norm": batch_norm,
     "cross_entropy_loss": cross_entropy,
+    "dropout": dropout,
+    "feature_dropout": feature_dropout,
     "group_norm": group_norm,
     "instance_norm": instance_norm,
     "layer_norm": layer_norm,
@@ -67,7 +70,7 @@ def own_kernels(backend: str = "XLA", forms: AbstractContextManager[None] | None
                 library.impl("batch_norm", _batch_norm_in_autocast, "AutocastXLA")
     _depth += 1
     try:
-        with own_multihead(), own_addmm(), int32_embedding(), forms or nullcontext():
+        with own_multihead(), own_addmm(), int32_embedding(), float32_bernoulli(), forms or nullcontext():
             yield
     finally:
         _depth -= 1

@@ -1,0 +1,162 @@
+"""`dropout`: what is dropped is told by the place of each number, so that each core draws for its own rows alone.
+
+torch_xla draws the random bits of all rows on every core, and each takes those of its own. In bfloat16 it draws 7 bits,
+so that a rate of 0.02 drops 0.0158, and one of 0.005 nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bindings import xla
+
+_MOST = 1 << 32  # values of a word, and numbers in a row
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+
+
+def dropout(input: Tensor, p: float, train: bool) -> Tensor | None:
+    """`torch.dropout`."""
+    return _dropped(input, tuple(input.shape), p) if train and 0 < p < 1 else None
+
+
+def feature_dropout(input: Tensor, p: float, train: bool) -> Tensor | None:
+    """`torch.feature_dropout`, as `nn.Dropout2d` has it: of whole channels."""
+    if not train or not 0 < p < 1 or input.dim() < 2:
+        return None
+    return _dropped(input, (*input.shape[:2], *(1,) * (input.dim() - 2)), p)
+
+
+@contextmanager
+def float32_bernoulli() -> Iterator[None]:
+    """A context in which `Tensor.bernoulli_` of narrow formats draws in float32, as stochastic depth needs it."""
+    native = Tensor.bernoulli_
+
+    def bernoulli_(self: Tensor, p: Any = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
+        if self.device.type != "xla" or self.dtype not in (torch.bfloat16, torch.float16):
+            return native(self, p, generator=generator)
+        return self.copy_(native(torch.empty(self.shape, device=self.device), p, generator=generator))
+
+    Tensor.bernoulli_ = bernoulli_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del Tensor.bernoulli_  # the native one is that of its base
+
+
+def _dropped(input: Tensor, shape: tuple[int, ...], p: float) -> Tensor | None:
+    if input.device.type != "xla" or not input.is_floating_point() or not input.numel() or not shape:
+        return None
+    if math.prod(shape[1:]) > _MOST:
+        return None
+    y: Tensor = _Dropout.apply(input, shape, p)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Dropout(torch.autograd.Function):
+    """Some numbers dropped and the others scaled: in float32, as in CUDA's kernel. What is kept takes a byte each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
+        left = draw(shape, p, x.device)
+        ctx.save_for_backward(left)
+        ctx.p = p
+        return scaled(x, left, p)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (left,) = ctx.saved_tensors
+        return scaled(gradient, left, ctx.p), None, None
+
+
+def scaled(x: Tensor, left: Tensor, p: float) -> Tensor:
+    """Multiply what is left by 1 / (1 - p), and the rest by 0."""
+    factors = left.to(torch.promote_types(x.dtype, torch.float32)) * (1 / (1 - p))
+    return (x * factors).to(x.dtype)
+
+
+def draw(shape: tuple[int, ...], p: float, device: torch.device) -> Tensor:
+    """Draw which numbers of a shape are left, if a share of `p` is dropped."""
+    if device.type != "xla":
+        return torch.empty(shape, device=device).bernoulli_(1 - p).bool()
+    # torch_xla numbers what a step draws, and begins with the same number where a part of it is computed again.
+    key = torch.empty(2, dtype=torch.int32, device=device).random_(-(2**31), 2**31)
+    return left(key, shape, min(max(round(p * _MOST), 1), _MOST - 1))
+
+
+def left(key: Tensor, shape: tuple[int, ...], limit: int) -> Tensor:
+    """Tell which numbers of a shape are left: those whose 32 bits aren't below the limit.
+
+    The bits are the same on any number of cores. Those of a number are a permutation of its place in its row, by two
+    words that Threefry makes of the row's number and the key, also of two words.
+    """
+    (found,) = xla()._xla_user_computation("xla::tpufit_dropout", [key], _computation(shape, limit))
+    result: Tensor = found
+    return result
+
+
+@lru_cache(maxsize=256)
+def _computation(shape: tuple[int, ...], limit: int) -> Any:
+    from torch_xla.core import xla_builder as xb
+
+    def compute(key: xb.Op) -> xb.Op:
+        return _Builder(xb, key.builder()).left(key, shape, limit)
+
+    return xb.create_computation("tpufit_dropout", compute, (xb.mkshape(xb.Type.S32, (2,)),))
+
+
+class _Builder:
+    """Builds XLA's operations on words of 32 bits by torch_xla's module for it: as one operation of a step's graph."""
+
+    def __init__(self, xb: Any, builder: Any) -> None:
+        self._xb = xb
+        self._builder = builder
+
+    def left(self, key: Any, shape: tuple[int, ...], limit: int) -> Any:
+        rows = self._iota(shape[:1], 0)
+        added, flipped = (words.broadcast_in_dim(shape, (0,)) for words in self._threefry(key, rows))
+        bits = self._mixed(self._mixed(self._places(shape) + added) ^ flipped)
+        return bits >= self._word(limit)
+
+    def _places(self, shape: tuple[int, ...]) -> Any:
+        """The place of each number in its row."""
+        place, stride = self._iota(shape, 0) * self._word(0), 1
+        for dim in range(len(shape) - 1, 0, -1):
+            place = place + self._iota(shape, dim) * self._word(stride)
+            stride *= shape[dim]
+        return place
+
+    def _threefry(self, key: Any, x: Any) -> tuple[Any, Any]:
+        """Threefry-2x32 of 20 rounds, of `x` and 0 ("Parallel Random Numbers: As Easy as 1, 2, 3", Salmon et al.)."""
+        words = key.bitcast(self._xb.Type.U32)
+        first, second = (words.slice_in_dim(i, i + 1, 0).reshape([]) for i in range(2))
+        keys = (first, second, first ^ second ^ self._word(_PARITY))
+        x, y = x + keys[0], x * self._word(0) + keys[1]
+        for turn in range(5):
+            for by in _ROTATIONS[turn % 2]:
+                x = x + y
+                y = ((y << self._word(by)) | self._right(y, 32 - by)) ^ x
+            x, y = x + keys[(turn + 1) % 3], y + keys[(turn + 2) % 3] + self._word(turn + 1)
+        return x, y
+
+    def _mixed(self, x: Any) -> Any:
+        """A permutation in which each bit depends on each (`lowbias32`, https://nullprogram.com/blog/2018/07/31/)."""
+        x = (x ^ self._right(x, 16)) * self._word(0x7FEB352D)
+        x = (x ^ self._right(x, 15)) * self._word(0x846CA68B)
+        return x ^ self._right(x, 16)
+
+    def _right(self, x: Any, by: int) -> Any:
+        return x / self._word(1 << by)  # it has no shift to the right; the compiler makes one of this
+
+    def _iota(self, shape: tuple[int, ...], dim: int) -> Any:
+        return self._xb.Op.iota(self._builder, self._xb.mkshape(self._xb.Type.U32, shape), dim)
+
+    def _word(self, value: int) -> Any:
+        return self._xb.Op.scalar(self._builder, value, dtype=self._xb.Type.U32)
