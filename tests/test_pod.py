@@ -19,7 +19,7 @@ SHAPES = [
     pytest.param(SMALL, marks=pytest.mark.slow, id="2x2"),
     *(
         pytest.param(shape, marks=pytest.mark.soak, id=f"{shape[0]}x{shape[1]}{'-interleaved' * shape[2]}")
-        for shape in ((2, 4, False), (4, 2, False), (2, 4, True), (4, 2, True))
+        for shape in ((4, 2, False), (2, 4, True))  # more hosts, and more cores that are apart
     ),
 ]
 SCENARIOS = re.findall(r"@scenario\ndef (\w+)", (HERE / "pod" / "scenarios.py").read_text())
