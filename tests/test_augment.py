@@ -55,10 +55,10 @@ class Photos(torch.utils.data.Dataset):
         return x.float() / 255, y
 
 
-def make():
+def make(**options):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Sequential(nn.Flatten(), nn.Linear(192, 5)))
-    model.compile("sgd", "cross_entropy", metrics=["accuracy"], scale_lr=None)
+    model.compile("sgd", "cross_entropy", metrics=["accuracy"], scale_lr=None, **options)
     return model
 
 
@@ -99,13 +99,13 @@ def test_one_core_and_eight_draw_the_same(run_python):
     code = """
         import sys; sys.path.insert(0, {folder!r})
         from test_augment import *
-        Photos.rows = 37
-        how = dict(batch_size=8 // {cores}, epochs=3, verbose=0, cores={cores}, shuffle=False)
-        print(*make().fit(Photos(), device_transform=nn.Sequential(*ALL), **how).history["loss"])
+        Photos.rows = 13
+        how = dict(batch_size=8 // {cores}, epochs=2, verbose=0, cores={cores}, shuffle=False)
+        print(*make(jit_compile=False).fit(Photos(), device_transform=nn.Sequential(*ALL), **how).history["loss"])
     """
     said = [run_python(code.format(folder=str(Path(__file__).parent), cores=cores), timeout=300) for cores in (1, 8)]
     one, eight = ([float(loss) for loss in process.stdout.split()] for process in said)
-    assert len(one) == 3 and one == pytest.approx(eight, rel=1e-5), said[0].stderr
+    assert len(one) == 2 and one == pytest.approx(eight, rel=1e-5), said[0].stderr
 
 
 @pytest.mark.cores(1)

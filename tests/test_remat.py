@@ -30,7 +30,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head, self.dropout = nn.Linear(16, 4), nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def trained(net: nn.Module, cores: int, remat: object, **options: object) -> tup
     tpufit.set_random_seed(1)
     model = tpufit.Model(copy.deepcopy(net))
     model.compile(**({"optimizer": "adamw", "loss": "cross_entropy"} | options), remat=remat)  # type: ignore[arg-type]
-    model.fit(*rows(8 * cores * 3 + 5), batch_size=8, epochs=3, cores=cores, verbose=0)
+    model.fit(*rows(8 * cores * 3 + 5), batch_size=8, epochs=2, cores=cores, verbose=0)
     return model.history.history, model.state_dict(), model.report().counts.graphs
 
 
