@@ -9,33 +9,6 @@ from torch.nn import functional as F
 from tpufit.runtime import devices, placement_on
 from tpufit.runtime.ops.kernels import own_kernels
 
-PARITY = 0x1BD11BDA
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-
-
-def threefry(key, x, y):
-    """Threefry-2x32 of 20 rounds, in NumPy."""
-    keys = [np.uint32(key[0]), np.uint32(key[1]), np.uint32(key[0]) ^ np.uint32(key[1]) ^ np.uint32(PARITY)]
-    x, y = x + keys[0], y + keys[1]
-    for turn in range(5):
-        for by in ROTATIONS[turn % 2]:
-            x = x + y
-            y = ((y << np.uint32(by)) | (y >> np.uint32(32 - by))) ^ x
-        x, y = x + keys[(turn + 1) % 3], y + keys[(turn + 2) % 3] + np.uint32(turn + 1)
-    return x, y
-
-
-def test_the_reference_has_the_known_answers():
-    """Of the authors' own tests, https://github.com/DEShawResearch/random123."""
-    ones = 0xFFFFFFFF
-    for key, counter, answer in (
-        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
-        ((ones, ones), (ones, ones), (0x1CB996FC, 0xBB002BE7)),
-        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
-    ):
-        found = threefry(key, *(np.full(1, number, np.uint32) for number in counter))
-        assert tuple(int(word[0]) for word in found) == answer
-
 
 def device(cores):
     return placement_on(devices.start(cores, "a test")).device
@@ -51,9 +24,34 @@ def mixed(x):
 def bits(key, shape):
     """32 bits for each number of an array."""
     rows = np.arange(shape[0], dtype=np.uint32)
-    added, flipped = (word[:, None] for word in threefry(key, rows, rows * np.uint32(0)))
+    added, flipped = (mixed(word)[:, None] for word in (rows + key[0], rows ^ key[1]))
     places = np.arange(np.prod(shape[1:], dtype=int), dtype=np.uint32)
     return mixed(mixed(places + added) ^ flipped).reshape(shape)
+
+
+def drawn(seed, shape):
+    low, high = np.random.default_rng(seed).random(4, "float32").view("uint32").reshape(2, 2)
+    return bits(low ^ (high << np.uint32(9)), shape)
+
+
+def test_bits_tell_nothing_of_each_other():
+    """Of places beside each other, of rows, and of what was drawn before: each pair of bits is 1 in a quarter."""
+    one, other = drawn(0, (256, 4096)), drawn(1, (256, 4096))
+    pairs = [
+        (one, other),
+        (one[1:], one[:-1]),
+        (one[:, 1:], one[:, :-1]),
+        (one[:, 64:], one[:, :-64]),
+        (one, one[:, ::-1]),
+    ]
+    for first, second in pairs:
+        for i in (0, 7, 15, 24, 31):
+            for j in (0, 16, 31):
+                both = (first >> np.uint32(i)) & (second >> np.uint32(j)) & np.uint32(1)
+                assert abs(both.mean() - 0.25) < 5 * (3 / 16 / both.size) ** 0.5
+    shares = (one < 1 << 30).mean(0), (one < 1 << 30).mean(1)
+    for share, count in zip(shares, (256, 4096), strict=True):
+        assert share.std() == pytest.approx((3 / 16 / count) ** 0.5, rel=0.2)
 
 
 @pytest.mark.cores(1, 8)
@@ -61,9 +59,11 @@ def bits(key, shape):
 def test_the_bits_are_told_by_row_and_place(cores, shape):
     from tpufit.runtime.ops.dropout import left
 
-    for key in ((1, 2), (-5, 1 << 30)):
-        found = left(torch.tensor(key, dtype=torch.int32, device=device(cores)), shape, 1 << 30).cpu().numpy()
-        assert (found == (bits(np.array(key).astype(np.uint32), shape) >= 1 << 30)).all()
+    for key in (np.array([0.25, 0.5, 0.75, 0.0]), np.random.default_rng(0).random(4)):
+        numbers = key.astype("float32")
+        low, high = numbers.view("uint32").reshape(2, 2)
+        found = left(torch.tensor(numbers, device=device(cores)), shape, 1 << 30).cpu().numpy()
+        assert (found == (bits(low ^ (high << np.uint32(9)), shape) >= 1 << 30)).all()
 
 
 @pytest.mark.cores(1, 8)

@@ -18,8 +18,6 @@ from torch import Tensor
 from ..bindings import xla
 
 _MOST = 1 << 32  # values of a word, and numbers in a row
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = 0x1BD11BDA
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor | None:
@@ -86,30 +84,43 @@ def draw(shape: tuple[int, ...], p: float, device: torch.device) -> Tensor:
     """Draw which numbers of a shape are left, if a share of `p` is dropped."""
     if device.type != "xla":
         return torch.empty(shape, device=device).bernoulli_(1 - p).bool()
-    # torch_xla numbers what a step draws, and begins with the same number where a part of it is computed again.
-    key = torch.empty(2, dtype=torch.int32, device=device).random_(-(2**31), 2**31)
-    return left(key, shape, min(max(round(p * _MOST), 1), _MOST - 1))
+    # torch_xla numbers what a step draws, and begins with the same number where a part of it is computed again. Whole
+    # numbers it draws by a remainder in 64 bits, of which a TPU's compiler makes thousands of operations.
+    return left(torch.rand(4, device=device), shape, min(max(round(p * _MOST), 1), _MOST - 1))
 
 
 def left(key: Tensor, shape: tuple[int, ...], limit: int) -> Tensor:
     """Tell which numbers of a shape are left: those whose 32 bits aren't below the limit.
 
     The bits are the same on any number of cores. Those of a number are a permutation of its place in its row, by two
-    words that Threefry makes of the row's number and the key, also of two words.
+    words that are permutations of the row's number; the key, the bits of four numbers from 0 to 1, tells which.
     """
-    (found,) = xla()._xla_user_computation("xla::tpufit_dropout", [key], _computation(shape, limit))
-    result: Tensor = found
-    return result
+    words: list[Tensor] = xla()._xla_user_computation("xla::tpufit_words", [key], _words(shape[0]))
+    # Or the compiler would compute both again in each part of the step that takes what is left, and need gigabytes.
+    xla()._xla_optimization_barrier_(words)
+    found: list[Tensor] = xla()._xla_user_computation("xla::tpufit_dropout", words, _left(shape, limit))
+    xla()._xla_optimization_barrier_(found)
+    return found[0]
 
 
-@lru_cache(maxsize=256)
-def _computation(shape: tuple[int, ...], limit: int) -> Any:
+@lru_cache(maxsize=64)
+def _words(rows: int) -> Any:
     from torch_xla.core import xla_builder as xb
 
     def compute(key: xb.Op) -> xb.Op:
-        return _Builder(xb, key.builder()).left(key, shape, limit)
+        return xb.Op.tuple(_Builder(xb, key.builder()).words(key, rows))
 
-    return xb.create_computation("tpufit_dropout", compute, (xb.mkshape(xb.Type.S32, (2,)),))
+    return xb.create_computation("tpufit_words", compute, (xb.mkshape(xb.Type.F32, (4,)),))
+
+
+@lru_cache(maxsize=256)
+def _left(shape: tuple[int, ...], limit: int) -> Any:
+    from torch_xla.core import xla_builder as xb
+
+    def compute(added: xb.Op, flipped: xb.Op) -> xb.Op:
+        return _Builder(xb, added.builder()).left(added, flipped, shape, limit)
+
+    return xb.create_computation("tpufit_dropout", compute, (xb.mkshape(xb.Type.S32, shape[:1]),) * 2)
 
 
 class _Builder:
@@ -119,11 +130,20 @@ class _Builder:
         self._xb = xb
         self._builder = builder
 
-    def left(self, key: Any, shape: tuple[int, ...], limit: int) -> Any:
-        rows = self._iota(shape[:1], 0)
-        added, flipped = (words.broadcast_in_dim(shape, (0,)) for words in self._threefry(key, rows))
-        bits = self._mixed(self._mixed(self._places(shape) + added) ^ flipped)
-        return bits >= self._word(limit)
+    def words(self, key: Any, rows: int) -> list[Any]:
+        """Two words of each row. Threefry would be the usual way; a TPU's compiler takes 0.2 GB for each."""
+        parts = key.bitcast(self._xb.Type.U32)
+        low, high = (parts.slice_in_dim(i, i + 2, 0) for i in (0, 2))
+        keys = low ^ (high << self._word(9))  # 23 bits of each number are random
+        first, second = (keys.slice_in_dim(i, i + 1, 0).reshape([]) for i in range(2))
+        row = self._iota((rows,), 0)
+        return [self._mixed(word).bitcast(self._xb.Type.S32) for word in (row + first, row ^ second)]
+
+    def left(self, added: Any, flipped: Any, shape: tuple[int, ...], limit: int) -> Any:
+        """Which numbers are left, by the words of their rows."""
+        words = (of_rows.bitcast(self._xb.Type.U32).broadcast_in_dim(shape, (0,)) for of_rows in (added, flipped))
+        added, flipped = words
+        return self._mixed(self._mixed(self._places(shape) + added) ^ flipped) >= self._word(limit)
 
     def _places(self, shape: tuple[int, ...]) -> Any:
         """The place of each number in its row."""
@@ -132,19 +152,6 @@ class _Builder:
             place = place + self._iota(shape, dim) * self._word(stride)
             stride *= shape[dim]
         return place
-
-    def _threefry(self, key: Any, x: Any) -> tuple[Any, Any]:
-        """Threefry-2x32 of 20 rounds, of `x` and 0 ("Parallel Random Numbers: As Easy as 1, 2, 3", Salmon et al.)."""
-        words = key.bitcast(self._xb.Type.U32)
-        first, second = (words.slice_in_dim(i, i + 1, 0).reshape([]) for i in range(2))
-        keys = (first, second, first ^ second ^ self._word(_PARITY))
-        x, y = x + keys[0], x * self._word(0) + keys[1]
-        for turn in range(5):
-            for by in _ROTATIONS[turn % 2]:
-                x = x + y
-                y = ((y << self._word(by)) | self._right(y, 32 - by)) ^ x
-            x, y = x + keys[(turn + 1) % 3], y + keys[(turn + 2) % 3] + self._word(turn + 1)
-        return x, y
 
     def _mixed(self, x: Any) -> Any:
         """A permutation in which each bit depends on each (`lowbias32`, https://nullprogram.com/blog/2018/07/31/)."""
