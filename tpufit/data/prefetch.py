@@ -100,16 +100,16 @@ class Prefetcher(BatchReader[T_co]):
             del item  # the error's traceback holds this frame, which must not hold the error
 
     def _get(self) -> T_co | _End:
-        for _ in range(_SILENCE):
-            with suppress(Empty):
-                return self._channel.ready.get(timeout=_LOOK)
-        warn(
-            f"the data have given no batch for {_SILENCE * _LOOK:g} s, and are still being waited for. If a worker may "
-            "hang, DataLoader(..., timeout=60) makes an error of it that names the worker",
-        )
+        waits = 0
         while True:
             with suppress(Empty):
                 return self._channel.ready.get(timeout=_LOOK)
+            waits += 1
+            if waits == _SILENCE:
+                warn(
+                    f"the data have given no batch for {_SILENCE * _LOOK:g} s, and are still being waited for. If a "
+                    "worker may hang, DataLoader(..., timeout=60) makes an error of it that names the worker",
+                )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
