@@ -124,3 +124,13 @@ def test_the_rest_is_pytorchs(cores):
         assert F.dropout(x[0], 0.5, True).shape == ()
         with pytest.raises(ValueError, match="between 0 and 1"):
             F.dropout(x, 1.5, True)
+        q = torch.ones(1, 2, 4, 8, device=x.device)
+        assert (F.scaled_dot_product_attention(q, q, q, dropout_p=1.0) == 0).all()
+        assert (F.scaled_dot_product_attention(q, q, q, dropout_p=-0.5) == 1).all()
+        for wrong in (
+            lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=1.5),
+            lambda: torch.dropout(x, -0.5, True),
+            lambda: torch.feature_dropout(q, 1.5, True),
+        ):
+            with pytest.raises(RuntimeError, match="between 0 and 1"):
+                wrong()

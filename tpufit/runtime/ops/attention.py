@@ -41,7 +41,7 @@ def attention(
     # Of no list of autocast: natively its products are cast.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query, key, value = (x.to(dtype) if x.is_floating_point() else x for x in direct(query, key, value))
-    if not _fit(query, key, value, enable_gqa) or (is_causal and attn_mask is not None):
+    if not _fit(query, key, value, enable_gqa) or (is_causal and attn_mask is not None) or not 0 <= dropout_p < 1:
         return None
     if attn_mask is not None and not _broadcasts(attn_mask, (*query.shape[:-1], key.shape[-2])):
         return None

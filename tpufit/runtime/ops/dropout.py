@@ -22,12 +22,12 @@ _MOST = 1 << 32  # values of a word, and numbers in a row
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor | None:
     """`torch.dropout`."""
-    return _dropped(input, tuple(input.shape), p) if train and 0 < p < 1 else None
+    return _dropped(input, tuple(input.shape), p) if train and _takes(p) else None
 
 
 def feature_dropout(input: Tensor, p: float, train: bool) -> Tensor | None:
     """`torch.feature_dropout`, as `nn.Dropout2d` has it: of whole channels."""
-    if not train or not 0 < p < 1 or input.dim() < 2:
+    if not train or not _takes(p) or input.dim() < 2:
         return None
     return _dropped(input, (*input.shape[:2], *(1,) * (input.dim() - 2)), p)
 
@@ -47,6 +47,13 @@ def float32_bernoulli() -> Iterator[None]:
         yield
     finally:
         del Tensor.bernoulli_  # the native one is that of its base
+
+
+def _takes(p: float) -> bool:
+    """True for a rate that drops some; one that cannot be is PyTorch's error, which its decomposition leaves out."""
+    if not 0 <= p <= 1:
+        torch.dropout(torch.empty(0), p, True)
+    return 0 < p < 1
 
 
 def _dropped(input: Tensor, shape: tuple[int, ...], p: float) -> Tensor | None:
