@@ -21,7 +21,7 @@ def built(kind, source, folder):
     build = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
     # Where no bytecode is to be written, setuptools warns that it compiles none.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    process = processes.run([sys.executable, "-c", build], timeout=120, cwd=source, env=environment)
+    process = processes.run([sys.executable, "-c", build], timeout=120, fresh=True, cwd=source, env=environment)
     output = process.stdout + process.stderr
     assert process.returncode == 0, output
     assert not re.search(r"warn|deprecat", output, re.I), output
