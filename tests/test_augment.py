@@ -93,7 +93,7 @@ def test_it_is_replayed_and_the_same_on_any_number_of_cores(cores, augmentation)
     assert plain.evaluate(data, batch_size=8 // cores, verbose=0)[1] == pytest.approx(history["val_accuracy"][-1])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_core_and_eight_draw_the_same(run_python):
     """Also for a last batch of 5 images, fewer than cores, whose first one is mixed with the fifth."""
     code = """

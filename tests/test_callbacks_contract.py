@@ -168,6 +168,7 @@ def make(request, tmp_path, url):
     return partial(FACTORIES[request.param], tmp_path, url)
 
 
+@pytest.mark.soak_on(8)
 def test_fit_evaluate_predict_and_fit_again(job, make):
     callback, other = make(), Recorder()
     model = job.start()

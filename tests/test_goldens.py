@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 import tpufit
 
-QUICK = ("checkpoint", "saved", "ResNet", "GAN", "bag of words", "three steps as one")
+QUICK = ("checkpoint", "saved", "GAN", "bag of words", "three steps as one")
 
 
 def marks_of(cores, name):

@@ -97,6 +97,7 @@ print(json.dumps(cell.outputs))
 """
 
 
+@pytest.mark.soak
 def test_a_notebook_keeps_one_output_a_bar(tmp_path):
     """Each bar is one output that is drawn anew, of plain HTML and text: no widgets, and no empty lines are left."""
     done = subprocess.run(

@@ -235,7 +235,7 @@ def test_a_library_that_is_missing(monkeypatch):
         Url("gs://bucket/run")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_hosts_whose_disks_are_their_own_go_on_from_a_url(tmp_path):
     from pods import Pod
     from test_pod_together import COMMON, said

@@ -232,7 +232,7 @@ def test_ctrl_c_finishes_the_step_and_the_same_model_goes_on(cores, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.soak_on(1)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, monkeypatch, accumulate):
     options = COMPILE["adamw"] | {"accumulate_steps": accumulate}
 

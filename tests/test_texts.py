@@ -222,7 +222,7 @@ class Heads(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.cores(1, 8, quick=False)
-@pytest.mark.parametrize("mask", [pytest.param(True, marks=pytest.mark.soak_on(8)), False], ids=["mask", "segments"])
+@pytest.mark.parametrize("mask", [pytest.param(True, marks=pytest.mark.soak), False], ids=["mask", "segments"])
 def test_packed_rows_under_flash_attention_are_those_under_plain_attention(cores, mask):
     pytest.importorskip("jax")
     data = PackedDataset(texts(60, longest=60), 128, shift=True, mask=mask)

@@ -241,7 +241,7 @@ model.preflight(torch.zeros(64, 24, 24, 24), torch.arange(64) % 3, 8, tpu="v5e-8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("child", ["preflight.tracing", "compiling.py"])
+@pytest.mark.parametrize("child", ["preflight.tracing", pytest.param("compiling.py", marks=pytest.mark.soak)])
 def test_no_process_outlives_one_that_is_killed(run_python, tmp_path, child):
     (tmp_path / "left.py").write_text(LEFT)
     ended = run_python(
