@@ -284,6 +284,34 @@ def test_queries_share_keys_and_blocks_share_a_mask():
     assert sum(sizes[dtype, of_each_row] for dtype in ("pred", "u8", "s8")) <= 1
 
 
+class Dropping(nn.Module):
+    """Attention of 256 words that drops weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(64, 3 * 64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
+        return y.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("rows", [4, 160])
+def test_which_weights_of_attention_are_dropped_lies_nowhere(rows):
+    """Nor do 160 rows, which are too large for a core's fast memory, keep the gradient of scores in float32."""
+    model = tpufit.Model(Dropping())
+    model.compile("adamw", "mse", precision="bf16")
+    x = torch.zeros(8 * rows, 256, 64)
+    program = model.preflight(x, x, rows, tpu="v5e-8", verbose=0).step
+    kept = {a.dtype for o, own in operations(program.text) if own for a in o.arrays if _is_of_scores(a, rows)}
+    assert kept == ({"bf16", "f32"} if rows == 4 else {"bf16"})
+
+
+def _is_of_scores(array, rows):
+    return math.prod(array.shape) == rows * 4 * 256 * 256
+
+
 class Masked(nn.Module):
     """Two blocks, whose queries see what came before, by one mask with padding, or without a mask."""
 

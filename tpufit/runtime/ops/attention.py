@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bindings import xla
 from ..kinds import keeps_bfloat16, kind_of
-from .dropout import draw, scaled
+from .dropout import draw, held, scaled
 from .flash import flash
-from .forms import flash_form
+from .forms import cores, flash_form
 from .products import product
 from .residuals import residual
 from .views import direct
+
+_FAST_MEMORY = 128 << 20  # bytes, of a core of a v5e or v6e
 
 
 def attention(
@@ -92,6 +93,8 @@ def _attend(
 ) -> Tensor:
     left = draw((*query.shape[:-1], key.shape[-2]), dropout, query.device) if dropout else None
     form = _Narrow if _gains_by_bfloat16(query, key) else _Attention
+    if left is not None and form is _Attention:
+        held(left)
     y: Tensor = form.apply(query, key, value, mask, left, dropout, is_causal, scale)  # type: ignore[no-untyped-call]
     return y
 
@@ -143,7 +146,11 @@ class _Attention(torch.autograd.Function):
 
 
 class _Narrow(torch.autograd.Function):
-    """As `_Attention`, with less to keep: the weights of keys before they are divided by their sum, in bfloat16."""
+    """As `_Attention`, with less to keep: the weights of keys before they are divided by their sum, in bfloat16.
+
+    Those that dropout drops are kept with a minus, so that their sign tells which, and no mask is kept beside them. A
+    weight of zero has none, and needs none: it adds nothing to the result, and its score gets no gradient.
+    """
 
     @staticmethod
     def forward(
@@ -157,41 +164,59 @@ class _Narrow(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> Tensor:
-        weights, total = _weights(query, key, mask, is_causal, scale)
-        weights, blind = weights.to(value.dtype), _blind(mask)
-        if weights.is_xla:  # type: ignore[attr-defined]
-            # Or the compiler would take the rounding back, and keep the weights in float32.
-            xla()._xla_optimization_barrier_([weights])
-        (y,), _ = residual(lambda: [_quotient(_scaled(weights, left, dropout), total, value, blind)])
-        ctx.save_for_backward(query, key, value, mask, left, blind, weights, total, y)
+        weights, blind = _weights(query, key, mask, is_causal, scale), _blind(mask)
+        if left is None:
+            total = weights.sum(-1, keepdim=True)
+        else:
+            # The sum is of what is kept, or the compiler would write the weights in float32 too, to sum them up.
+            weights = torch.where(left, weights, -weights)
+            total = weights.abs().sum(-1, keepdim=True)
+        # Or the compiler would take the rounding back, and keep the weights in float32.
+        weights = held(weights.to(value.dtype))
+        (y,), _ = residual(lambda: [_quotient(_kept(weights, dropout), total, value, blind)])
+        ctx.save_for_backward(query, key, value, mask, blind, weights, total, y)
         ctx.dropout, ctx.is_causal, ctx.scale = dropout, is_causal, scale
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, mask, left, blind, weights, total, y = ctx.saved_tensors
+        query, key, value, mask, blind, weights, total, y = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative goes through the weights too
-            weights, total = _weights(query, key, mask, ctx.is_causal, ctx.scale)
-            y = _quotient(_scaled(weights, left, ctx.dropout), total, value, blind)
+            anew = _weights(query, key, mask, ctx.is_causal, ctx.scale)
+            total = anew.sum(-1, keepdim=True)
+            weights = anew * weights.sign()
+            y = _quotient(_kept(weights, ctx.dropout), total, value, blind)
         q, k = _indices(query, key)
         # As in `_Attention`, but the weights aren't divided by their sum, so that the gradient is.
         gradient = (gradient.to(total.dtype) / total).to(value.dtype)
         gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
         # Made wider, which changes no number and no product, so that the compiler keeps the gradient of the scores in
-        # float32, and rounds it in the products that take it. To round it where it is made takes 4 times as long.
+        # float32.
         wide = gradient.to(total.dtype)
         of_weights = product(f"{q}xz,{k}yz->{q}xy", wide, value.to(total.dtype))
         mean = (wide * y.to(total.dtype)).sum(-1, keepdim=True)
-        of_scores = weights.to(total.dtype) * (_scaled(of_weights, left, ctx.dropout) - mean)
-        # Each of the two rounds another number, or both would be rounded at once.
-        of_query = product(f"{q}xy,{k}yz->{q}xz", (of_scores * ctx.scale).to(query.dtype), key)
-        of_key = product(f"{q}xy,{q}xz->{k}yz", of_scores.to(query.dtype), query) * ctx.scale
-        weights = _scaled(weights, left, ctx.dropout)
-        of_value = product(f"{q}xy,{q}xz->{k}yz", weights.to(value.dtype), gradient)
+        kept = _kept(weights, ctx.dropout).to(value.dtype)
+        if ctx.dropout:
+            of_weights, weights = scaled(of_weights, weights > 0, ctx.dropout), weights.abs()
+        of_scores = weights.to(total.dtype) * (of_weights - mean)
+        for_query, for_key = (of_scores * ctx.scale).to(query.dtype), of_scores.to(query.dtype)
+        if of_scores.nbytes > cores() * _FAST_MEMORY:
+            # Rounded where it is made, so that half as much is written and read.
+            for_key = held(for_query)
+            of_key = product(f"{q}xy,{q}xz->{k}yz", for_key, query)
+        else:
+            # Rounded by the products that read it from fast memory: to round it where it is made would take three
+            # times as long. Each of the two rounds another number, or the compiler would do it there at once.
+            of_key = product(f"{q}xy,{q}xz->{k}yz", for_key, query) * ctx.scale
         of_mask = None
         if mask is not None and ctx.needs_input_grad[3]:
             of_mask = of_scores.sum_to_size(mask.shape).to(mask.dtype)
-        return of_query, of_key, of_value, of_mask, None, None, None, None
+        return (
+            product(f"{q}xy,{k}yz->{q}xz", for_query, key),
+            of_key,
+            product(f"{q}xy,{q}xz->{k}yz", kept, gradient),
+            *(of_mask, None, None, None, None),
+        )
 
 
 def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
@@ -199,11 +224,10 @@ def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, sc
     return torch.softmax(_scores(query, key, mask, is_causal, scale), -1)
 
 
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The weights of keys for each query, from 0 to 1, and their sum, which a share is a weight over."""
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """The weights of keys for each query, from 0 to 1; a share is a weight over their sum."""
     scores = _scores(query, key, mask, is_causal, scale)
-    weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
-    return weights, weights.sum(-1, keepdim=True)
+    return torch.exp(scores - scores.detach().amax(-1, keepdim=True))
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
@@ -233,6 +257,14 @@ def _blind(mask: Tensor | None) -> Tensor | None:
 
 def _scaled(weights: Tensor, left: Tensor | None, dropout: float) -> Tensor:
     return weights if left is None else scaled(weights, left, dropout)
+
+
+def _kept(weights: Tensor, dropout: float) -> Tensor:
+    """The weights that dropout has left, from those whose sign tells which."""
+    if not dropout:
+        return weights
+    wide = weights.clamp(min=0).to(torch.promote_types(weights.dtype, torch.float32))
+    return (wide * (1 / (1 - dropout))).to(weights.dtype)
 
 
 def _mean(weights: Tensor, value: Tensor, blind: Tensor | None) -> Tensor:

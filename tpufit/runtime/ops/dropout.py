@@ -70,7 +70,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
-        left = draw(shape, p, x.device)
+        left = held(draw(shape, p, x.device))
         ctx.save_for_backward(left)
         ctx.p = p
         return scaled(x, left, p)
@@ -105,9 +105,15 @@ def left(key: Tensor, shape: tuple[int, ...], limit: int) -> Tensor:
     words: list[Tensor] = xla()._xla_user_computation("xla::tpufit_words", [key], _words(shape[0]))
     # Or the compiler would compute both again in each part of the step that takes what is left, and need gigabytes.
     xla()._xla_optimization_barrier_(words)
-    found: list[Tensor] = xla()._xla_user_computation("xla::tpufit_dropout", words, _left(shape, limit))
-    xla()._xla_optimization_barrier_(found)
-    return found[0]
+    (found,) = xla()._xla_user_computation("xla::tpufit_dropout", words, _left(shape, limit))
+    return found  # type: ignore[no-any-return]
+
+
+def held(tensor: Tensor) -> Tensor:
+    """A tensor that is computed once, and lies in memory for all that take it."""
+    if tensor.device.type == "xla":
+        xla()._xla_optimization_barrier_([tensor])
+    return tensor
 
 
 @lru_cache(maxsize=64)

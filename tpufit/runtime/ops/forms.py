@@ -56,6 +56,11 @@ def _has_kernel(kind: str) -> bool:
     return is_interpreted() or has_flash(kind)
 
 
+def cores() -> int:
+    """The number of cores that share the rows of the step that is traced."""
+    return 1 if _now is None else _now.placement.count
+
+
 def flash_form(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, dropout: float
 ) -> tuple[CorePlacement, Pattern] | None:
