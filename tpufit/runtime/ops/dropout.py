@@ -102,10 +102,9 @@ def left(key: Tensor, shape: tuple[int, ...], limit: int) -> Tensor:
     The bits are the same on any number of cores. Those of a number are a permutation of its place in its row, by two
     words that are permutations of the row's number; the key, the bits of four numbers from 0 to 1, tells which.
     """
-    words: list[Tensor] = xla()._xla_user_computation("xla::tpufit_words", [key], _words(shape[0]))
-    # Or the compiler would compute both again in each part of the step that takes what is left, and need gigabytes.
-    xla()._xla_optimization_barrier_(words)
-    (found,) = xla()._xla_user_computation("xla::tpufit_dropout", words, _left(shape, limit))
+    (words,) = xla()._xla_user_computation("xla::tpufit_words", [key], _words(shape[0]))
+    # Or the compiler would compute them again in each part of the step that takes what is left, and need gigabytes.
+    (found,) = xla()._xla_user_computation("xla::tpufit_dropout", [held(words)], _left(shape, limit))
     return found  # type: ignore[no-any-return]
 
 
@@ -121,7 +120,7 @@ def _words(rows: int) -> Any:
     from torch_xla.core import xla_builder as xb
 
     def compute(key: xb.Op) -> xb.Op:
-        return xb.Op.tuple(_Builder(xb, key.builder()).words(key, rows))
+        return _Builder(xb, key.builder()).words(key, rows)
 
     return xb.create_computation("tpufit_words", compute, (xb.mkshape(xb.Type.F32, (4,)),))
 
@@ -130,10 +129,10 @@ def _words(rows: int) -> Any:
 def _left(shape: tuple[int, ...], limit: int) -> Any:
     from torch_xla.core import xla_builder as xb
 
-    def compute(added: xb.Op, flipped: xb.Op) -> xb.Op:
-        return _Builder(xb, added.builder()).left(added, flipped, shape, limit)
+    def compute(words: xb.Op) -> xb.Op:
+        return _Builder(xb, words.builder()).left(words, shape, limit)
 
-    return xb.create_computation("tpufit_dropout", compute, (xb.mkshape(xb.Type.S32, shape[:1]),) * 2)
+    return xb.create_computation("tpufit_dropout", compute, (xb.mkshape(xb.Type.S32, (2, shape[0])),))
 
 
 class _Builder:
@@ -143,20 +142,24 @@ class _Builder:
         self._xb = xb
         self._builder = builder
 
-    def words(self, key: Any, rows: int) -> list[Any]:
+    def words(self, key: Any, rows: int) -> Any:
         """Two words of each row. Threefry would be the usual way; a TPU's compiler takes 0.2 GB for each."""
         parts = key.bitcast(self._xb.Type.U32)
         low, high = (parts.slice_in_dim(i, i + 2, 0) for i in (0, 2))
         keys = low ^ (high << self._word(9))  # 23 bits of each number are random
-        first, second = (keys.slice_in_dim(i, i + 1, 0).reshape([]) for i in range(2))
-        row = self._iota((rows,), 0)
-        return [self._mixed(word).bitcast(self._xb.Type.S32) for word in (row + first, row ^ second)]
+        # As one array: each operation takes a TPU 2,000 cycles, however small.
+        shape = 2, rows
+        keys, row, second = keys.broadcast_in_dim(shape, (0,)), self._iota(shape, 1), self._iota(shape, 0)
+        first = second ^ self._word(1)
+        return self._mixed((row + keys * first) ^ (keys * second)).bitcast(self._xb.Type.S32)
 
-    def left(self, added: Any, flipped: Any, shape: tuple[int, ...], limit: int) -> Any:
+    def left(self, words: Any, shape: tuple[int, ...], limit: int) -> Any:
         """Which numbers are left, by the words of their rows."""
-        words = (of_rows.bitcast(self._xb.Type.U32).broadcast_in_dim(shape, (0,)) for of_rows in (added, flipped))
-        added, flipped = words
+        added, flipped = (self._of_rows(words.slice_in_dim(i, i + 1, 0), shape) for i in range(2))
         return self._mixed(self._mixed(self._places(shape) + added) ^ flipped) >= self._word(limit)
+
+    def _of_rows(self, words: Any, shape: tuple[int, ...]) -> Any:
+        return words.reshape(shape[:1]).broadcast_in_dim(shape, (0,)).bitcast(self._xb.Type.U32)
 
     def _places(self, shape: tuple[int, ...]) -> Any:
         """The place of each number in its row."""
