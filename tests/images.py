@@ -128,9 +128,14 @@ def made(name: str, image: Image, python: str) -> Path:
         run(python, "-m", "venv", folder)
         # A pip that has --report.
         run(own, "-m", "pip", "install", "--quiet", "--upgrade", "pip")
-        run(own, "-m", "pip", "install", "--quiet", *(f"{one}=={number}" for one, number in image.versions.items()))
+        run(*_install(own), *(f"{one}=={number}" for one, number in image.versions.items()))
         ready.write_text(wanted)
     return own
+
+
+def _install(own: Path) -> tuple[object, ...]:
+    # Of torch's thousands of modules, those that are imported are compiled when they are.
+    return own, "-m", "pip", "install", "--quiet", "--no-compile"
 
 
 def prove_nothing_changes(own: Path, image: Image, checkout: Path) -> None:
@@ -159,7 +164,7 @@ def installed(name: str, image: Image, python: str) -> Path:
         fixed = Path(folder, "fixed.txt")
         fixed.write_text("".join(f"{one}=={number}\n" for one, number in image.versions.items()))
         libraries = (f"{checkout}[test,examples]", *image.libraries)
-        run(own, "-m", "pip", "install", "--quiet", "--constraint", fixed, *libraries)
+        run(*_install(own), "--constraint", fixed, *libraries)
     return own
 
 
