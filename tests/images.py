@@ -34,8 +34,10 @@ NOTEBOOK = "tests/test_examples.py::test_a_notebook_runs_without_a_warning"
 QUICK = ("-m", "not slow and not soak")
 OF_THE_CHECKOUT = ("docs", "floors", "harness", "house")
 OF_TORCH = (
-    *("accumulation", "augment", "class_weight", "ema", "kernels", "losses", "losses_by_output", "lowering", "masks"),
-    *("metrics", "metrics_by_output", "norms", "precision"),
+    *("accumulation", "augment", "class_weight", "dropout", "ema", "flash", "group_numbers", "kernels", "losses"),
+    *("losses_by_output", "lowering", "masks", "metrics", "metrics_by_output", "named_schedules", "norms"),
+    *("optimizer_steps", "optimizers", "packing", "parameter_groups", "parity", "precision", "remat", "schedules"),
+    *("sharding", "shared_counters"),
 )
 
 
