@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import tpufit
 from tpufit.runtime import devices, placement_on
+from tpufit.runtime.kinds import traced_for
 from tpufit.runtime.ops.kernels import own_kernels
 
 
@@ -134,3 +136,34 @@ def test_the_rest_is_pytorchs(cores):
         ):
             with pytest.raises(RuntimeError, match="between 0 and 1"):
                 wrong()
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.3 if self.training else 0.0)
+        return y.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.cores(1, 8)
+def test_attention_that_keeps_signs_drops_what_one_with_a_mask_drops(cores):
+    x, y = np.random.default_rng(0).normal(size=(2, 16, 256, 16)).astype("float32")
+
+    def moved(kind, seed):
+        """How a training moves a weight, as it is traced for a kind of core."""
+        torch.manual_seed(0)
+        model = tpufit.Model(Attending())
+        before = model.get_weights()[0]
+        model.compile(torch.optim.SGD(model.module.parameters(), 0.3), "mse", precision="bf16", scale_lr=None)
+        torch.manual_seed(seed)
+        with traced_for(kind):
+            model.fit(x, y, 8 // cores, 3, shuffle=False, verbose=0, cores=cores)
+        return model.get_weights()[0] - before
+
+    mask, signs, other = moved("cpu", 1), moved("TPU v5 lite", 1), moved("TPU v5 lite", 2)
+    off, apart = (np.linalg.norm(mask - one) / np.linalg.norm(mask) for one in (signs, other))
+    assert off < 0.01 < 0.1 < apart
