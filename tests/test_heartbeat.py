@@ -1,6 +1,7 @@
 """The signs of life of a pod's hosts, here in threads of one process."""
 
 import socket
+import struct
 import threading
 import time
 
@@ -28,3 +29,22 @@ def test_hosts_hear_of_each_other_and_of_no_stranger():
         time.sleep(0.05)
     assert hosts[0].describe() == "process 1 has ended"
     hosts[0].leave("has ended")
+
+
+def test_a_host_that_leaves_while_another_is_lost_keeps_its_heartbeat(monkeypatch):
+    """Both threads of the first host then find the same connection broken."""
+    died, hosts = [], []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    for _ in range(10):
+        store = HashStore()
+        first = threading.Thread(target=lambda store=store: hosts.append(Heartbeat(0, 2, store, "localhost")))
+        first.start()
+        port, word = store.get("tpufit/heartbeat").decode().split()
+        other = socket.create_connection(("localhost", int(port)))
+        other.sendall(word.encode())
+        first.join()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()  # as the kernel does for a process that is killed
+        hosts[-1].leave("has ended")
+    time.sleep(1.5)  # more than the time from one sign of life to the next
+    assert not died

@@ -23,7 +23,7 @@ from .heartbeat import Heartbeat, patience
 # How much longer a host waits for another one that lives than for one that is silent: it may read slow data, or write a
 # large checkpoint.
 _PATIENCE = 30
-# A program that failed here may be the first sign that another host is gone; for how many seconds.
+# What failed here may be the first sign that another host is gone; for how many seconds.
 _FIRST_SIGNS = (StateLostError, DeviceLostError)
 _NOTICED = 2.0
 _GONE = "the other hosts don't answer: {}. Start all hosts again; fit(resume=True) goes on from the last checkpoint"
@@ -114,6 +114,7 @@ class Group:
         try:
             start().wait()
         except RuntimeError as error:
+            self.heartbeat.notices(_NOTICED)  # which may come after the error, and tells who it is
             raise HostError(_GONE.format(self.heartbeat.describe())) from error
         finally:
             self.heartbeat.waits = False

@@ -67,7 +67,7 @@ class Heartbeat:
     def leave(self, why: str) -> None:
         """Tell the others that this host takes no further part, as a half-sentence after its name: `"has ended"`."""
         self._farewell = why
-        self._send()
+        self._send()  # whom it doesn't reach, the heartbeat's own thread loses
 
     def notices(self, seconds: float) -> bool:
         """Wait until a host is gone, at most so long; True if one is."""
@@ -94,7 +94,8 @@ class Heartbeat:
         sent = 0.0
         while True:
             if monotonic() - sent >= _PERIOD:
-                self._send()
+                for connection in self._send():
+                    self._lose(connection, "is gone")
                 sent = monotonic()
             ready, _, _ = select.select(list(self._peers), [], [], _PERIOD / 4)
             for connection in ready:
@@ -115,18 +116,20 @@ class Heartbeat:
         sys.stderr.flush()
         os._exit(75)  # EX_TEMPFAIL of sysexits.h: the same may work another time
 
-    def _send(self) -> None:
+    def _send(self) -> list[socket.socket]:
+        """Tell the others where this host is. Returns the connections that are broken."""
         here: dict[str, Any] = {"host": self._index, "places": self._everywhere(), "gone": self.gone}
         if self._farewell is not None:
             here["gone"] = {**self.gone, self._index: self._farewell}
-        text = json.dumps(here).encode() + b"\n"
+        text, broken = json.dumps(here).encode() + b"\n", []
         for connection in list(self._peers):
             try:
                 connection.send(text)
             except BlockingIOError:  # it doesn't read: its own silence will show
                 continue
             except OSError:
-                self._lose(connection, "is gone")
+                broken.append(connection)
+        return broken
 
     def _receive(self, connection: socket.socket) -> None:
         try:
