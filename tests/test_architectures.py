@@ -48,6 +48,7 @@ def train(architecture, cores, jit_compile):
 @pytest.mark.parametrize(
     "name", [name if name in TELLING else pytest.param(name, marks=pytest.mark.soak) for name in ARCHITECTURES]
 )
+@pytest.mark.soak_on(8)
 def test_five_steps_replayed_equal_five_traced_to_the_bit(cores, name):
     architecture = ARCHITECTURES[name]
     why = architecture.why_traced

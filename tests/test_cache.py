@@ -173,7 +173,7 @@ def test_random_numbers_and_threads_of_the_process_stay_as_they_are(tmp_path):
     assert draw() == before
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_files_are_the_same_whoever_makes_them(tmp_path):
     contents = []
     for workers in (0, 1, 2):

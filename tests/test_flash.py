@@ -173,9 +173,8 @@ def trained(net, cores, rows, attention, epochs=1, batch_size=2, **options):
     return history.history["loss"], model.get_weights(), model
 
 
-@pytest.mark.slow
 @pytest.mark.cores(1, 8, quick=False)
-@pytest.mark.soak_on(1)
+@pytest.mark.soak
 def test_fifty_steps_end_where_plain_attention_ends(cores):
     torch.manual_seed(0)
     net, how = GPT(), {"rows": 16, "epochs": 25, "batch_size": 8 // cores}
