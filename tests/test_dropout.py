@@ -31,9 +31,14 @@ def bits(key, shape):
     return mixed(mixed(places + added) ^ flipped).reshape(shape)
 
 
+def key_of(numbers):
+    """The two words that four numbers from 0 to 1 make."""
+    low, high = numbers.view("uint32").reshape(2, 2)
+    return low ^ (high << np.uint32(9))
+
+
 def drawn(seed, shape):
-    low, high = np.random.default_rng(seed).random(4, "float32").view("uint32").reshape(2, 2)
-    return bits(low ^ (high << np.uint32(9)), shape)
+    return bits(key_of(np.random.default_rng(seed).random(4, "float32")), shape)
 
 
 def test_bits_tell_nothing_of_each_other():
@@ -63,9 +68,8 @@ def test_the_bits_are_told_by_row_and_place(cores, shape):
 
     for key in (np.array([0.25, 0.5, 0.75, 0.0]), np.random.default_rng(0).random(4)):
         numbers = key.astype("float32")
-        low, high = numbers.view("uint32").reshape(2, 2)
         found = left(torch.tensor(numbers, device=device(cores)), shape, 1 << 30).cpu().numpy()
-        assert (found == (bits(low ^ (high << np.uint32(9)), shape) >= 1 << 30)).all()
+        assert (found == (bits(key_of(numbers), shape) >= 1 << 30)).all()
 
 
 @pytest.mark.cores(1, 8)

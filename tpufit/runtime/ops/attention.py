@@ -93,8 +93,6 @@ def _attend(
 ) -> Tensor:
     left = draw((*query.shape[:-1], key.shape[-2]), dropout, query.device) if dropout else None
     form = _Narrow if _gains_by_bfloat16(query, key) else _Attention
-    if left is not None and form is _Attention:
-        held(left)
     y: Tensor = form.apply(query, key, value, mask, left, dropout, is_causal, scale)  # type: ignore[no-untyped-call]
     return y
 
@@ -114,6 +112,7 @@ class _Attention(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> Tensor:
+        left = left if left is None else held(left)
         shares, blind = _shares(query, key, mask, is_causal, scale), _blind(mask)
         (y,), _ = residual(lambda: [_mean(_scaled(shares, left, dropout), value, blind)])
         ctx.save_for_backward(query, key, value, mask, left, blind, shares, y)
@@ -199,20 +198,19 @@ class _Narrow(torch.autograd.Function):
         if ctx.dropout:
             of_weights, weights = scaled(of_weights, weights > 0, ctx.dropout), weights.abs()
         of_scores = weights.to(total.dtype) * (of_weights - mean)
-        for_query, for_key = (of_scores * ctx.scale).to(query.dtype), of_scores.to(query.dtype)
+        of_products = (of_scores * ctx.scale).to(query.dtype)
         if of_scores.nbytes > cores() * _FAST_MEMORY:
             # Rounded where it is made, so that half as much is written and read.
-            for_key = held(for_query)
-            of_key = product(f"{q}xy,{q}xz->{k}yz", for_key, query)
+            of_key = product(f"{q}xy,{q}xz->{k}yz", held(of_products), query)
         else:
             # Rounded by the products that read it from fast memory: to round it where it is made would take three
             # times as long. Each of the two rounds another number, or the compiler would do it there at once.
-            of_key = product(f"{q}xy,{q}xz->{k}yz", for_key, query) * ctx.scale
+            of_key = product(f"{q}xy,{q}xz->{k}yz", of_scores.to(query.dtype), query) * ctx.scale
         of_mask = None
         if mask is not None and ctx.needs_input_grad[3]:
             of_mask = of_scores.sum_to_size(mask.shape).to(mask.dtype)
         return (
-            product(f"{q}xy,{k}yz->{q}xz", for_query, key),
+            product(f"{q}xy,{k}yz->{q}xz", of_products, key),
             of_key,
             product(f"{q}xy,{q}xz->{k}yz", kept, gradient),
             *(of_mask, None, None, None, None),
