@@ -1,5 +1,7 @@
 """Dropout of our own: bits by the place of each number, the rate that was asked for, and no row of another core."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +11,23 @@ from torch.nn import functional as F
 import tpufit
 from tpufit.runtime import devices, placement_on
 from tpufit.runtime.kinds import traced_for
+from tpufit.runtime.ops.dropout import drawing, left
 from tpufit.runtime.ops.kernels import own_kernels
+from tpufit.runtime.trace_seeds import Draw, TraceSeeds
+from tpufit.utils.random import step_seed
 
 
 def device(cores):
     return placement_on(devices.start(cores, "a test")).device
+
+
+@contextmanager
+def of_a_step(cores, seed=0):
+    """The kernels of a step, and its random numbers."""
+    seeds = TraceSeeds(placement_on(devices.start(cores, "a test")).device_name, [seed])
+    seeds(0)
+    with own_kernels(), drawing(seeds.draw):
+        yield
 
 
 def mixed(x):
@@ -23,29 +37,20 @@ def mixed(x):
     return x ^ (x >> np.uint32(16))
 
 
-def bits(key, shape):
+def bits(seed, number, shape):
     """32 bits for each number of an array."""
-    rows = np.arange(shape[0], dtype=np.uint32)
-    added, flipped = (mixed(word)[:, None] for word in (rows + key[0], rows ^ key[1]))
-    places = np.arange(np.prod(shape[1:], dtype=int), dtype=np.uint32)
+    added, flipped = np.array([step_seed(0, number) ^ seed], "<u8").view("<u4")
+    places = np.arange(np.prod(shape, dtype=int), dtype=np.uint32)
     return mixed(mixed(places + added) ^ flipped).reshape(shape)
-
-
-def key_of(numbers):
-    """The two words that four numbers from 0 to 1 make."""
-    low, high = numbers.view("uint32").reshape(2, 2)
-    return low ^ (high << np.uint32(9))
-
-
-def drawn(seed, shape):
-    return bits(key_of(np.random.default_rng(seed).random(4, "float32")), shape)
 
 
 def test_bits_tell_nothing_of_each_other():
     """Of places beside each other, of rows, and of what was drawn before: each pair of bits is 1 in a quarter."""
-    one, other = drawn(0, (256, 4096)), drawn(1, (256, 4096))
+    seed, shape = step_seed(3, 0), (256, 4096)
+    one = bits(seed, 0, shape)
     pairs = [
-        (one, other),
+        (one, bits(seed, 1, shape)),
+        (one, bits(step_seed(3, 1), 0, shape)),
         (one[1:], one[:-1]),
         (one[:, 1:], one[:, :-1]),
         (one[:, 64:], one[:, :-64]),
@@ -63,13 +68,18 @@ def test_bits_tell_nothing_of_each_other():
 
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("shape", [(16,), (8, 7), (8, 3, 16), (2, 3, 5, 4), (8, 1)], ids=str)
-def test_the_bits_are_told_by_row_and_place(cores, shape):
-    from tpufit.runtime.ops.dropout import left
+def test_the_bits_are_told_by_seed_number_and_place(cores, shape):
+    for seed, number in ((0, 0), (step_seed(0, 0), 1), (2**63 - 1, 70)):
+        draw = Draw(torch.tensor(seed, device=device(cores)), number)
+        assert (left(draw, shape, 1 << 30).cpu().numpy() == (bits(seed, number, shape) >= 1 << 30)).all()
 
-    for key in (np.array([0.25, 0.5, 0.75, 0.0]), np.random.default_rng(0).random(4)):
-        numbers = key.astype("float32")
-        found = left(torch.tensor(numbers, device=device(cores)), shape, 1 << 30).cpu().numpy()
-        assert (found == (bits(key_of(numbers), shape) >= 1 << 30)).all()
+
+@pytest.mark.cores(1)
+def test_rows_of_more_than_all_words_differ(cores):
+    """Of 2^31 numbers in a row, every second row begins again with the same places."""
+    draw = Draw(torch.tensor(5, device=device(cores)), 0)
+    some = left(draw, (6, 1 << 31), 1 << 31)[:, :: 1 << 24].cpu().double()
+    assert some.corrcoef().fill_diagonal_(0).abs().max() < 5 * some.shape[1] ** -0.5
 
 
 @pytest.mark.cores(1, 8)
@@ -77,7 +87,7 @@ def test_the_bits_are_told_by_row_and_place(cores, shape):
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.02, 0.005, 0.999])
 def test_it_drops_the_share_that_was_asked_for_and_scales_the_rest(cores, rate, dtype):
     x = torch.full((512, 2048), 3.0, dtype=dtype, device=device(cores))
-    with own_kernels():
+    with of_a_step(cores):
         y = F.dropout(x, rate, True).cpu().double()
     left_out = y == 0
     assert abs(left_out.double().mean().item() - rate) < 5 * (rate * (1 - rate) / y.numel()) ** 0.5
@@ -88,7 +98,7 @@ def test_it_drops_the_share_that_was_asked_for_and_scales_the_rest(cores, rate, 
 @pytest.mark.cores(1)
 def test_gradients_go_where_values_went(cores):
     x = torch.randn(8, 16, device=device(cores), requires_grad=True)
-    with own_kernels():
+    with of_a_step(cores):
         y = F.dropout(x, 0.5, True)
         slopes = (y / x).detach()
         upstream = torch.randn_like(y, requires_grad=True)
@@ -104,7 +114,7 @@ def test_gradients_go_where_values_went(cores):
 def test_whole_channels_are_dropped(cores, layer):
     dims = {nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}[layer]
     x = torch.ones(64, 32, *(3,) * dims, device=device(cores))
-    with own_kernels():
+    with of_a_step(cores):
         y = layer(0.25)(x).cpu().flatten(2)
     assert (y == y[..., :1]).all()
     assert 0.2 < (y[..., 0] == 0).double().mean() < 0.3 and y.max().item() == pytest.approx(1 / 0.75)
@@ -115,7 +125,7 @@ def test_whole_channels_are_dropped(cores, layer):
 def test_stochastic_depth_has_the_rate_too(cores, dtype):
     before = torch.Tensor.bernoulli_
     x = torch.empty(1 << 20, 1, dtype=dtype, device=device(cores))
-    with own_kernels():
+    with of_a_step(cores):
         share = 1 - x.bernoulli_(0.995).cpu().double().mean().item()
     assert abs(share - 0.005) < 5 * (0.005 / (1 << 20)) ** 0.5 and torch.Tensor.bernoulli_ is before
 
@@ -123,7 +133,7 @@ def test_stochastic_depth_has_the_rate_too(cores, dtype):
 @pytest.mark.cores(1)
 def test_the_rest_is_pytorchs(cores):
     x = torch.arange(1.0, 9, device=device(cores))
-    with own_kernels():
+    with of_a_step(cores):
         for rate, training in ((0.0, True), (0.5, False)):
             assert (F.dropout(x, rate, training) == x).all()
         assert (F.dropout(x, 1.0, True) == 0).all() and F.dropout(x[:0], 0.5, True).shape == (0,)

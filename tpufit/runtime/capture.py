@@ -22,6 +22,7 @@ from .device_state import HeldState
 from .graph import Graph, recognise, template_of
 from .lazy import by_memory, compute, drop, identity, noting_new, pending, pending_elsewhere, same_memory
 from .operations import operations_in
+from .ops.dropout import drawing
 from .placement import CorePlacement
 from .recorder import Trace
 from .trace_seeds import TraceSeeds
@@ -88,6 +89,7 @@ class Target:
                 watch,
                 compiling(True),
                 seeds.seeded_by_torch(),
+                drawing(seeds.draw),
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 result = body(inputs, seeds)

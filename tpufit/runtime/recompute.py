@@ -111,8 +111,8 @@ class _Region:
     def __init__(self, compute: Callable[..., Any], weights: dict[str, Tensor], seeds: TraceSeeds, keeps: bool) -> None:
         self._compute, self._weights, self._seeds = compute, weights, seeds
         self._residuals = Residuals() if keeps else None
-        self._begun = self._ended = seeds.position()
-        self._called = False
+        self._begun = seeds.position()
+        self._called = self._drew = False
         self._unsharding = unsharding.current()
         self.gradients: list[Tensor] = []  # of its outputs, once the backward pass has come to them
 
@@ -130,7 +130,7 @@ class _Region:
         in_block = nullcontext() if whole is None else whole.in_block()
         with in_block, nullcontext() if residuals is None else residuals.keeping():
             outputs = self._compute(leaves)
-        self._ended = self._seeds.position()
+        self._drew = self._seeds.drew_since(self._begun)
         return outputs
 
     def _leave(self, output: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class _Region:
         # behind it too, or this could be computed long before it is needed.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(self._weights.values())
         kept = [] if self._residuals is None else self._residuals.tensors
-        apart = behind_barrier([*tensors, *kept, *self.gradients])
+        seed, *apart = behind_barrier([self._begun.begun, *tensors, *kept, *self.gradients])
         inputs = iter([copy.requires_grad_(t.requires_grad) for copy, t in zip(apart, tensors, strict=False)])
         leaves = tuple(next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         weights = {name: next(inputs) for name in self._weights}
@@ -155,14 +155,9 @@ class _Region:
             if self._residuals is not None:
                 stack.enter_context(self._residuals.giving(apart[len(tensors) : len(tensors) + len(kept)]))
             stack.enter_context(seeing_again(zip(apart, tensors, strict=False)))
-            if self._ended == self._begun:
-                return self._compute(leaves, weights)
-            now = self._seeds.position()
-            self._seeds.return_to(self._begun)
-            try:
-                return self._compute(leaves, weights)
-            finally:
-                self._seeds.return_to(now)
+            if self._drew:
+                stack.enter_context(self._seeds.repeating(self._begun, seed))
+            return self._compute(leaves, weights)
 
 
 class _Leave(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +18,33 @@ Place = tuple[int, int]
 """A place among the random numbers of a trace: the number of the step, and that of the draws before."""
 
 
+@dataclass(frozen=True)
+class Draw:
+    """What tells the bits of one dropout: the step's seed, on the device, and its number in the step."""
+
+    seed: Tensor
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Position:
+    """Where a step has come to among its random numbers.
+
+    Attributes:
+        seed: The seed of the next number that torch_xla draws, signed.
+        begun: The seed that it has begun with, on the device.
+        draws: The number of dropouts since.
+    """
+
+    seed: int
+    begun: Tensor
+    draws: int
+
+
 class TraceSeeds:
     """The random numbers of a trace. Calling it with `i` begins those of the `i`-th step, which has a seed of its own.
+
+    torch_xla gives each of its own draws the next seed. Dropout has the step's, and the number of the dropout.
 
     Attributes:
         places: The places that it began at or returned to, by the seed that the device was given for them, signed: the
@@ -27,14 +53,16 @@ class TraceSeeds:
 
     def __init__(self, device: str, seeds: Sequence[int]) -> None:
         self._device, self._seeds, self._step = device, seeds, 0
+        self._device_seed = xla()._get_base_seed_as_tensor(device)
         self._begun: list[int] = []  # the seeds that the step has begun with, its own and the user's
+        self._draws = 0  # of dropout, since the last of them
         self.places: dict[int, Place] = {}
 
     def __call__(self, step: int) -> None:
         """Begin the random numbers of a step."""
-        self._step, self._begun = step, [_signed(self._seeds[step])]
-        self.places.setdefault(_signed(self._seeds[step]), (step, 0))
-        self._set(self._seeds[step])
+        self._step, self._begun = step, []
+        self._begin(self._seeds[step])
+        self.places.setdefault(self._begun[0], (step, 0))
 
     @contextmanager
     def seeded_by_torch(self) -> Iterator[None]:
@@ -43,26 +71,52 @@ class TraceSeeds:
 
         def manual_seed(seed: Any) -> torch.Generator:
             generator = own(seed)
-            self._begun.append(_signed(int(seed)))
-            self._set(int(seed))
+            self._begin(int(seed))
             return generator
 
         with replaced(torch, manual_seed=manual_seed), replaced(torch.random, manual_seed=manual_seed):
             yield
 
-    def position(self) -> int:
-        """Return where the step has come to."""
-        return _signed(xla()._xla_get_rng_seed(self._device))
+    def draw(self) -> Draw:
+        """Return what the next dropout is told by."""
+        draw = Draw(self._device_seed, self._draws)
+        self._draws += 1
+        return draw
 
-    def return_to(self, position: int) -> None:
-        """Continue from where the step was when `position` returned this, with the numbers drawn there."""
-        if position not in self.places:
+    def position(self) -> Position:
+        """Return where the step has come to."""
+        return Position(_signed(xla()._xla_get_rng_seed(self._device)), self._device_seed, self._draws)
+
+    def drew_since(self, position: Position) -> bool:
+        """True if anything was drawn since."""
+        now = self.position()
+        return (now.seed, now.draws) != (position.seed, position.draws) or now.begun is not position.begun
+
+    @contextmanager
+    def repeating(self, position: Position, seed: Tensor) -> Iterator[None]:
+        """A context in which the numbers from a position on are drawn again, those of dropout by an equal seed."""
+        now = self.position()
+        self._return_to(position.seed)
+        self._device_seed, self._draws = seed, position.draws
+        try:
+            yield
+        finally:
+            self._return_to(now.seed)
+            self._device_seed, self._draws = now.begun, now.draws
+
+    def _return_to(self, seed: int) -> None:
+        if seed not in self.places:
             seeds, count = list(self._begun), 0
-            while position not in seeds:
+            while seed not in seeds:
                 seeds, count = [_signed(seed * _FACTOR + _ADDED) for seed in seeds], count + 1
-            if seeds[0] == position:  # a replay computes it from the step's seed
-                self.places[position] = (self._step, count)
-        self._set(position)
+            if seeds[0] == seed:  # a replay computes it from the step's seed
+                self.places[seed] = (self._step, count)
+        self._set(seed)
+
+    def _begin(self, seed: int) -> None:
+        self._begun.append(_signed(seed))
+        self._set(seed)
+        self._device_seed, self._draws = xla()._get_base_seed_as_tensor(self._device), 0
 
     def _set(self, seed: int) -> None:
         xla()._xla_set_rng_seed(seed % _RANGE, self._device)

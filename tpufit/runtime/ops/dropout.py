@@ -7,7 +7,7 @@ so that a rate of 0.02 drops 0.0158, and one of 0.005 nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -15,9 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...utils.random import step_seed
 from ..bindings import xla
+from ..trace_seeds import Draw
 
 _MOST = 1 << 32  # values of a word, and numbers in a row
+
+_draws: Callable[[], Draw] | None = None
+
+
+@contextmanager
+def drawing(draws: Callable[[], Draw]) -> Iterator[None]:
+    """A context in which this gives each dropout its own draw. Elsewhere dropout is PyTorch's."""
+    global _draws
+    before, _draws = _draws, draws
+    try:
+        yield
+    finally:
+        _draws = before
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor | None:
@@ -57,7 +72,7 @@ def _takes(p: float) -> bool:
 
 
 def _dropped(input: Tensor, shape: tuple[int, ...], p: float) -> Tensor | None:
-    if input.device.type != "xla" or not input.is_floating_point() or not input.numel() or not shape:
+    if input.device.type != "xla" or _draws is None or not input.is_floating_point() or not input.numel() or not shape:
         return None
     if math.prod(shape[1:]) > _MOST:
         return None
@@ -66,14 +81,15 @@ def _dropped(input: Tensor, shape: tuple[int, ...], p: float) -> Tensor | None:
 
 
 class _Dropout(torch.autograd.Function):
-    """Some numbers dropped and the others scaled: in float32, as in CUDA's kernel. What is kept takes a byte each."""
+    """Some numbers dropped and the others scaled: in float32, as in CUDA's kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], p: float) -> Tensor:
-        left = held(draw(shape, p, x.device))
+        left = draw(shape, p, x.device)
         ctx.save_for_backward(left)
         ctx.p = p
-        return scaled(x, left, p)
+        # A copy is held here alone: the backward pass may compute it anew, which takes less than to keep and read it.
+        return scaled(x, held(left.clone()), p)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -89,97 +105,86 @@ def scaled(x: Tensor, left: Tensor, p: float) -> Tensor:
 
 def draw(shape: tuple[int, ...], p: float, device: torch.device) -> Tensor:
     """Draw which numbers of a shape are left, if a share of `p` is dropped."""
-    if device.type != "xla":
+    if device.type != "xla" or _draws is None:
         return torch.empty(shape, device=device).bernoulli_(1 - p).bool()
-    # torch_xla numbers what a step draws, and begins with the same number where a part of it is computed again. Whole
-    # numbers it draws by a remainder in 64 bits, of which a TPU's compiler makes thousands of operations.
-    return left(torch.rand(4, device=device), shape, min(max(round(p * _MOST), 1), _MOST - 1))
+    return left(_draws(), shape, min(max(round(p * _MOST), 1), _MOST - 1))
 
 
-def left(key: Tensor, shape: tuple[int, ...], limit: int) -> Tensor:
+def left(draw: Draw, shape: tuple[int, ...], limit: int) -> Tensor:
     """Tell which numbers of a shape are left: those whose 32 bits aren't below the limit.
 
-    The bits are the same on any number of cores. Those of a number are a permutation of its place in its row, by two
-    words that are permutations of the row's number; the key, the bits of four numbers from 0 to 1, tells which.
+    The bits are the same on any number of cores. Those of a number are a permutation of its place in the array, which
+    the draw tells; in an array of more than 2^32 numbers, of its place in a group of rows.
     """
-    (words,) = xla()._xla_user_computation("xla::tpufit_words", [key], _words(shape[0]))
-    # Or the compiler would compute them again in each part of the step that takes what is left, and need gigabytes.
-    (found,) = xla()._xla_user_computation("xla::tpufit_dropout", [held(words)], _left(shape, limit))
+    words = [draw.seed.to(torch.int32), torch.bitwise_right_shift(draw.seed, 32).to(torch.int32)]
+    (found,) = xla()._xla_user_computation("xla::tpufit_dropout", words, _left(shape, limit, draw.number))
     return found  # type: ignore[no-any-return]
 
 
 def held(tensor: Tensor) -> Tensor:
-    """A tensor that is computed once, and lies in memory for all that take it."""
+    """Have a tensor computed once: it lies in memory for all that take it."""
     if tensor.device.type == "xla":
         xla()._xla_optimization_barrier_([tensor])
     return tensor
 
 
-@lru_cache(maxsize=64)
-def _words(rows: int) -> Any:
+@lru_cache(maxsize=1024)
+def _left(shape: tuple[int, ...], limit: int, number: int) -> Any:
     from torch_xla.core import xla_builder as xb
 
-    def compute(key: xb.Op) -> xb.Op:
-        return _Builder(xb, key.builder()).words(key, rows)
+    def compute(*words: xb.Op) -> xb.Op:
+        builder = _Builder(xb, words[0].builder(), shape)
+        return builder.bits(words, number) >= builder.word(limit)
 
-    return xb.create_computation("tpufit_words", compute, (xb.mkshape(xb.Type.F32, (4,)),))
-
-
-@lru_cache(maxsize=256)
-def _left(shape: tuple[int, ...], limit: int) -> Any:
-    from torch_xla.core import xla_builder as xb
-
-    def compute(words: xb.Op) -> xb.Op:
-        return _Builder(xb, words.builder()).left(words, shape, limit)
-
-    return xb.create_computation("tpufit_dropout", compute, (xb.mkshape(xb.Type.S32, (2, shape[0])),))
+    return xb.create_computation("tpufit_dropout", compute, (xb.mkshape(xb.Type.S32, ()),) * 2)
 
 
 class _Builder:
     """Builds XLA's operations on words of 32 bits by torch_xla's module for it: as one operation of a step's graph."""
 
-    def __init__(self, xb: Any, builder: Any) -> None:
+    def __init__(self, xb: Any, builder: Any, shape: tuple[int, ...]) -> None:
         self._xb = xb
         self._builder = builder
+        self._shape = shape
 
-    def words(self, key: Any, rows: int) -> Any:
-        """Two words of each row. Threefry would be the usual way; a TPU's compiler takes 0.2 GB for each."""
-        parts = key.bitcast(self._xb.Type.U32)
-        low, high = (parts.slice_in_dim(i, i + 2, 0) for i in (0, 2))
-        keys = low ^ (high << self._word(9))  # 23 bits of each number are random
-        # As one array: each operation takes a TPU 2,000 cycles, however small.
-        shape = 2, rows
-        keys, row, second = keys.broadcast_in_dim(shape, (0,)), self._iota(shape, 1), self._iota(shape, 0)
-        first = second ^ self._word(1)
-        return self._mixed((row + keys * first) ^ (keys * second)).bitcast(self._xb.Type.S32)
+    def bits(self, words: Sequence[Any], number: int) -> Any:
+        """The bits of each number, by the words of the seed and the number of the draw.
 
-    def left(self, words: Any, shape: tuple[int, ...], limit: int) -> Any:
-        """Which numbers are left, by the words of their rows."""
-        added, flipped = (self._of_rows(words.slice_in_dim(i, i + 1, 0), shape) for i in range(2))
-        return self._mixed(self._mixed(self._places(shape) + added) ^ flipped) >= self._word(limit)
+        Threefry would be the usual way; a TPU's compiler takes 0.2 GB for each.
+        """
+        # The words stay scalars: an operation on an array takes a TPU 2,000 cycles, however small.
+        of_draw = step_seed(0, number)
+        added, flipped = (
+            (word.bitcast(self._xb.Type.U32) ^ self.word(part)).broadcast_in_dim(self._shape, ())
+            for word, part in zip(words, (of_draw, of_draw // _MOST), strict=True)
+        )
+        row, in_a_row = self._iota(0), math.prod(self._shape[1:])
+        rows = _MOST // in_a_row  # that the places of one group suffice for
+        if rows < self._shape[0]:
+            group = row / self.word(rows)
+            row, flipped = row - group * self.word(rows), flipped ^ self._mixed(group)
+        place = row * self.word(in_a_row) + self._place_in_row()
+        return self._mixed(self._mixed(place + added) ^ flipped)
 
-    def _of_rows(self, words: Any, shape: tuple[int, ...]) -> Any:
-        return words.reshape(shape[:1]).broadcast_in_dim(shape, (0,)).bitcast(self._xb.Type.U32)
+    def word(self, value: int) -> Any:
+        """A number of 32 bits."""
+        return self._xb.Op.scalar(self._builder, value % _MOST, dtype=self._xb.Type.U32)
 
-    def _places(self, shape: tuple[int, ...]) -> Any:
-        """The place of each number in its row."""
-        place, stride = self._iota(shape, 0) * self._word(0), 1
-        for dim in range(len(shape) - 1, 0, -1):
-            place = place + self._iota(shape, dim) * self._word(stride)
-            stride *= shape[dim]
+    def _place_in_row(self) -> Any:
+        place, stride = self.word(0), 1
+        for dim in range(len(self._shape) - 1, 0, -1):
+            place = self._iota(dim) * self.word(stride) + place
+            stride *= self._shape[dim]
         return place
 
     def _mixed(self, x: Any) -> Any:
         """A permutation in which each bit depends on each (`lowbias32`, https://nullprogram.com/blog/2018/07/31/)."""
-        x = (x ^ self._right(x, 16)) * self._word(0x7FEB352D)
-        x = (x ^ self._right(x, 15)) * self._word(0x846CA68B)
+        x = (x ^ self._right(x, 16)) * self.word(0x7FEB352D)
+        x = (x ^ self._right(x, 15)) * self.word(0x846CA68B)
         return x ^ self._right(x, 16)
 
     def _right(self, x: Any, by: int) -> Any:
-        return x / self._word(1 << by)  # it has no shift to the right; the compiler makes one of this
+        return x / self.word(1 << by)  # it has no shift to the right; the compiler makes one of this
 
-    def _iota(self, shape: tuple[int, ...], dim: int) -> Any:
-        return self._xb.Op.iota(self._builder, self._xb.mkshape(self._xb.Type.U32, shape), dim)
-
-    def _word(self, value: int) -> Any:
-        return self._xb.Op.scalar(self._builder, value, dtype=self._xb.Type.U32)
+    def _iota(self, dim: int) -> Any:
+        return self._xb.Op.iota(self._builder, self._xb.mkshape(self._xb.Type.U32, self._shape), dim)
