@@ -148,7 +148,8 @@ class _Narrow(torch.autograd.Function):
     """As `_Attention`, with less to keep: the weights of keys before they are divided by their sum, in bfloat16.
 
     Those that dropout drops are kept with a minus, so that their sign tells which, and no mask is kept beside them. A
-    weight of zero has none, and needs none: it adds nothing to the result, and its score gets no gradient.
+    weight of zero has none, and needs none: it adds nothing to the result, and its score gets no gradient. What is left
+    isn't scaled: the divisor of the result is.
     """
 
     @staticmethod
@@ -165,39 +166,40 @@ class _Narrow(torch.autograd.Function):
     ) -> Tensor:
         weights, blind = _weights(query, key, mask, is_causal, scale), _blind(mask)
         if left is None:
-            total = weights.sum(-1, keepdim=True)
+            divisor = weights.sum(-1, keepdim=True)
         else:
             # The sum is of what is kept, or the compiler would write the weights in float32 too, to sum them up.
             weights = torch.where(left, weights, -weights)
-            total = weights.abs().sum(-1, keepdim=True)
+            divisor = weights.abs().sum(-1, keepdim=True) * (1 - dropout)
         # Or the compiler would take the rounding back, and keep the weights in float32.
         weights = held(weights.to(value.dtype))
-        (y,), _ = residual(lambda: [_quotient(_kept(weights, dropout), total, value, blind)])
-        ctx.save_for_backward(query, key, value, mask, blind, weights, total, y)
+        (y,), _ = residual(lambda: [_quotient(_kept(weights, dropout), divisor, value, blind)])
+        ctx.save_for_backward(query, key, value, mask, blind, weights, divisor, y)
         ctx.dropout, ctx.is_causal, ctx.scale = dropout, is_causal, scale
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, mask, blind, weights, total, y = ctx.saved_tensors
+        query, key, value, mask, blind, weights, divisor, y = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative goes through the weights too
             anew = _weights(query, key, mask, ctx.is_causal, ctx.scale)
-            total = anew.sum(-1, keepdim=True)
+            divisor = anew.sum(-1, keepdim=True) * (1 - ctx.dropout)
             weights = anew * weights.sign()
-            y = _quotient(_kept(weights, ctx.dropout), total, value, blind)
+            y = _quotient(_kept(weights, ctx.dropout), divisor, value, blind)
         q, k = _indices(query, key)
         # As in `_Attention`, but the weights aren't divided by their sum, so that the gradient is.
-        gradient = (gradient.to(total.dtype) / total).to(value.dtype)
+        gradient = (gradient.to(divisor.dtype) / divisor).to(value.dtype)
         gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
         # Made wider, which changes no number and no product, so that the compiler keeps the gradient of the scores in
         # float32.
-        wide = gradient.to(total.dtype)
-        of_weights = product(f"{q}xz,{k}yz->{q}xy", wide, value.to(total.dtype))
-        mean = (wide * y.to(total.dtype)).sum(-1, keepdim=True)
+        wide = gradient.to(divisor.dtype)
+        of_weights = product(f"{q}xz,{k}yz->{q}xy", wide, value.to(divisor.dtype))
+        mean = (wide * y.to(divisor.dtype)).sum(-1, keepdim=True)
         kept = _kept(weights, ctx.dropout).to(value.dtype)
         if ctx.dropout:
-            of_weights, weights = scaled(of_weights, weights > 0, ctx.dropout), weights.abs()
-        of_scores = weights.to(total.dtype) * (of_weights - mean)
+            mean = mean * (1 - ctx.dropout)  # the divisor is that of what is left, and this sum is over all weights
+            of_weights, weights = of_weights.masked_fill(weights <= 0, 0), weights.abs()
+        of_scores = weights.to(divisor.dtype) * (of_weights - mean)
         of_products = (of_scores * ctx.scale).to(query.dtype)
         if of_scores.nbytes > cores() * _FAST_MEMORY:
             # Rounded where it is made, so that half as much is written and read.
@@ -259,10 +261,7 @@ def _scaled(weights: Tensor, left: Tensor | None, dropout: float) -> Tensor:
 
 def _kept(weights: Tensor, dropout: float) -> Tensor:
     """The weights that dropout has left, from those whose sign tells which."""
-    if not dropout:
-        return weights
-    wide = weights.clamp(min=0).to(torch.promote_types(weights.dtype, torch.float32))
-    return (wide * (1 / (1 - dropout))).to(weights.dtype)
+    return weights.clamp(min=0) if dropout else weights
 
 
 def _mean(weights: Tensor, value: Tensor, blind: Tensor | None) -> Tensor:
@@ -271,10 +270,10 @@ def _mean(weights: Tensor, value: Tensor, blind: Tensor | None) -> Tensor:
     return y if blind is None else y.masked_fill(blind, 0)
 
 
-def _quotient(weights: Tensor, total: Tensor, value: Tensor, blind: Tensor | None) -> Tensor:
+def _quotient(weights: Tensor, divisor: Tensor, value: Tensor, blind: Tensor | None) -> Tensor:
     """The mean, divided after the product, which is smaller than the weights."""
     q, k = _indices(weights, value)
-    y = (product(f"{q}xy,{k}yz->{q}xz", weights.to(value.dtype), value).to(total.dtype) / total).to(value.dtype)
+    y = (product(f"{q}xy,{k}yz->{q}xz", weights.to(value.dtype), value).to(divisor.dtype) / divisor).to(value.dtype)
     return y if blind is None else y.masked_fill(blind, 0)
 
 
