@@ -1,6 +1,6 @@
 """Random mutants of the library, and the tests that notice them. By hand, on idle cores, for an hour or two:
 
-    python tests/mutants.py [--count 200] [--seed 0] [--seconds 60] [--out FILE]
+    python tests/mutants.py [--count 200] [--seed 0] [--seconds 60] [--soak] [--out FILE]
 
 A mutant is one small change of the code: another comparison, a number more, a condition turned round, a call left out.
 All of them are put into one copy of the checkout, each behind a switch that an environment variable turns on:
@@ -9,8 +9,9 @@ All of them are put into one copy of the checkout, each behind a switch that an 
     2. for each mutant its tests run with its switch on, the quickest first, until one fails: it is killed. It survives
        if none does within `--seconds` of the tests' own time
 
-What survives is either a gap in the tests or no fault at all, such as another way to the same. `--out` keeps each
-mutant's place, what was changed, how many tests came by, and the test that killed it.
+What survives is either a gap in the tests or no fault at all, such as another way to the same. With `--soak` the tests
+of the soak are run on it too: what only they kill is what the quick ones miss. `--out` keeps each mutant's place, what
+was changed, how many tests came by, and the test that killed it.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ class Mutant:
         number: Its switch.
         place: The file and line.
         change: The code before and after.
-        tests: The tests that come by.
+        tests: The number of tests that come by.
         killer: The test that failed, or what else became of the run; empty if it survived.
+        soak: The number of tests of the soak that come by.
+        soak_killer: As `killer`, of the tests of the soak, which run on what has survived the others.
     """
 
     number: int
@@ -81,6 +84,8 @@ class Mutant:
     change: str
     tests: int = 0
     killer: str = ""
+    soak: int = 0
+    soak_killer: str = ""
 
 
 def changed(node: ast.AST) -> ast.expr | None:
@@ -187,9 +192,9 @@ class _Counted(Sites):
         return ast.copy_location(ast.IfExp(switch, other, node), node)
 
 
-def run(folder: Path, arguments: list[str], timeout: float, **environment: str) -> str:
+def run(folder: Path, marks: str, arguments: list[str], timeout: float, **environment: str) -> str:
     """Run pytest in the copy, and return what it printed; after a time without an end, that."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-m", "not soak", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-m", marks, *arguments]
     given = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(folder), **environment}
     try:
         done = processes.run(command, timeout=timeout, fresh=True, cwd=folder, env=given)
@@ -198,41 +203,54 @@ def run(folder: Path, arguments: list[str], timeout: float, **environment: str) 
     return done.stdout + done.stderr
 
 
-def tests_and_times(folder: Path, jobs: str, chosen: list[str]) -> tuple[dict[int, set[str]], dict[str, float]]:
-    """The tests that come by each mutant, and the seconds of each test that passes."""
-    notes = folder / "seen"
-    notes.touch()
-    arguments = ["-n", jobs, "--durations=0", "--durations-min=0", "-rfE", *chosen]
-    output = run(folder, arguments, 7200, MUTANTS_SEEN=str(notes))
-    print(output[-500:], flush=True)
-    failed = set(re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.M))
-    seconds: dict[str, float] = defaultdict(float)
-    for time, test in re.findall(r"^ *([\d.]+)s (?:call|setup|teardown) +(\S.*)$", output, re.M):
-        seconds[test] += float(time)
-    seen = defaultdict(set)
-    for line in notes.read_text().splitlines():
-        number, _, test = line.partition(" ")
-        if test in seconds and test not in failed:
-            seen[int(number)].add(test)
-    return seen, seconds
+class Suite:
+    """The tests with some marks: which of them come by each mutant, and the seconds of each that passes."""
 
+    def __init__(self, folder: Path, marks: str, jobs: str, chosen: list[str]) -> None:
+        self.folder, self.marks = folder, marks
+        self.seen: dict[int, set[str]] = defaultdict(set)
+        self.seconds: dict[str, float] = defaultdict(float)
+        notes = folder / "seen"
+        notes.write_text("")
+        arguments = ["-n", jobs, "--durations=0", "--durations-min=0", "-rfE", *chosen]
+        output = run(folder, marks, arguments, 7200, MUTANTS_SEEN=str(notes))
+        print(output[-500:], flush=True)
+        failed = set(re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.M))
+        for time, test in re.findall(r"^ *([\d.]+)s (?:call|setup|teardown) +(\S.*)$", output, re.M):
+            self.seconds[test] += float(time)
+        for line in notes.read_text().splitlines():
+            number, _, test = line.partition(" ")
+            if test in self.seconds and test not in failed:
+                self.seen[int(number)].add(test)
 
-def judged(folder: Path, each: list[Mutant], jobs: str, seconds: float, chosen: list[str]) -> Iterator[Mutant]:
-    """Run the tests of each mutant."""
-    seen, times = tests_and_times(folder, jobs, chosen)
-    for mutant in each:
-        tests = sorted(seen[mutant.number], key=lambda test: (times[test], test))
-        mutant.tests, taken, spent = len(tests), [], 0.0
-        for test in tests:
-            spent += times[test]
+    def killer(self, number: int, seconds: float) -> str:
+        """The test that kills a mutant, or what else became of the run; nothing if it survives."""
+        taken: list[str] = []
+        spent = 0.0
+        for test in sorted(self.seen[number], key=lambda test: (self.seconds[test], test)):
+            spent += self.seconds[test]
             if taken and spent > seconds:
                 break
             taken.append(test)
-        if taken:
-            output = run(folder, ["-x", "-rfE", *taken], 300 + 3 * seconds, MUTANT=str(mutant.number))
-            failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.M)
-            ended = re.search(r"^\d+ passed", output, re.M)
-            mutant.killer = failed[1] if failed else "" if ended else output[-200:]
+        if not taken:
+            return ""
+        output = run(self.folder, self.marks, ["-x", "-rfE", *taken], 300 + 3 * seconds, MUTANT=str(number))
+        failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.M)
+        ended = re.search(r"^\d+ passed", output, re.M)
+        return failed[1] if failed else "" if ended else output[-200:]
+
+
+def judged(
+    folder: Path, each: list[Mutant], jobs: str, seconds: float, soaks: bool, chosen: list[str]
+) -> Iterator[Mutant]:
+    """Run the tests of each mutant."""
+    quick = Suite(folder, "not soak", jobs, chosen)
+    soak = Suite(folder, "soak", jobs, chosen) if soaks else None
+    for mutant in random.Random(0).sample(each, len(each)):  # those of a run that is broken off are of all folders
+        mutant.tests, mutant.killer = len(quick.seen[mutant.number]), quick.killer(mutant.number, seconds)
+        if soak is not None:
+            mutant.soak = len(soak.seen[mutant.number])
+            mutant.soak_killer = "" if mutant.killer else soak.killer(mutant.number, seconds)
         yield mutant
 
 
@@ -242,6 +260,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of tests for a mutant (default: 60)")
     parser.add_argument("--jobs", default="2", help="processes of the first run (default: 2)")
+    parser.add_argument("--soak", action="store_true", help="run the tests of the soak on what has survived")
     parser.add_argument("--out", type=Path, help="a JSON file that is written as mutants are judged")
     parser.add_argument("tests", nargs="*", help="of these alone (default: all quick ones)")
     args = parser.parse_args()
@@ -252,15 +271,19 @@ def main() -> None:
         )
         shutil.copytree(ROOT, folder, symlinks=True, ignore=left)
         drawn, found = mutants(folder, args.count, args.seed), []
-        for mutant in judged(folder, drawn, args.jobs, args.seconds, args.tests):
+        for mutant in judged(folder, drawn, args.jobs, args.seconds, args.soak, args.tests):
             found.append(asdict(mutant))
-            became = mutant.killer or ("SURVIVED" if mutant.tests else "no test came by")
+            became = mutant.killer or (mutant.soak_killer and f"SURVIVED but for {mutant.soak_killer}")
+            became = became or ("SURVIVED" if mutant.tests + mutant.soak else "no test came by")
             print(f"{mutant.place}  {mutant.change}  {mutant.tests} tests: {became}", flush=True)
             if args.out:
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
         reached = [one for one in found if one["tests"]]
         killed = sum(bool(one["killer"]) for one in reached)
+        others = sum(bool(one["soak_killer"]) for one in found)
         print(f"{len(found)} mutants: {len(found) - len(reached)} that no test came by, {killed} killed")
+        if args.soak:
+            print(f"{others} more killed by the soak alone")
 
 
 if __name__ == "__main__":
