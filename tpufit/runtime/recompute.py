@@ -145,7 +145,8 @@ class _Region:
         # behind it too, or this could be computed long before it is needed.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(self._weights.values())
         kept = [] if self._residuals is None else self._residuals.tensors
-        seed, *apart = behind_barrier([self._begun.begun, *tensors, *kept, *self.gradients])
+        seed = [self._begun.base] if self._drew else []
+        apart = behind_barrier([*tensors, *kept, *self.gradients, *seed])
         inputs = iter([copy.requires_grad_(t.requires_grad) for copy, t in zip(apart, tensors, strict=False)])
         leaves = tuple(next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         weights = {name: next(inputs) for name in self._weights}
@@ -156,7 +157,7 @@ class _Region:
                 stack.enter_context(self._residuals.giving(apart[len(tensors) : len(tensors) + len(kept)]))
             stack.enter_context(seeing_again(zip(apart, tensors, strict=False)))
             if self._drew:
-                stack.enter_context(self._seeds.repeating(self._begun, seed))
+                stack.enter_context(self._seeds.repeating(self._begun, apart[-1]))
             return self._compute(leaves, weights)
 
 

@@ -32,12 +32,12 @@ class Position:
 
     Attributes:
         seed: The seed of the next number that torch_xla draws, signed.
-        begun: The seed that it has begun with, on the device.
-        draws: The number of dropouts since.
+        base: The seed of the step, or the user's own since, on the device.
+        draws: The number of dropouts since then.
     """
 
     seed: int
-    begun: Tensor
+    base: Tensor
     draws: int
 
 
@@ -53,7 +53,7 @@ class TraceSeeds:
 
     def __init__(self, device: str, seeds: Sequence[int]) -> None:
         self._device, self._seeds, self._step = device, seeds, 0
-        self._device_seed = xla()._get_base_seed_as_tensor(device)
+        self._base = xla()._get_base_seed_as_tensor(device)
         self._begun: list[int] = []  # the seeds that the step has begun with, its own and the user's
         self._draws = 0  # of dropout, since the last of them
         self.places: dict[int, Place] = {}
@@ -79,30 +79,30 @@ class TraceSeeds:
 
     def draw(self) -> Draw:
         """Return what the next dropout is told by."""
-        draw = Draw(self._device_seed, self._draws)
+        draw = Draw(self._base, self._draws)
         self._draws += 1
         return draw
 
     def position(self) -> Position:
         """Return where the step has come to."""
-        return Position(_signed(xla()._xla_get_rng_seed(self._device)), self._device_seed, self._draws)
+        return Position(_signed(xla()._xla_get_rng_seed(self._device)), self._base, self._draws)
 
     def drew_since(self, position: Position) -> bool:
         """True if anything was drawn since."""
         now = self.position()
-        return (now.seed, now.draws) != (position.seed, position.draws) or now.begun is not position.begun
+        return (now.seed, now.draws) != (position.seed, position.draws) or now.base is not position.base
 
     @contextmanager
     def repeating(self, position: Position, seed: Tensor) -> Iterator[None]:
         """A context in which the numbers from a position on are drawn again, those of dropout by an equal seed."""
         now = self.position()
         self._return_to(position.seed)
-        self._device_seed, self._draws = seed, position.draws
+        self._base, self._draws = seed, position.draws
         try:
             yield
         finally:
             self._return_to(now.seed)
-            self._device_seed, self._draws = now.begun, now.draws
+            self._base, self._draws = now.base, now.draws
 
     def _return_to(self, seed: int) -> None:
         if seed not in self.places:
@@ -116,7 +116,7 @@ class TraceSeeds:
     def _begin(self, seed: int) -> None:
         self._begun.append(_signed(seed))
         self._set(seed)
-        self._device_seed, self._draws = xla()._get_base_seed_as_tensor(self._device), 0
+        self._base, self._draws = xla()._get_base_seed_as_tensor(self._device), 0
 
     def _set(self, seed: int) -> None:
         xla()._xla_set_rng_seed(seed % _RANGE, self._device)
