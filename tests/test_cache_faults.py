@@ -115,11 +115,12 @@ def pids(tmp_path, monkeypatch):
 
 
 @contextmanager
-def at_work(folder, pids, count):
+def at_work(folder, pids, count, python=None):
     """A warm-up by two workers, once they make samples. It and they have ended when the block has."""
+    python = python or processes.SERVER.python()
     for path in pids.iterdir():
         path.unlink()
-    with running(folder, WARM_UP.format(count=count, python=processes.SERVER.python()), PIDS=str(pids)) as process:
+    with running(folder, WARM_UP.format(count=count, python=python), PIDS=str(pids)) as process:
         assert becomes(lambda: workers_of(process, pids)), (folder / "output").read_text()
         yield process
         assert becomes(lambda: not any(map(alive, workers_of(process, pids))))
@@ -189,7 +190,8 @@ def test_killed_while_writing(tmp_path, run_python):
 
 
 def test_interrupted_from_the_keyboard(tmp_path, pids):
-    with at_work(tmp_path, pids, count=480) as process:
+    # New processes: a fork of the warm one may outlive the process that stands for it, which the warm-up waits for.
+    with at_work(tmp_path, pids, count=480, python=sys.executable) as process:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.wait(timeout=SOON) == -signal.SIGINT
     assert (tmp_path / "output").read_text().rstrip().endswith("KeyboardInterrupt")
