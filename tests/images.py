@@ -36,7 +36,7 @@ OF_THE_CHECKOUT = ("docs", "floors", "harness", "house")
 OF_TORCH = (
     *("accumulation", "augment", "class_weight", "dropout", "ema", "flash", "group_numbers", "kernels", "losses"),
     *("losses_by_output", "lowering", "masks", "metrics", "metrics_by_output", "named_schedules", "norms"),
-    *("optimizer_steps", "optimizers", "packing", "parameter_groups", "parity", "precision", "remat", "schedules"),
+    *("optimizer_steps", "optimizers", "packing", "parameter_groups", "parity", "precision", "recompute", "schedules"),
     *("sharding", "shared_counters"),
 )
 
