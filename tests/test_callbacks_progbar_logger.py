@@ -332,6 +332,7 @@ def test_an_error_leaves_no_plain_line(clock, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.soak
 def test_a_real_terminal():
     out = in_a_terminal(
         "import sys, time\n"

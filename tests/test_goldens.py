@@ -14,7 +14,6 @@ from functools import partial
 import goldens
 import pytest
 import torch
-from architectures import ARCHITECTURES
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -24,9 +23,7 @@ QUICK = ("checkpoint", "saved", "GAN", "bag of words", "three steps as one")
 
 
 def marks_of(cores, name):
-    if name not in QUICK or (cores > 1 and name in ARCHITECTURES):
-        return pytest.mark.soak
-    return pytest.mark.slow if cores > 1 else []
+    return pytest.mark.soak if name not in QUICK or cores > 1 else []
 
 
 @pytest.fixture(scope="module")

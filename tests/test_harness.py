@@ -384,7 +384,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("method", "status"), [("spawn", 0), ("forkserver", -9)])
+@pytest.mark.parametrize(("method", "status"), [("spawn", 0), pytest.param("forkserver", -9, marks=pytest.mark.soak)])
 def test_a_worker_of_multiprocessing_may_be_a_fork(tmp_path, method, status):
     script = tmp_path / "script.py"
     script.write_text(WORKERS.format(method=method, python=processes.SERVER.python()))

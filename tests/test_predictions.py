@@ -127,8 +127,10 @@ PEAK = """
     ("x", "size", "out", "most"),
     [
         ('np.ones((100_000, 1), "float32")', 1000, None, 1.2),
-        ("batches()", None, None, 1.5),  # grows by a quarter where its length isn't known
-        ('np.ones((100_000, 1), "float32")', 1000, '"rows.npy"', 0.3),
+        pytest.param(
+            "batches()", None, None, 1.5, marks=pytest.mark.soak
+        ),  # grows by a quarter where its length isn't known
+        pytest.param('np.ones((100_000, 1), "float32")', 1000, '"rows.npy"', 0.3, marks=pytest.mark.soak),
     ],
     ids=["arrays", "generator", "file"],
 )

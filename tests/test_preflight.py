@@ -764,7 +764,7 @@ def command(run_python, *words, timeout=300, forks=True):
     return run_python(code, timeout=timeout, env={"MPLBACKEND": "agg"})
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_example_as_it_is(run_python, tmp_path):
     script = Path(__file__).parents[1] / "examples" / "digits.py"
     words = "--tpu", "v5e-8", "--save", tmp_path / "saved", script, "--run-dir", tmp_path / "runs"

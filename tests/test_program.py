@@ -134,7 +134,7 @@ as_users_have_it = pytest.mark.cores(1, 8, timeout=600, alone=True)
 
 
 @as_users_have_it
-@pytest.mark.parametrize("k", [3, 10])
+@pytest.mark.parametrize("k", [3, pytest.param(10, marks=pytest.mark.soak)])
 @pytest.mark.soak_on(1)
 def test_several_steps_in_one_graph_are_the_same_to_the_bit(cores, k):
     def run(k):
@@ -173,7 +173,7 @@ def test_several_steps_in_one_graph_are_the_same_but_for_rounding(cores, k):
 
 
 @as_users_have_it
-@pytest.mark.soak_on(1)
+@pytest.mark.soak
 def test_auto_joins_steps_that_are_short_and_changes_nothing_else(cores, monkeypatch):
     class Hooks(Callback):
         reads_weights = False
@@ -705,6 +705,7 @@ def failing(monkeypatch, at):
     monkeypatch.setattr(torch_xla._XLAC, "_run_cached_graph", fail)
 
 
+@pytest.mark.soak_on(8)
 def test_state_dies_with_a_step_that_fails_and_fit_says_so(cores, tmp_path, monkeypatch):
     def large():  # with its momentum 17 MB, enough for its memory to be given to each step
         net = nn.Sequential(nn.Linear(12, 4096), nn.ReLU(), nn.Linear(4096, 512), nn.Linear(512, 4))

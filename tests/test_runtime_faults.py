@@ -149,7 +149,11 @@ if releases.version("libtpu") is None:
     ("env", "sentence"),
     [
         ({"PJRT_DEVICE": "TPU"}, NO_TPU),
-        ({"PJRT_DEVICE": "XRT"}, "torch_xla knows only TPU and CPU here. Unset PJRT_DEVICE"),
+        pytest.param(
+            {"PJRT_DEVICE": "XRT"},
+            "torch_xla knows only TPU and CPU here. Unset PJRT_DEVICE",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_really_a_device_that_is_not_there(run_python, env, sentence):

@@ -37,7 +37,11 @@ WORKERS = """
             "Caught ValueError in DataLoader worker process",
             marks=pytest.mark.soak,
         ),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "killed by signal 9",
+            marks=pytest.mark.soak,
+        ),
         ("time.sleep(600)", "gave nothing for 5 s (its timeout)"),
     ],
     ids=["raises", "killed", "hangs"],

@@ -8,6 +8,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.soak
 def test_saves_validation_and_a_slow_disk_change_nothing(tmp_path, run_python):
     ended = run_python(
         """
