@@ -322,6 +322,8 @@ def test_all_passes_are_reported(cores):
     model.predict(X, batch_size=32, verbose=0)
     passes = [(one.role, one.steps, one.rows) for one in model.report().passes]
     assert passes == [("train", 3, 69), ("eval", 3, 69), ("predict", 3, 69)]
+    (joined,) = trained(cores, epochs=1, batch_size=23, steps_per_execution=3).report().passes
+    assert (joined.steps, joined.rows) == (3, 69)
 
 
 @pytest.mark.cores(1)

@@ -104,9 +104,11 @@ def test_max_steps_of_endless_data():
             taken.append(0)
             yield X[:16], Y[:16]
 
-    taken, model = [], made()
-    model.fit(endless(), verbose=0, max_steps=7)
+    taken, count, model = [], Count(), made()
+    model.fit(endless(), verbose=0, max_steps=7, callbacks=[count])
     assert model.steps_taken == len(taken) == 7
+    # An epoch takes at least one step.
+    assert (count.params["epochs"], count.params["total_steps"]) == (7, 7)
 
 
 class Stop(Callback):
