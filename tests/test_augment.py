@@ -183,6 +183,16 @@ def test_colours_stay_in_their_range_and_grey_stays_grey():
     torch.testing.assert_close(mean, grey.mean((1, 2, 3)), rtol=1e-2, atol=1e-2)
 
 
+def test_colours_change_by_the_factor(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, 0.75))  # half of the largest change
+    x = torch.from_numpy(np.random.default_rng(0).random((2, 3, 4, 4), "float32"))
+    grey = torch.einsum("ncyx,c->nyx", x, torch.tensor([0.2989, 0.587, 0.114]))[:, None]
+    mean = grey.mean((1, 2, 3), keepdim=True)
+    for name, centre in (("brightness", torch.zeros(1)), ("contrast", mean), ("saturation", grey)):
+        expected = (centre + (x - centre) * 1.2).clamp(0, 1)
+        torch.testing.assert_close(ColorJitter(**{name: 0.4})(x), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_erasing_blackens_one_rectangle():
     out = of(torch.ones(200, 1, 16, 16), RandomErasing(scale=(0.1, 0.2)))
     black = (out == 0)[:, 0]
