@@ -17,14 +17,18 @@ from tpufit.runtime.trace_seeds import Draw, TraceSeeds
 from tpufit.utils.random import step_seed
 
 
+def placement(cores):
+    return placement_on(devices.start(cores, "a test"))
+
+
 def device(cores):
-    return placement_on(devices.start(cores, "a test")).device
+    return placement(cores).device
 
 
 @contextmanager
 def of_a_step(cores, seed=0):
     """The kernels of a step, and its random numbers."""
-    seeds = TraceSeeds(placement_on(devices.start(cores, "a test")).device_name, [seed])
+    seeds = TraceSeeds(placement(cores).device_name, [seed])
     seeds(0)
     with own_kernels(), drawing(seeds.draw):
         yield

@@ -127,9 +127,8 @@ PEAK = """
     ("x", "size", "out", "most"),
     [
         ('np.ones((100_000, 1), "float32")', 1000, None, 1.2),
-        pytest.param(
-            "batches()", None, None, 1.5, marks=pytest.mark.soak
-        ),  # grows by a quarter where its length isn't known
+        # It grows by a quarter where its length isn't known.
+        pytest.param("batches()", None, None, 1.5, marks=pytest.mark.soak),
         pytest.param('np.ones((100_000, 1), "float32")', 1000, '"rows.npy"', 0.3, marks=pytest.mark.soak),
     ],
     ids=["arrays", "generator", "file"],

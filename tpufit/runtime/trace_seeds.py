@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,15 +96,14 @@ class TraceSeeds:
     def repeating(self, position: Position, seed: Tensor) -> Iterator[None]:
         """A context in which the numbers from a position on are drawn again, those of dropout by an equal seed."""
         now = self.position()
-        self._return_to(position.seed)
-        self._base, self._draws = seed, position.draws
+        self._return_to(replace(position, base=seed))
         try:
             yield
         finally:
-            self._return_to(now.seed)
-            self._base, self._draws = now.base, now.draws
+            self._return_to(now)
 
-    def _return_to(self, seed: int) -> None:
+    def _return_to(self, position: Position) -> None:
+        seed = position.seed
         if seed not in self.places:
             seeds, count = list(self._begun), 0
             while seed not in seeds:
@@ -112,6 +111,7 @@ class TraceSeeds:
             if seeds[0] == seed:  # a replay computes it from the step's seed
                 self.places[seed] = (self._step, count)
         self._set(seed)
+        self._base, self._draws = position.base, position.draws
 
     def _begin(self, seed: int) -> None:
         self._begun.append(_signed(seed))
