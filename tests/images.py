@@ -4,7 +4,8 @@ For each it makes an environment in `.images/` with the image's Python and the v
 proves by pip's own report that installing tpufit changes none of them. Then it runs there, on virtual cores:
 the doctor, a preflight, the image's notebook and the quick tests. The environments are kept; each takes 9 GB.
 
-The images are tried side by side, each with its share of the processes: one downloads while another computes.
+The images are tried side by side, each with its share of the processes: one downloads while another computes. Where
+the disk hasn't room for both environments, they are tried one after another, and what was tried is removed.
 
 Left to `make test` are tests of the checkout, which are the same with any Python: of its pages, of its imports and of
 the tests' own harness, which all tests here run through. On an image with the release of torch that `make test` has,
@@ -214,6 +215,24 @@ def try_side_by_side(names: Sequence[str], jobs: str, only_install: bool) -> Non
         raise SystemExit(f"they ended with {dict(zip(names, statuses, strict=True))}")
 
 
+def without_room(names: Sequence[str]) -> list[str]:
+    """The images whose environments are still to be made, and for which the disk has no room."""
+    missing = [name for name in names if not (PLACE / name / "ready").exists()]
+    room = (shutil.disk_usage(ROOT).free - SIZE // 2) // SIZE
+    return missing[max(room, 0) :]
+
+
+def try_in_turn(names: Sequence[str], jobs: str, only_install: bool, removes: bool) -> None:
+    """Try each image after another: first those whose environment is there, which makes room if it is removed."""
+    for name in sorted(names, key=lambda name: not (PLACE / name / "ready").exists()):
+        if without_room([name]):
+            print(f"{name}: not tried, for its environment takes {SIZE >> 30} GiB of disk", flush=True)
+            continue
+        try_image(name, jobs, only_install)
+        if removes and not only_install:
+            shutil.rmtree(PLACE / name, ignore_errors=True)  # there is none where its Python is missing
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("image", nargs="*", choices=[*IMAGES, []], help="default: all")
@@ -221,12 +240,8 @@ if __name__ == "__main__":
     parser.add_argument("--only-install", action="store_true", help="make the environments, and try nothing out there")
     chosen = parser.parse_args()
     names = chosen.image or list(IMAGES)
-    missing = [name for name in names if not (PLACE / name / "ready").exists()]
-    room = (shutil.disk_usage(ROOT).free - SIZE // 2) // SIZE
-    for name in missing[max(room, 0) :]:
-        print(f"{name}: not tried, for its environment takes {SIZE >> 30} GiB of disk", flush=True)
-        names.remove(name)
-    if len(names) == 1:
-        try_image(names[0], chosen.jobs, chosen.only_install)
-    elif names:
+    lacking = len(without_room(names))
+    if len(names) > 1 and not lacking:
         try_side_by_side(names, chosen.jobs, chosen.only_install)
+    else:
+        try_in_turn(names, chosen.jobs, chosen.only_install, removes=bool(lacking))

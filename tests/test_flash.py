@@ -223,9 +223,16 @@ class Asks(nn.Module):
         flash_form(*given)
 
 
-def form_of(asked, kind="TPU v5 lite", *, shape=(1, 2, 4096, 64), dtype=BF16, mask=None, dropout=0.0):
+class AsksByAnotherName(nn.Module):
+    """The same, of one who doesn't write `self`."""
+
+    def forward(layer, *given):  # noqa: N805
+        flash_form(*given)
+
+
+def form_of(asked, kind="TPU v5 lite", *, shape=(1, 2, 4096, 64), dtype=BF16, mask=None, dropout=0.0, layer=None):
     """The form of an attention on a kind of device, and the warnings."""
-    forms, layer, x = AttentionForms(asked), Asks(), torch.empty(shape, dtype=dtype, device="meta")
+    forms, layer, x = AttentionForms(asked), layer or Asks(), torch.empty(shape, dtype=dtype, device="meta")
     place = SimpleNamespace(device=torch.device("meta"))
     with warnings.catch_warnings(record=True) as told, traced_for(kind), choosing(forms, place):
         warnings.simplefilter("always")
@@ -238,6 +245,7 @@ def form_of(asked, kind="TPU v5 lite", *, shape=(1, 2, 4096, 64), dtype=BF16, ma
 def test_long_texts_take_the_kernel(kind):
     assert form_of("auto", kind) == form_of("flash", kind) == ("flash", [])
     assert form_of("plain", kind) == (None, [])
+    assert form_of("auto", kind, layer=AsksByAnotherName()) == ("flash", [])
 
 
 PLAIN = {

@@ -114,8 +114,9 @@ def _calling_layer() -> nn.Module | None:
     """The innermost module whose `forward` is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(owner, nn.Module):
-            return owner
+        if frame.f_code.co_name == "forward" and frame.f_code.co_varnames:
+            owner = frame.f_locals.get(frame.f_code.co_varnames[0])  # the first argument, whatever its name
+            if isinstance(owner, nn.Module):
+                return owner
         frame = frame.f_back
     return None
