@@ -8,7 +8,6 @@ import torch
 from tpufit import runtime
 from tpufit.backend import HOST, Sharding
 from tpufit.metrics import PassMetrics
-from tpufit.runtime.in_flight import RunsAhead
 from tpufit.runtime.ops.kernels import own_kernels
 from tpufit.utils import counters as report
 
@@ -18,27 +17,6 @@ pytestmark = pytest.mark.cores(1, 8, quick=True)
 @pytest.fixture
 def place(cores):
     return runtime.placement_on(runtime.start(cores, "test"))
-
-
-@pytest.mark.parametrize("rows", [1, 3, 8, 13, 16])
-@pytest.mark.parametrize("sharding", [Sharding.ROWS, Sharding.WHOLE], ids=["rows", "whole"])
-def test_there_and_back(place, rows, sharding):
-    values = [
-        torch.randn(rows, 4),
-        torch.randn(rows, 2, 3).to(torch.bfloat16),
-        torch.arange(rows),
-        torch.arange(rows, dtype=torch.int32),
-        torch.arange(rows, dtype=torch.uint8),
-        torch.arange(rows) % 2 == 0,
-        torch.tensor(3.5),
-        torch.randn(4, rows).t(),  # not contiguous
-    ]
-    sent, counts = _spent(lambda: runtime.to_device(values, place, sharding))
-    assert all(tensor.device.type == "xla" for tensor in sent) and not counts.waits
-    back, counts = _spent(lambda: runtime.to_host(sent, "test"))
-    assert counts.waits == {"test": 1} and not counts.graphs
-    for value, result in zip(values, back, strict=True):
-        assert result.dtype is value.dtype and torch.equal(result, value)
 
 
 def test_results_come_back_without_a_graph_of_their_own(place):
@@ -120,56 +98,6 @@ def test_fallbacks_and_host_reads_are_counted(place):
     ):
         _, counts = _spent(lambda: program("key", [x], [0]))
     assert counts.host_reads == 1 and counts.fallbacks["aten::bucketize.Tensor"] >= 1
-
-
-def test_what_is_on_the_device_stays_and_the_rest_joins_it_in_order(place):
-    rows, whole = torch.arange(16.0), torch.arange(3.0)
-    (there,) = runtime.to_device([whole], place)
-    sent = runtime.to_device([rows, there, rows + 1], place, [Sharding.ROWS, Sharding.WHOLE, Sharding.ROWS])
-    assert sent[1] is there
-    for tensor, value in zip(runtime.to_host(sent, "test"), (rows, whole, rows + 1), strict=True):
-        assert torch.equal(tensor, value)
-
-
-@pytest.mark.parametrize(
-    ("limits", "nbytes", "steps"),
-    [
-        # Of 4, 16, 64 and then 256 steps under way, each wait leaves half.
-        ({"most": 256}, 100, [4, 18, 74, 298, 426]),
-        ({"most": 10}, 100, [4, 12, 17, 22, 27]),
-        ({"most": 256, "nbytes": 600}, 100, [4, 8, 11, 14, 17]),
-        ({"most": 256, "nbytes": 600}, 1000, [4, 5, 6, 7, 8]),
-    ],
-)
-def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):
-    flying, waited = RunsAhead(seconds=1e9, **limits), []
-    for step in range(1, steps[-1] + 1):
-        (result,) = runtime.to_device([torch.tensor([float(step)])], place)
-        reached, counts = _spent(lambda result=result: flying.add(result, nbytes))
-        assert (reached is not None) == (counts.waits["throttle"] == 1)
-        if reached is not None:
-            waited.append(step)
-            assert reached.item() < step
-    assert waited == steps
-
-
-def test_roles_and_models_together_run_ahead_by_three_times_as_many_steps_as_one_may(place):
-    roles = [RunsAhead(seconds=1e9, most=10) for _ in range(6)]
-    most = 0
-    for turn in range(12):
-        for role in roles:
-            (result,) = runtime.to_device([torch.tensor([float(turn)])], place)
-            role.add(result, 100)
-            most = max(most, sum(len(one.started) for one in roles))
-    assert 25 <= most <= 30
-
-
-def test_nothing_is_split_on_one_core_and_rows_are_on_many(place, cores):
-    import torch_xla
-
-    rows, whole = runtime.to_device([torch.ones(16, 2)] * 2, place, [Sharding.ROWS, Sharding.WHOLE])
-    specs = [torch_xla._XLAC._get_xla_sharding_spec(t) for t in (rows, whole)]
-    assert specs == (["", ""] if cores == 1 else ["{devices=[8,1]0,1,2,3,4,5,6,7}", "{replicated}"])
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.tensor([True, False, True])}])

@@ -1,0 +1,117 @@
+"""A compiled model's programs and state: what each `fit` and each `compile` begins with, and what is undone."""
+
+import pytest
+import torch
+from torch import nn
+
+import tpufit
+from tpufit import runtime
+from tpufit.backend import HOST, Cores
+from tpufit.errors import ArgumentError
+from tpufit.step.engine import FitOptions
+from tpufit.step.runner import StepRunner
+
+pytestmark = pytest.mark.cores(1, 8, quick=True)
+
+X = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(32) % 3
+
+
+def make(**arguments):
+    torch.manual_seed(0)
+    model = tpufit.Model(nn.Linear(4, 3))
+    model.compile(**{"optimizer": "adam", "loss": "cross_entropy"} | arguments)
+    return model
+
+
+def engine(cores, **arguments):
+    """The engine of a model that is compiled, on its cores."""
+    own = make(**arguments)._engine
+    own.move_to(own.place_on(runtime.start(cores, "test")))
+    return own
+
+
+def step(own):
+    """Take a step of training."""
+    run = StepRunner(own, "train")
+    for group in run.send([(X, Y)]):
+        run(group)
+
+
+def weights(own):
+    own.expose()
+    return [tensor.clone() for tensor in runtime.to_host(list(own.model.module.parameters()), "test")]
+
+
+def equal(some, others):
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def test_inside_fit_the_seed_of_an_evaluation_is_a_function_of_the_run():
+    own, other = make()._engine, make()._engine
+    for one in (own, other):
+        one.begin_fit(None, FitOptions(fitting=True), seed=7)
+    first = [own.seed_of_pass() for _ in range(3)]
+    torch.rand(2)  # of the data, in their thread
+    assert [other.seed_of_pass() for _ in range(3)] == first and len(set(first)) == 3
+    assert own.state.numbers.passes == 3
+    other.begin_fit(None, FitOptions(fitting=True), seed=8)
+    assert other.seed_of_pass() not in first
+
+
+def test_outside_of_fit_it_is_drawn_from_pytorchs_generator():
+    own = make()._engine
+    torch.manual_seed(5)
+    first, second = own.seed_of_pass(), own.seed_of_pass()
+    torch.manual_seed(5)
+    assert own.seed_of_pass() == first != second and own.state.numbers.passes == 0
+
+
+def test_a_trial_is_undone_and_its_graphs_are_not_kept(cores):
+    own = engine(cores)
+    step(own)
+    before, traced = weights(own), len(own.roles["train"].program.traced_keys)
+    with pytest.raises(ZeroDivisionError), own.trial():
+        step(own)
+        assert not equal(before, weights(own)) and own.state.numbers.step == 2
+        raise ZeroDivisionError
+    assert equal(before, weights(own)) and own.state.numbers.step == traced == 1
+    assert own.roles["train"].program is None
+    step(own)
+    assert own.state.numbers.step == 2
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("linear", 8.0), ("sqrt", 8**0.5), (None, 1.0)])
+def test_rates_are_scaled_by_the_cores_and_those_before_are_told(scaling, factor):
+    own = make(scale_lr=scaling)._engine
+    rate = own.model.optimizer.param_groups[0]["lr"]
+    assert own.scale_rates(8) == [rate] and own.model.optimizer.param_groups[0]["lr"] == pytest.approx(rate * factor)
+
+
+def test_eager_steps_run_on_the_host_and_on_one_host_only(cores):
+    own = make(run_eagerly=True)._engine
+    assert own.place_on(runtime.start(cores, "test")) is HOST
+    with pytest.raises(ArgumentError, match="run_eagerly=True runs on one host's processor, and this is one of sev"):
+        own.place_on(Cores(8, 0, "CPU", "test", hosts=2))
+
+
+def test_the_next_compile_keeps_the_weights_in_place_and_the_count_of_steps(cores):
+    own = engine(cores)
+    step(own)
+    before = weights(own)
+    own.model.compile("sgd", "cross_entropy")
+    after = own.model._engine
+    assert after is not own and not after.programs and after.state.numbers.step == 1 and after.log is own.log
+    assert after.state.placement == own.state.placement and equal(before, weights(after))
+    assert after.observed.formats is None and after.observed.shapes == own.observed.shapes
+
+
+def test_a_fit_begins_with_an_empty_record(cores):
+    own = engine(cores)
+    step(own)
+    own.log.first_bad_step = 4
+    assert own.report(verbose=False).counts.waits["capture"]
+    own.begin_fit(None, FitOptions(), seed=3)
+    report = own.report(verbose=False)
+    assert not report.passes and not report.counts.waits and own.log.first_bad_step is None
+    assert own.state.numbers.seed == 3 and report.cores == cores and not report.joined

@@ -1,0 +1,60 @@
+"""How far the host runs ahead of the device, and where it waits."""
+
+import pytest
+import torch
+
+from tpufit import runtime
+from tpufit.backend import HOST
+from tpufit.runtime.in_flight import RunsAhead
+
+pytestmark = pytest.mark.cores(1, 8, quick=True)
+
+
+@pytest.fixture
+def place(cores):
+    return runtime.placement_on(runtime.start(cores, "test"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "nbytes", "steps"),
+    [
+        # Of 4, 16, 64 and then 256 steps under way, each wait leaves half.
+        ({"most": 256}, 100, [4, 18, 74, 298, 426]),
+        ({"most": 10}, 100, [4, 12, 17, 22, 27]),
+        ({"most": 256, "nbytes": 600}, 100, [4, 8, 11, 14, 17]),
+        ({"most": 256, "nbytes": 600}, 1000, [4, 5, 6, 7, 8]),
+    ],
+)
+def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):
+    flying, waited = RunsAhead(seconds=1e9, **limits), []
+    for step in range(1, steps[-1] + 1):
+        (result,) = runtime.to_device([torch.tensor([float(step)])], place)
+        reached, counts = _spent(lambda result=result: flying.add(result, nbytes))
+        assert (reached is not None) == (counts.waits["throttle"] == 1)
+        if reached is not None:
+            waited.append(step)
+            assert reached.item() < step
+    assert waited == steps
+
+
+def test_roles_and_models_together_run_ahead_by_three_times_as_many_steps_as_one_may(place):
+    roles = [RunsAhead(seconds=1e9, most=10) for _ in range(6)]
+    most = 0
+    for turn in range(12):
+        for role in roles:
+            (result,) = runtime.to_device([torch.tensor([float(turn)])], place)
+            role.add(result, 100)
+            most = max(most, sum(len(one.started) for one in roles))
+    assert 25 <= most <= 30
+
+
+def test_on_the_host_nothing_is_under_way():
+    result = torch.ones(1)
+    under_way = HOST.in_flight()
+    assert under_way.add(result, 1 << 40) is result and HOST.most_in_flight == 0
+
+
+def _spent(function):
+    before = runtime.counts()
+    result = function()
+    return result, runtime.counts() - before
