@@ -23,6 +23,7 @@ from pathlib import Path
 from processes import ends, process_group
 
 HERE = Path(__file__).resolve().parent
+PATH = str(HERE.parent), str(HERE)
 WHEEL = "xla-cpu-pjrt==0.0.1"
 # Outside the checkout, so that a clean one needn't fetch 63 MB again.
 KEPT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tpufit-pod"
@@ -92,14 +93,13 @@ class Pod:
             code: The Python that each of them runs.
             each: Further code of one host that runs before, by name: `host1="..."`.
         """
-        root = str(HERE.parent)
         with ExitStack() as stack:
             # Sockets' paths must be short.
             sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="pod-"))
             environment = {
                 **os.environ,
                 **build(),
-                "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+                "PYTHONPATH": os.pathsep.join(filter(None, [*PATH, os.environ.get("PYTHONPATH")])),
                 "PJRT_DEVICE": "POD",
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": str(_free_port()),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from engines import engine_of
 from torch import nn
 
 import tpufit
@@ -26,7 +27,7 @@ def make(**arguments):
 
 def engine(cores, **arguments):
     """The engine of a model that is compiled, on its cores."""
-    own = make(**arguments)._engine
+    own = engine_of(make(**arguments))
     own.move_to(own.place_on(runtime.start(cores, "test")))
     return own
 
@@ -48,7 +49,7 @@ def equal(some, others):
 
 
 def test_inside_fit_the_seed_of_an_evaluation_is_a_function_of_the_run():
-    own, other = make()._engine, make()._engine
+    own, other = engine_of(make()), engine_of(make())
     for one in (own, other):
         one.begin_fit(None, FitOptions(fitting=True), seed=7)
     first = [own.seed_of_pass() for _ in range(3)]
@@ -60,7 +61,7 @@ def test_inside_fit_the_seed_of_an_evaluation_is_a_function_of_the_run():
 
 
 def test_outside_of_fit_it_is_drawn_from_pytorchs_generator():
-    own = make()._engine
+    own = engine_of(make())
     torch.manual_seed(5)
     first, second = own.seed_of_pass(), own.seed_of_pass()
     torch.manual_seed(5)
@@ -83,13 +84,13 @@ def test_a_trial_is_undone_and_its_graphs_are_not_kept(cores):
 
 @pytest.mark.parametrize(("scaling", "factor"), [("linear", 8.0), ("sqrt", 8**0.5), (None, 1.0)])
 def test_rates_are_scaled_by_the_cores_and_those_before_are_told(scaling, factor):
-    own = make(scale_lr=scaling)._engine
+    own = engine_of(make(scale_lr=scaling))
     rate = own.model.optimizer.param_groups[0]["lr"]
     assert own.scale_rates(8) == [rate] and own.model.optimizer.param_groups[0]["lr"] == pytest.approx(rate * factor)
 
 
 def test_eager_steps_run_on_the_host_and_on_one_host_only(cores):
-    own = make(run_eagerly=True)._engine
+    own = engine_of(make(run_eagerly=True))
     assert own.place_on(runtime.start(cores, "test")) is HOST
     with pytest.raises(ArgumentError, match="run_eagerly=True runs on one host's processor, and this is one of sev"):
         own.place_on(Cores(8, 0, "CPU", "test", hosts=2))
@@ -100,7 +101,7 @@ def test_the_next_compile_keeps_the_weights_in_place_and_the_count_of_steps(core
     step(own)
     before = weights(own)
     own.model.compile("sgd", "cross_entropy")
-    after = own.model._engine
+    after = engine_of(own.model)
     assert after is not own and not after.programs and after.state.numbers.step == 1 and after.log is own.log
     assert after.state.placement == own.state.placement and equal(before, weights(after))
     assert after.observed.formats is None and after.observed.shapes == own.observed.shapes

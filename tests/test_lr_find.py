@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, BATCH
+from engines import engine_of
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -82,7 +83,7 @@ def everything(model):
     draws = random.random(), np.random.rand(), float(torch.rand(()))
     tpufit.set_random_seed(0)
     return SimpleNamespace(
-        state=state, rest=(groups, modes, draws, model.steps_taken, model._engine.state.numbers.seed)
+        state=state, rest=(groups, modes, draws, model.steps_taken, engine_of(model).state.numbers.seed)
     )
 
 

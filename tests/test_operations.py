@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from engines import engine_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.nn import functional as F
@@ -115,7 +116,7 @@ def test_a_fit_counts_tokens_and_operations(cores, peak, joined):
     assert report.share_of_peak == last.operations / last.seconds / PEAK
     assert "share of the peak" in str(report) and "tokens a second" in str(report)
     assert "predicted" not in str(report)
-    model._engine.log.predicted = 2 * last.seconds / last.steps
+    engine_of(model).log.predicted = 2 * last.seconds / last.steps
     assert ": 0.50 times" in str(model.report())
 
 

@@ -20,6 +20,7 @@ CODE = """
 import json, weakref
 import torch
 from torch import nn
+from engines import engine_of
 import tpufit
 from tpufit import runtime
 from tpufit.callbacks import ModelCheckpoint
@@ -44,7 +45,7 @@ def fit(model, epochs=2, **arguments):
 told = {}
 model = compiled()
 told["history"] = fit(model, callbacks=[ModelCheckpoint("run", save_freq=2)])
-told["split"] = len(model._engine.state.device.shardings)
+told["split"] = len(engine_of(model).state.device.shardings)
 told["evaluated"] = model.evaluate(X, Y, verbose=0)
 rows = model.predict(X[:29], batch_size=4, verbose=0)
 told["predicted"] = None if rows is None else rows.tolist()
@@ -60,7 +61,7 @@ def noting(tensors, *args, **kwargs):
 transfer.to_host = noting
 before = runtime.counts()
 model.save("saved")
-told["most"], told["state"] = most[0], sum(t.nbytes for t in model._engine.state.device.tensors)
+told["most"], told["state"] = most[0], sum(t.nbytes for t in engine_of(model).state.device.tensors)
 model.save_weights("weights.safetensors")
 transfer.to_host = real
 

@@ -53,6 +53,15 @@ def same(batch):
     return batch
 
 
+def filled(source, count, depth):
+    """A prefetcher that has so many batches ready."""
+    given = []
+    feed = Prefetcher(source, lambda batch: given.append(batch) or batch, depth)
+    assert becomes(lambda: len(given) == count)
+    with feed.paused():  # which waits until the last of them is handed over
+        return feed
+
+
 class Source:
     """Numbers without end; it counts how many were read, and knows in which thread its generator was closed."""
 
@@ -230,8 +239,7 @@ def test_seconds_waited():
     with Prefetcher(slow(), same) as feed:
         list(feed)
         assert 0.1 < feed.times.waited < SOON
-    with Prefetcher(range(3), same, depth=3) as feed:
-        assert becomes(lambda: feed._channel.ready.qsize() == 3)
+    with filled(range(3), 3, depth=3) as feed:
         next(feed), next(feed), next(feed)
         assert feed.times.waited == 0
 
@@ -346,8 +354,7 @@ def test_nothing_is_prepared_in_a_pause_and_all_of_it_after():
 
 
 def test_what_is_ready_can_be_had_in_a_pause():
-    with Prefetcher(range(10), same, depth=3) as feed:
-        assert becomes(lambda: feed._channel.ready.qsize() == 3)
+    with filled(range(10), 3, depth=3) as feed:
         with feed.paused():
             assert [next(feed) for _ in range(3)] == [0, 1, 2]
             with pytest.raises(RuntimeError, match="no batch is ready in a pause"):
@@ -357,7 +364,7 @@ def test_what_is_ready_can_be_had_in_a_pause():
 
 def test_the_end_can_be_had_in_a_pause():
     with Prefetcher(range(2), same, depth=5) as feed:
-        assert becomes(lambda: feed._channel.ready.qsize() == 3)
+        assert becomes(lambda: not feed_threads())
         with feed.paused():
             assert list(feed) == [0, 1]
 
@@ -366,7 +373,7 @@ def test_close_in_a_pause_does_not_wait(monkeypatch):
     monkeypatch.setattr(prefetch, "_PATIENCE", 60.0)
     source, prepared = Source(), []
     feed = Prefetcher(source, prepared.append, depth=1)
-    assert becomes(lambda: feed._channel.ready.qsize() == 1)
+    assert becomes(lambda: len(prepared) == 1)
     began = time.monotonic()
     with feed.paused():
         next(feed)
@@ -456,10 +463,13 @@ def test_a_fork_changes_nothing(run_python):
         from tpufit.data.prefetch import Prefetcher
 
         warnings.simplefilter("ignore", DeprecationWarning)  # since Python 3.12: a fork of a process with threads
-        feed = Prefetcher(range(5), int)
+        given = []
+        feed = Prefetcher(range(5), lambda batch: given.append(batch) or batch)
         got = [next(feed)]
-        while feed._channel.ready.qsize() < 2:
+        while len(given) < 3:
             time.sleep(0.001)
+        with feed.paused():  # until the last of them is handed over
+            pass
         child = os.fork()
         if not child:
             try:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from engines import engine_of
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -318,7 +319,7 @@ def groups(x=X, y=Y, cores=8, validation=None, limit=None, compiling=None, **tra
     """The rows of the batches of each group, of each pass."""
     model = made(**compiling or {})
     arguments = {"batch_size": 4} | training
-    plan = plan_of(model._engine, TrainingData(x, y, **arguments), ValidationData(**validation or {}), cores, limit)
+    plan = plan_of(engine_of(model), TrainingData(x, y, **arguments), ValidationData(**validation or {}), cores, limit)
     return [[[batch.rows for batch in group] for group in one.groups] for one in plan.passes]
 
 
@@ -370,7 +371,7 @@ def test_the_steps_of_a_fit(given, expected):
 
 
 def test_batches_have_no_values_but_the_range_of_their_labels():
-    plan = plan_of(made()._engine, TrainingData({"a": X}, Y, batch_size=4), ValidationData(), 8)
+    plan = plan_of(engine_of(made()), TrainingData({"a": X}, Y, batch_size=4), ValidationData(), 8)
     (batch,) = plan.passes[0].groups[0]
     x, y = batch.nest
     assert x["a"].is_meta and y.is_meta and (x["a"].shape, y.shape, y.dtype) == ((32, 6), (32,), torch.int64)
@@ -467,7 +468,7 @@ class Rivals(tpufit.Model):
 
 
 def twin_of(model):
-    state, _ = model._engine.state.tensors()
+    state, _ = engine_of(model).state.tensors()
     return pickle.loads(pickled(model, model, state.keys()))
 
 
@@ -528,7 +529,7 @@ def test_what_can_not_be_sent_is_named():
     model.log = None
     samples = Samples()
     samples.device_transform = partial(torch.add, threading.Lock())
-    plan = plan_of(model._engine, TrainingData(samples), ValidationData(), 8)
+    plan = plan_of(engine_of(model), TrainingData(samples), ValidationData(), 8)
     with pytest.raises(PreflightError, match=r": passes\.0\.transform is a partial, and"):
         pickled(plan, model, {})
 
@@ -681,8 +682,8 @@ def traced(model, limit=None, validation_split=0.0, **training):
     from tpufit.preflight.tracing import Tracer
 
     data = TrainingData(X, Y, batch_size=4, **training)
-    plan = plan_of(model._engine, data, ValidationData(validation_split), 8, limit)
-    state, _ = model._engine.state.tensors()
+    plan = plan_of(engine_of(model), data, ValidationData(validation_split), 8, limit)
+    state, _ = engine_of(model).state.tensors()
     tracer = Tracer(pickle.loads(pickled(plan, model, state.keys())))
     tracer.trace()
     return tracer.recorder.programs, list(tracer.described().values())
@@ -721,8 +722,8 @@ def test_a_model_stays_as_it_is(cores):
     flown, plain = (made(use_ema=True, optimizer=Lazy) for _ in range(2))
 
     def looked_at(model):
-        plan = plan_of(model._engine, TrainingData(X, Y, batch_size=4), ValidationData(0.2), 8)
-        state, _ = model._engine.state.tensors()
+        plan = plan_of(engine_of(model), TrainingData(X, Y, batch_size=4), ValidationData(0.2), 8)
+        state, _ = engine_of(model).state.tensors()
         assert all(
             tensor.is_meta for tensor in pickle.loads(pickled(plan, model, state.keys())).model.module.parameters()
         )

@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from engines import engine_of
 from torch import nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
@@ -99,8 +100,8 @@ def programs(tmp_path_factory, on):
         model = tpufit.Model(net)
         model.compile(torch.optim.AdamW(net.parameters()), loss, metrics=[metric], precision=precision)
         data, held = TrainingData(x=x, y=y, batch_size=16), ValidationData(data=(x, y))
-        preflight_run = PreflightRun(model._engine, data, held, limit=None, timeout=600, verbose=False)
-        state, _ = model._engine.state.tensors()
+        preflight_run = PreflightRun(engine_of(model), data, held, limit=None, timeout=600, verbose=False)
+        state, _ = engine_of(model).state.tensors()
         (folder / name).mkdir()
         (folder / name / PLAN).write_bytes(pickled(preflight_run.plan(slice_of(on)), model, state.keys()))
     # One process for all of them, without the XLA flags of other tests.

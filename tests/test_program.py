@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from engines import engine_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -266,7 +267,7 @@ def test_options_of_compile_that_are_set_are_taken_up_by_the_next_pass(cores):
         weights[name, value], counts = fit()
         assert ends == ([2, 4] if name == "steps_per_execution" else [*range(5)])
         assert bool(why_traced(model)) == (value is False)
-        assert model._engine.state.placement.on_host == (name == "run_eagerly")
+        assert engine_of(model).state.placement.on_host == (name == "run_eagerly")
     expected = weights["jit_compile", True]
     for own in weights.values():
         for name, array in expected.items():

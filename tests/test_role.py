@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from engines import engine_of
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
@@ -24,7 +25,7 @@ def make():
 def test_it_outlives_its_passes_and_later_ones_find_its_graphs(cores):
     model = make()
     model.fit(X, Y, 8, verbose=0, validation_data=(X, Y), cores=cores)
-    roles = model._engine.roles
+    roles = engine_of(model).roles
     first = {name: (role, role.program, role.sums, role.borrower) for name, role in roles.items()}
     before = runtime.counts()
     model.fit(X, Y, 8, verbose=0, validation_data=(X, Y))
@@ -41,9 +42,11 @@ def test_tensors_that_move_make_its_program_void_and_leave_its_logs(cores):
     model.fit(X, Y, 8, verbose=0, cores=cores)
     logs = model.get_metrics_result()
     model.to_cpu()
-    assert model._engine.roles["train"].program is None and model.get_metrics_result() == logs
+    assert engine_of(model).roles["train"].program is None and model.get_metrics_result() == logs
     model.fit(X, Y, 8, verbose=0)
-    assert model._engine.roles["train"].program.replays(next(iter(model._engine.roles["train"].program.traced_keys)))
+    assert (
+        engine_of(model).roles["train"].program.replays(next(iter(engine_of(model).roles["train"].program.traced_keys)))
+    )
 
 
 class Doubled(Dataset):
@@ -86,7 +89,7 @@ def test_each_has_keys_of_its_own(cores):
     model = make()
     model.fit(X, Y, 8, verbose=0, cores=cores)
     model.evaluate(X, Y, 8, verbose=0)
-    train, held = (model._engine.roles[name].program.traced_keys for name in ("train", "eval"))
+    train, held = (engine_of(model).roles[name].program.traced_keys for name in ("train", "eval"))
     assert len(train) == len(held) == 1
     model.optimizer.param_groups[0]["weight_decay"] = 0.1
     model.fit(X, Y, 8, verbose=0)

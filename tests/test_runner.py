@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from engines import engine_of
 from torch import nn
 
 import tpufit
@@ -34,7 +35,7 @@ def engine(cores, net=None, **arguments):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Linear(4, 3) if net is None else net)
     model.compile(loss="cross_entropy", scale_lr=None, **{"optimizer": "sgd"} | arguments)
-    made = model._engine
+    made = engine_of(model)
     made.move_to(made.place_on(runtime.start(cores, "test")))
     return made
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from engines import engine_of
 from safetensors.torch import load_file, save_file
 from torch import nn, optim
 
@@ -56,7 +57,7 @@ def state_of(model):
     model.write_back()
     for parameter, state in model.optimizer.state.items():
         tensors |= {f"{names[id(parameter)]}/{key}": runtime.to_host([v], "test")[0] for key, v in state.items()}
-    for own in model._engine.state.optimizers.values():
+    for own in engine_of(model).state.optimizers.values():
         for part in own.kept:
             tensors |= {f"{type(part).__name__}/{i}": v for i, v in enumerate(runtime.to_host(part.tensors, "test"))}
     return tensors
@@ -77,7 +78,7 @@ def test_a_split_state_is_saved_and_loaded_to_the_bit(cores, tmp_path):
     for shard in (None, "fsdp", {"net.0.weight": 1, "net.last.weight": 0}):
         again = compiled(shard, seed=1, use_ema=True, accumulate_steps=3)
         fit(again, cores)
-        tpufit.checkpoint.restore(again._engine, read(tmp_path / "split"))
+        tpufit.checkpoint.restore(engine_of(again), read(tmp_path / "split"))
         assert_equal(expected, state_of(again))
         again.save(tmp_path / "again")
         for file in ("model.safetensors", "training.safetensors"):
@@ -163,7 +164,7 @@ def test_what_is_not_finite_is_not_saved(cores, tmp_path):
         model.save_weights(tmp_path / "weights.safetensors", finite_only=True)
     run = tpufit.checkpoint.CheckpointDirectory(tmp_path / "run")
     writer = AsyncCheckpointWriter(run)
-    checkpoint = tpufit.checkpoint.take_checkpoint(model._engine, {})
+    checkpoint = tpufit.checkpoint.take_checkpoint(engine_of(model), {})
     assert not checkpoint.is_here
     writer.submit(checkpoint)
     with pytest.raises(CheckpointNotWrittenError, match=r"net\.0\.weight holds NaN"):

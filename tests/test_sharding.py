@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, BATCH
+from engines import engine_of
 from torch import nn, optim
 
 import tpufit
@@ -58,7 +59,7 @@ def fitted(cores, shard, optimizer=ADAMW, epochs=2, fitting=(), module=None, **c
 
 
 def shardings(model):
-    return model._engine.state.device.shardings
+    return engine_of(model).state.device.shardings
 
 
 def assert_same_training(one, other, rtol=1e-6):
@@ -110,7 +111,7 @@ TELLING_OPTIONS = ("global_clip_norm", "accumulation", "averages", "joined steps
 def test_with_each_option_too(cores, name):
     whole, split = (fitted(cores, shard, SGD, **OPTIONS[name]) for shard in (None, "fsdp"))
     assert_same_training(whole, split)
-    for own in split[1]._engine.state.optimizers.values():
+    for own in engine_of(split[1]).state.optimizers.values():
         for part in own.kept:
             for parameter, tensor in part.beside:
                 assert (id(tensor) in shardings(split[1])) == (id(parameter) in shardings(split[1]))

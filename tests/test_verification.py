@@ -352,7 +352,7 @@ def test_steps_that_take_longer_than_predicted_are_seen_on_a_tpu(cores, tmp_path
     for factor, seen in ((1.0, []), (5.0, ["GPT: measured / predicted"])):
         took = factor * step * speed._STEPS
         monkeypatch.setattr(speed, "perf_counter", Clock(0.0, 1.0, 1.0, 1.0 + took))
-        found = list(speed._measured("GPT", here, predicted))
+        found = list(speed.measured_net("GPT", here, predicted))
         assert wrong(found) == seen and all(figure.on_tpu for figure in found if figure.bounded)
 
 

@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from engines import engine_of
 from torch import nn
 
 import tpufit
@@ -60,7 +61,7 @@ class Notes(Callback):
     """What it finds when training ends."""
 
     def on_train_end(self, logs=None):
-        self.lost = bool(self.model._engine.state.device.lost)
+        self.lost = bool(engine_of(self.model).state.device.lost)
 
 
 @out_of_memory
@@ -101,7 +102,7 @@ def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores,
 def test_a_whole_state_is_given_new_values_where_it_is(cores):
     model = large(use_ema=True)
     fit(model, cores)
-    tensors = list(model._engine.state.tensors()[0].values())
+    tensors = list(engine_of(model).state.tensors()[0].values())
     values = runtime.to_host(tensors, "test")
     fit(model, cores)
     expected = runtime.to_host(tensors, "test")
@@ -109,8 +110,8 @@ def test_a_whole_state_is_given_new_values_where_it_is(cores):
     with pytest.raises(StateLostError):
         fit(model, cores)
     model.module.greedy = False
-    model._engine.state.device.clear_lost()
-    runtime.copy_into(tensors, values, model._engine.state.placement)
+    engine_of(model).state.device.clear_lost()
+    runtime.copy_into(tensors, values, engine_of(model).state.placement)
     fit(model, cores)
     assert all(torch.equal(*pair) for pair in zip(runtime.to_host(tensors, "test"), expected, strict=True))
 
@@ -164,7 +165,7 @@ def test_weights_that_are_not_all_there_bring_nothing_back(cores):
         pytest.raises(StateLostError, match=r"^layers\.4\.bias can't be brought back"),
     ):
         model.load_state_dict(part, skip_mismatch=True)
-    assert model._engine.state.device.lost
+    assert engine_of(model).state.device.lost
 
 
 @pytest.mark.soak_on(1)
@@ -195,7 +196,7 @@ def test_an_interrupt_right_after_the_start_of_a_step_loses_nothing(cores, monke
     monkeypatch.setattr(graph, "map", then_interrupted, raising=False)
     with pytest.raises(KeyboardInterrupt):
         fit(model, cores, 2)
-    assert len(calls) == 5 and not model._engine.state.device.lost
+    assert len(calls) == 5 and not engine_of(model).state.device.lost
     interrupted = model.state_dict()
     monkeypatch.undo()
 

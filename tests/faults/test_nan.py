@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from engines import engine_of
 from torch import nn
 
 import tpufit
@@ -104,7 +105,7 @@ def test_a_scalar_of_ones_own_counts_too_and_may_be_asked_for_at_once(cores):
 
     class Asks(Callback):
         def on_train_batch_end(self, batch, logs=None):
-            seen.append(self.model._engine.roles["train"].borrower.first_bad_step())
+            seen.append(engine_of(self.model).roles["train"].borrower.first_bad_step())
 
     model, seen = compiled(Logging), []
     fit(model, with_nan(3), cores, Asks())
@@ -119,5 +120,5 @@ def test_logs_read_late_name_the_step_of_their_own_epoch(cores):
 
     model, kept = compiled(), []
     fit(model, with_nan(), cores, Keeps(), epochs=2)
-    model._engine.log.first_bad_step = None
+    engine_of(model).log.first_bad_step = None
     assert np.isnan(kept[0]["loss"]) and model.first_bad_step == BAD

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch
+from engines import engine_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -337,8 +338,8 @@ def trace(model):
     """Trace the steps of a fit, as the process of a preflight does."""
     from tpufit.preflight.tracing import Tracer
 
-    plan = plan_of(model._engine, TrainingData(X, Y, batch_size=4), ValidationData(), 8)
-    state, _ = model._engine.state.tensors()
+    plan = plan_of(engine_of(model), TrainingData(X, Y, batch_size=4), ValidationData(), 8)
+    state, _ = engine_of(model).state.tensors()
     Tracer(pickle.loads(pickled(plan, model, state.keys()))).trace()
 
 
@@ -390,8 +391,8 @@ def test_an_error_in_a_step_is_told_with_its_line(cores, tmp_path):
     from tpufit.preflight import tracing
 
     model = user_model(Divides)
-    plan = plan_of(model._engine, TrainingData(X, Y, batch_size=4), ValidationData(), 8)
-    (tmp_path / tracing.PLAN).write_bytes(pickled(plan, model, model._engine.state.tensors()[0].keys()))
+    plan = plan_of(engine_of(model), TrainingData(X, Y, batch_size=4), ValidationData(), 8)
+    (tmp_path / tracing.PLAN).write_bytes(pickled(plan, model, engine_of(model).state.tensors()[0].keys()))
     with pytest.raises(ZeroDivisionError):
         tracing.main(tmp_path)
     line = Divides.train_step.__code__.co_firstlineno + 1

@@ -114,10 +114,11 @@ def measured(setting: Setting) -> Iterator[Figure]:
     path = setting.folder / _PREDICTED
     found = json.loads(path.read_text()) if path.exists() else {}
     for name in _NETS:
-        yield from _measured(name, setting, found.get(name))
+        yield from measured_net(name, setting, found.get(name))
 
 
-def _measured(name: str, setting: Setting, before: dict[str, float] | None) -> Iterator[Figure]:
+def measured_net(name: str, setting: Setting, before: dict[str, float] | None) -> Iterator[Figure]:
+    """Train one of them, beside what was predicted."""
     model, x, y, rows = _model(name, setting.on_tpu, setting.count)
     x, y = x[:rows], y[:rows]
     began = perf_counter()

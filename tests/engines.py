@@ -1,0 +1,12 @@
+"""The engine of a model, for tests of the engine and of what it is given to."""
+
+from __future__ import annotations
+
+import tpufit
+from tpufit.step.engine import Engine
+
+
+def engine_of(model: tpufit.Model) -> Engine:
+    """The engine that `compile` has made last. A test of what `fit` does asks the model instead."""
+    engine: Engine = model._engine
+    return engine
