@@ -104,7 +104,8 @@ class CometLogger(TrackerCallback):
 
     def close_run(self, failed: bool) -> None:
         """End the experiment, unless it is the user's own."""
-        experiment, self._experiment = self._experiment, None
+        experiment = self._experiment
+        self._experiment = None
         if self._owned:
             experiment.end()  # waits until all is sent
             for copy in self._copies:

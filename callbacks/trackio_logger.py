@@ -87,5 +87,6 @@ class TrackioLogger(TrackerCallback):
 
     def close_run(self, failed: bool) -> None:
         """End the run."""
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         run.finish()

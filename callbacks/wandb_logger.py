@@ -96,6 +96,7 @@ class WandbLogger(TrackerCallback):
 
     def close_run(self, failed: bool) -> None:
         """End the run, unless it is the user's own."""
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if self._owned:
             run.finish(exit_code=int(failed))

@@ -166,7 +166,10 @@ class CacheDiskFullError(CacheError):
     """
 
     def __init__(self, folder: object, need: int, free: int, done: int, files: int) -> None:
-        self.need, self.free, self.done, self.files = need, free, done, files
+        self.need = need
+        self.free = free
+        self.done = done
+        self.files = files
         super().__init__(
             f"no room in {folder} for the rest: {need:,} bytes are needed and {free:,} are free. {done} of {files} "
             "files are finished and kept. Make room and call warm_up() again, or choose another cache_dir"

@@ -122,7 +122,9 @@ class Model(StepMethods):
 
     loss: Any = None  # of the class, so that a subclass may have a method or a property of this name
     loss_weights: Any = None
-    run_eagerly, steps_per_execution, jit_compile = CompileOption(), CompileOption(), CompileOption()
+    run_eagerly = CompileOption()
+    steps_per_execution = CompileOption()
+    jit_compile = CompileOption()
 
     def __init__(self, module: nn.Module) -> None:
         self.module = usable(module)
@@ -279,7 +281,8 @@ class Model(StepMethods):
             before.state.renew()
         self.optimizer = built
         if loss is not None:
-            self.loss, self.loss_weights = loss, loss_weights
+            self.loss = loss
+            self.loss_weights = loss_weights
         self._engine = Engine(self, config, before)
 
     @explaining
@@ -553,12 +556,15 @@ class Model(StepMethods):
         Source: `keras.Model.predict`.
         """
         engine = self._engine
-        verbosity, placement, count = resolve_verbose(verbose), engine.state.placement, 1
+        verbosity = resolve_verbose(verbose)
+        placement = engine.state.placement
+        count = 1
         # Plain PyTorch on the host gives what the device would, and a later fit(cores=8) may still settle the cores.
         host_is_equal = placement.on_host and engine.config.precision == "fp32" and platform() == "CPU"
         if cores is not None or settled() is not None or not host_is_equal:
             now = start(cores, f"predict(cores={cores!r})")
-            placement, count = engine.place_on(now), now.count
+            placement = engine.place_on(now)
+            count = now.count
         shards = placement.local_shards
         data = stream(x, batch_size=batch_size, cores=count, steps=steps, restart=True, local_shards=shards)
         wanted = local or is_first()
@@ -626,7 +632,8 @@ class Model(StepMethods):
 
         Source: Smith, "Cyclical learning rates for training neural networks", 2017.
         """
-        engine, seed = self._engine, torch.initial_seed()
+        engine = self._engine
+        seed = torch.initial_seed()
         require_compiled(engine, "lr_find")
         require_gradients("lr_find")
         require_learning(self.module)
@@ -745,7 +752,8 @@ class Model(StepMethods):
             >>> sorted(logs)
             ['loss']
         """
-        now, seed = start(cores, f"batches(cores={cores!r})"), torch.initial_seed()
+        now = start(cores, f"batches(cores={cores!r})")
+        seed = torch.initial_seed()
         data = TrainingData(x, y, sample_weight, batch_size, shuffle)
         return data.stream(self._engine.place_on(now), now, seed).epoch(epoch)
 
@@ -797,7 +805,8 @@ class Model(StepMethods):
 
         Source: `keras.Model.summary`.
         """
-        engine, seen = self._engine, self._engine.observed
+        engine = self._engine
+        seen = self._engine.observed
         if input_size is not None:
             x = torch.zeros(*input_size)
         if x is not None:
@@ -939,7 +948,8 @@ class Model(StepMethods):
 
         Source: `torch.nn.Module.state_dict`.
         """
-        engine, own = self._engine, named_tensors(self.module)
+        engine = self._engine
+        own = named_tensors(self.module)
         engine.state.write_back()
         unique = {id(tensor): tensor for tensor in own.values()}
         with engine.noticing_loss():
@@ -960,14 +970,16 @@ class Model(StepMethods):
             WeightsError: A name is missing or unknown, a shape differs, or the values of tied weights do.
             StateLostError: A lost tensor is not among the given ones.
         """
-        engine, own = self._engine, named_tensors(self.module)
+        engine = self._engine
+        own = named_tensors(self.module)
         fitting = match_weights(own, state, skip_mismatch)
         if engine.state.device.lost:
             engine.reset({id(own[name]): value for name, value in fitting.items()})
             warn("the optimizer starts without state: it was lost with a step that failed")
             return
         engine.state.write_back()
-        targets, shardings = [own[name] for name in fitting], engine.state.device.shardings
+        targets = [own[name] for name in fitting]
+        shardings = engine.state.device.shardings
         copy_into(targets, list(fitting.values()), engine.state.placement, shardings)
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
@@ -1172,7 +1184,8 @@ def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> 
     Source: `keras.saving.load_model`.
     """
     checkpoint = named_checkpoint(path)
-    model, own = Model(net), named_tensors(net)
+    model = Model(net)
+    own = named_tensors(net)
     left_out = checkpoint.state["model"].get("left_out", [])
     weights = {name: own[name].detach().clone() for name in left_out if name in own} | dict(checkpoint.weights)
     arguments = checkpoint.state.get("compile") if compile else None

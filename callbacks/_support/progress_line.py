@@ -66,7 +66,8 @@ class ProgressLine:
         if not steps or seconds <= 0:
             return []
         found = self.speed(steps / seconds)
-        tokens, share = found.get("tokens_per_second"), found.get("share_of_peak")
+        tokens = found.get("tokens_per_second")
+        share = found.get("share_of_peak")
         said = [] if tokens is None else [f"{tokens:,.0f} tokens/s"]
         return said if share is None else [*said, f"{share:.0%} of the peak"]
 

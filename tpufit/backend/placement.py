@@ -36,7 +36,8 @@ class Sharding:
         return tuple("data" if i == self.axis else None for i in range(ndim))
 
 
-Sharding.ROWS, Sharding.WHOLE = Sharding(0), Sharding()
+Sharding.ROWS = Sharding(0)
+Sharding.WHOLE = Sharding()
 
 Shardings = Mapping[int, Sharding]
 """The shardings of tensors, by their `id`. One that is missing is whole on every core."""

@@ -110,7 +110,8 @@ def tensorflow(facts: Facts) -> Iterator[Row]:
 def device(facts: Facts) -> Iterator[Row]:
     wish = facts.environ.get("PJRT_DEVICE")
     if facts.chips:
-        chip, cores = facts.chips[0], sum(chip.devices for chip in facts.chips)
+        chip = facts.chips[0]
+        cores = sum(chip.devices for chip in facts.chips)
         count = f"{counted(len(facts.chips), 'chip')}, {counted(cores, 'core')}"
         found = f"TPU {chip.name}: {count} of at least {chip.memory} GB each"
         cure = "" if wish in (None, "TPU") else f"PJRT_DEVICE={wish!r} leaves the TPU idle: unset it"

@@ -55,7 +55,8 @@ class Facts:
 def collect(train: bool, timeout: float) -> Facts:
     """Gather the facts of this machine; each training may take so many seconds."""
     # Loading the runtime loads torch, which may be the fault here.
-    runtime, pod = sys.modules.get("tpufit.runtime"), sys.modules.get("tpufit.hosts")
+    runtime = sys.modules.get("tpufit.runtime")
+    pod = sys.modules.get("tpufit.hosts")
     cores = runtime.settled() if runtime else None
     hosts = tuple(name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name)
     missing = tuple(name for name in hosts if not _leads_somewhere(name)) if len(hosts) > 1 else ()

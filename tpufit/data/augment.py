@@ -142,7 +142,9 @@ class RandomAffine(Augmentation):
     ) -> None:
         super().__init__()
         self.degrees = (-degrees, degrees) if isinstance(degrees, (int, float)) else degrees
-        self.translate, self.scale, self.shear = translate or (0.0, 0.0), scale or (1.0, 1.0), shear or 0.0
+        self.translate = translate or (0.0, 0.0)
+        self.scale = scale or (1.0, 1.0)
+        self.shear = shear or 0.0
 
     def images(self, x: Tensor) -> Tensor:
         """Warp the images."""
@@ -154,7 +156,8 @@ class RandomAffine(Augmentation):
         # Where each pixel comes from: the inverse of turning and shearing, then scaling, then moving.
         down = rows[None, :, None] - _between(x, -self.translate[1], self.translate[1])[:, None, None] * height
         right = columns[None, None, :] - _between(x, -self.translate[0], self.translate[0])[:, None, None] * width
-        cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
+        cos = angle.cos()[:, None, None]
+        sin = angle.sin()[:, None, None]
         y = (cos * down - sin * right) * shrink[:, None, None]
         return _sampled(x, y, (cos * right + sin * down) * shrink[:, None, None] - lean.tan()[:, None, None] * y)
 
@@ -182,7 +185,8 @@ class RandomResizedCrop(Augmentation):
     ) -> None:
         super().__init__()
         self.size = (size, size) if isinstance(size, int) else tuple(size)
-        self.scale, self.ratio = scale, ratio
+        self.scale = scale
+        self.ratio = ratio
 
     def images(self, x: Tensor) -> Tensor:
         """Cut out the parts, and resize them."""
@@ -217,7 +221,9 @@ class ColorJitter(Augmentation):
 
     def __init__(self, brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0.0) -> None:
         super().__init__()
-        self.brightness, self.contrast, self.saturation = brightness, contrast, saturation
+        self.brightness = brightness
+        self.contrast = contrast
+        self.saturation = saturation
 
     def images(self, x: Tensor) -> Tensor:
         """Change the colours."""
@@ -254,7 +260,8 @@ class RandomErasing(Augmentation):
     ) -> None:
         super().__init__()
         self.p = _share("p", p)
-        self.scale, self.ratio = scale, ratio
+        self.scale = scale
+        self.ratio = ratio
 
     def images(self, x: Tensor) -> Tensor:
         """Blacken the rectangles."""
@@ -318,7 +325,9 @@ class RandAugment(Augmentation):
         out = _as_floats(x)
         factor = (1 + 0.9 * share * sign).view(-1, 1, 1, 1)
         bits = 8 - round(self.magnitude * 4 / (self.num_magnitude_bins - 1))
-        grey, low, high = _grey(out), out.amin((2, 3), keepdim=True), out.amax((2, 3), keepdim=True)
+        grey = _grey(out)
+        low = out.amin((2, 3), keepdim=True)
+        high = out.amax((2, 3), keepdim=True)
         made = {
             "brightness": out * factor,
             "color": grey + (out - grey) * factor,
@@ -361,7 +370,8 @@ class _Mixing(Augmentation):
         super().__init__()
         if not 0 < alpha <= 2:
             raise ArgumentError(f"alpha must be above 0 and at most 2, got {alpha!r}")
-        self.num_classes, self.alpha = num_classes, alpha
+        self.num_classes = num_classes
+        self.alpha = alpha
 
     def forward(self, batch: Any) -> Any:
         """Mix a batch; its labels become probabilities."""
@@ -435,15 +445,19 @@ def _warped(x: Tensor, which: Tensor, share: Tensor) -> Tensor:
         return torch.where(which == OPERATIONS.index(name), share * most, 0.0).view(-1, 1, 1)
 
     height, width = x.shape[-2:]
-    row, column = torch.arange(height, device=x.device)[:, None], torch.arange(width, device=x.device)
-    y, z = row - (height - 1) / 2, column - (width - 1) / 2  # from the middle
+    row = torch.arange(height, device=x.device)[:, None]
+    column = torch.arange(width, device=x.device)
+    # From the middle.
+    y = row - (height - 1) / 2
+    z = column - (width - 1) / 2
     angle = of("rotate", math.pi / 6)
     down = (height - 1) / 2 + angle.sin() * z + angle.cos() * y
     right = (width - 1) / 2 + angle.cos() * z - angle.sin() * y
     # Shears keep the corner at the top left, and moves are whole pixels.
     down = down + of("shear_y", 0.3) * (column + 0.5) - of("translate_y", 150 / 331 * height).trunc()
     right = right + of("shear_x", 0.3) * (row + 0.5) - of("translate_x", 150 / 331 * width).trunc()
-    down, right = down.round(), right.round()
+    down = down.round()
+    right = right.round()
     inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)
     place = (down.clamp(0, height - 1) * width + right.clamp(0, width - 1)).long().flatten(1)
     pixels = x.flatten(2).gather(2, place[:, None].expand(-1, x.shape[1], -1)).view(x.shape)
@@ -457,7 +471,8 @@ def _blurred(x: Tensor) -> Tensor:
         return x
     shifted = [x[:, :, i : height - 2 + i, j : width - 2 + j] for i in range(3) for j in range(3)]
     inner = (torch.stack(shifted).sum(0) + 4 * x[:, :, 1:-1, 1:-1]) / 13
-    row, column = torch.arange(height, device=x.device)[:, None], torch.arange(width, device=x.device)
+    row = torch.arange(height, device=x.device)[:, None]
+    column = torch.arange(width, device=x.device)
     edge = (row == 0) | (row == height - 1) | (column == 0) | (column == width - 1)
     return torch.where(edge, x, F.pad(inner, [1, 1, 1, 1]))
 
@@ -545,12 +560,14 @@ def _sampled(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
     """
     height, width = x.shape[-2:]
     down, right = torch.broadcast_tensors(down + (height - 1) / 2, right + (width - 1) / 2)
-    top, left = down.floor(), right.floor()
+    top = down.floor()
+    left = right.floor()
     flat = _as_floats(x).flatten(2)
     out = torch.zeros((), device=x.device)
     for below in (0, 1):
         for beside in (0, 1):
-            row, column = top + below, left + beside
+            row = top + below
+            column = left + beside
             weight = (1 - (down - row).abs()) * (1 - (right - column).abs())
             weight = weight * ((row >= 0) & (row < height) & (column >= 0) & (column < width))
             place = (row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).long().flatten(1)

@@ -560,7 +560,8 @@ class Compose:
     """
 
     def __init__(self, first: Transform, second: Transform) -> None:
-        self.first, self.second = first, second
+        self.first = first
+        self.second = second
 
     def __call__(self, batch: Any) -> Any:
         """Transform a batch."""

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 from ..errors import ArgumentError, DataError, counted, few, require_whole
 
 # What is read of a file of tokens beforehand: so many pieces of so many tokens, evenly from all of it.
-_PIECES, _PIECE = 16, 1 << 20
+_PIECES = 16
+_PIECE = 1 << 20
 IGNORED = -100  # the label that PyTorch's cross entropy and Hugging Face's models leave out
 
 
@@ -128,7 +129,8 @@ class PackedDataset(RowsOfTokens):
         self.mask = mask
         self.vocab_size = vocab_size
         # Of the texts only their lengths are kept: each is read again with its row, so they may be larger than memory.
-        sizes, self.largest_token = [], 0
+        sizes = []
+        self.largest_token = 0
         for i in range(len(texts)):
             size, largest = _size(texts[i], i, vocab_size)
             sizes.append(size)
@@ -338,7 +340,8 @@ def pack(sizes: NDArray[np.int64], length: int) -> list[NDArray[np.int64]]:
                 rooms &= ~(1 << room)
             rows[row].append(piece)
         else:
-            room, row = length, len(rows)
+            room = length
+            row = len(rows)
             rows.append([piece])
         if room > size:
             having[room - size].append(row)
@@ -374,7 +377,8 @@ def _size(text: Any, index: int, vocab_size: int | None) -> tuple[int, int]:
         raise DataError(f"text {index} must be token numbers in one dimension, got {ids.dtype} of shape {ids.shape}")
     if labels.shape != ids.shape:
         raise DataError(f"text {index} has {counted(len(ids), 'token')} and {counted(len(labels), 'label')}")
-    smallest, largest = int(ids.min(initial=0)), int(ids.max(initial=0))
+    smallest = int(ids.min(initial=0))
+    largest = int(ids.max(initial=0))
     if smallest < 0:
         raise DataError(f"text {index} has token {smallest}: tokens are whole numbers from 0")
     if vocab_size is not None and largest >= vocab_size:

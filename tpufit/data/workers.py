@@ -112,7 +112,8 @@ def deaths_found_by_readers() -> Iterator[None]:
 
 def _explained(loader: DataLoader[Any], batches: Any, error: Exception) -> str | None:
     """Say which worker died or hung, if the loader's error is about one."""
-    message, workers = str(error), getattr(batches, "_workers", [])
+    message = str(error)
+    workers = getattr(batches, "_workers", [])
     # A batch's tensors are fetched from the worker that sent it, which may have died since.
     gone = isinstance(error, (OSError, EOFError)) and "reraise" not in _functions(error)
     if gone and workers:

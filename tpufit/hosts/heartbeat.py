@@ -41,7 +41,9 @@ class Heartbeat:
     """
 
     def __init__(self, index: int, count: int, store: Store, address: str) -> None:
-        self.place, self.busy, self.waits = "starting", False, False
+        self.place = "starting"
+        self.busy = False
+        self.waits = False
         self.gone: dict[int, str] = {}
         self.places: dict[int, str] = {}
         self._index = index
@@ -121,7 +123,8 @@ class Heartbeat:
         here: dict[str, Any] = {"host": self._index, "places": self._everywhere(), "gone": self.gone}
         if self._farewell is not None:
             here["gone"] = {**self.gone, self._index: self._farewell}
-        text, broken = json.dumps(here).encode() + b"\n", []
+        text = json.dumps(here).encode() + b"\n"
+        broken = []
         for connection in list(self._peers):
             try:
                 connection.send(text)

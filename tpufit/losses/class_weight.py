@@ -49,7 +49,8 @@ class ClassWeight:
         self._table = torch.ones(max(weights) + 2)  # the last entry is for all labels that are not in it
         for label, weight in weights.items():
             self._table[label] = float(weight)
-        self._placed, self._placed_at = self._table, HOST
+        self._placed = self._table
+        self._placed_at = HOST
         self.summary = repr(self._table.tolist())  # equal texts: equal weights
 
     def weigh(self, batch: Any, placement: Placement) -> tuple[Any, Tensor, Tensor]:

@@ -204,7 +204,8 @@ class Loss:
         """
         if not self.ignored or not isinstance(y, Tensor):
             return None
-        shape, dtype = y.shape, y.dtype
+        shape = y.shape
+        dtype = y.dtype
         if dtype.is_floating_point or y.is_meta or 0 in shape:
             return None
         found = _range(y, self.ignored[None])
@@ -220,7 +221,8 @@ class Loss:
             self._classes = y_pred.shape[min(1, y_pred.dim() - 1)]
         if found is None or not self._classes:
             return
-        classes, (smallest, largest, shape, dtype) = self._classes, found
+        classes = self._classes
+        smallest, largest, shape, dtype = found
         if smallest < 0 or largest >= classes:
             of_output: Sequence[int] = y_pred.shape if isinstance(y_pred, Tensor) else [0]
             if len(shape) > 1 and smallest >= 0 and [*of_output[:-1]] == [*shape] and largest < of_output[-1]:

@@ -25,7 +25,8 @@ class LazyLogs(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is _UNREAD and self._read is not None:
-            read, self._read = self._read, None
+            read = self._read
+            self._read = None
             for key, value in read().items():
                 if self.data.get(key) is _UNREAD:  # a callback's own value stays
                     self.data[key] = value

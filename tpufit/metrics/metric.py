@@ -53,7 +53,8 @@ class Metric:
         weighted: bool = False,
         ignored: int | None = None,
     ) -> None:
-        self._output, self._weighted = output, weighted
+        self._output = output
+        self._weighted = weighted
         self._by_name: MetricName | None = None
         self._device_metric: DeviceMetric | None = None  # None until a name is resolved
         self._seen: list[tuple[list[int], str]] | None = None  # the shapes and dtypes that a name was resolved by
@@ -61,16 +62,20 @@ class Metric:
         if isinstance(metric, str):
             self._by_name = MetricName(metric, weighted, ignored)
             row = self._by_name.row
-            own, takes_weights = metric, row.value is not None
+            own = metric
+            takes_weights = row.value is not None
             self.higher_is_better: bool | None = row.higher_is_better
         elif isinstance(metric, torchmetrics.Metric):
             weight = _weight_argument(metric) if weighted else ""
             self._device_metric = DeviceMetric(metric.clone(), weight)
-            own, takes_weights = _snake_case(type(metric).__name__), bool(weight)
+            own = _snake_case(type(metric).__name__)
+            takes_weights = bool(weight)
             self.higher_is_better = metric.higher_is_better
         elif callable(metric) and not isinstance(metric, type):
-            self._device_metric, self.users = DeviceMetric(RowMean(metric), "weight"), metric
-            own, takes_weights = getattr(metric, "__name__", type(metric).__name__).strip("<>"), True
+            self._device_metric = DeviceMetric(RowMean(metric), "weight")
+            self.users = metric
+            own = getattr(metric, "__name__", type(metric).__name__).strip("<>")
+            takes_weights = True
             self.higher_is_better = None
         else:
             raise ArgumentError(
@@ -182,7 +187,9 @@ class DeviceMetric:
         metric.reset()
         if hasattr(metric, "validate_args"):
             metric.validate_args = False  # it would read every batch back to the host; labels are checked there anyway
-        self._metric, self._weight, self._is_traceable = metric, weight, is_traceable
+        self._metric = metric
+        self._weight = weight
+        self._is_traceable = is_traceable
         self.splits = bool(getattr(metric, "splits", False))
         self._device_copy: torchmetrics.Metric | None = None
         self._copied_to: Placement | None = None
@@ -206,7 +213,8 @@ class DeviceMetric:
         self._add(copy, arguments)
         for key, default in copy._defaults.items():
             # Some metrics' sums change their shape with the first batch, from () to (1,). A graph's inputs may not.
-            value, like = attributes[key], torch.as_tensor(default)
+            value = attributes[key]
+            like = torch.as_tensor(default)
             value = value if value.shape == like.shape else value.reshape(like.shape)  # a view keeps its origin alive
             sums.set((slot, key), value if value.dtype is like.dtype else value.to(like.dtype))
             attributes[key] = default
@@ -232,14 +240,16 @@ class DeviceMetric:
         if self._device_copy is None or self._copied_to != placement:
             if not (self._is_traceable or self.keeps_batches or placement.on_host):
                 self.keeps_batches = not self._can_be_traced(arguments)
-            self._device_copy, self._copied_to = self._metric.clone(), placement
+            self._device_copy = self._metric.clone()
+            self._copied_to = placement
             move(self._device_copy.buffers(), placement)
         return self._device_copy
 
     def _can_be_traced(self, arguments: Sequence[Tensor]) -> bool:
         """Try the update on tensors without values: can the device do it, with nothing left in Python?"""
         trial = self._metric.clone().to("meta")
-        before, kept = facts({"metric": trial}), Kept({"metric": self._metric})
+        before = facts({"metric": trial})
+        kept = Kept({"metric": self._metric})
         try:
             with _OnlyLowered():  # type: ignore[no-untyped-call]
                 self._add(trial, [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments])

@@ -31,7 +31,8 @@ class NamedMetric:
 
 
 _error = partial(NamedMetric, by_task=False, higher_is_better=False)
-_l1, _l2 = partial(F.l1_loss, reduction="none"), partial(F.mse_loss, reduction="none")
+_l1 = partial(F.l1_loss, reduction="none")
+_l2 = partial(F.mse_loss, reduction="none")
 TABLE = {
     "accuracy": NamedMetric(torchmetrics.Accuracy, alias="acc", value=is_correct),
     "auroc": NamedMetric(torchmetrics.AUROC),
@@ -61,7 +62,9 @@ class MetricName:
         if name not in _ROWS:
             raise UnknownNameError("metric", name, NAMES)
         self.row = _ROWS[name]
-        self._name, self._weighted, self._ignored = name, weighted, ignored
+        self._name = name
+        self._weighted = weighted
+        self._ignored = ignored
         self._ignored_label = ignored  # for labels; in probabilities there is none to ignore
         self._masks = False  # True if ignored labels are left out by weights of 0
         self._classes_at: int | None = None  # the dimension of an output's classes, once a batch has shown it
@@ -72,7 +75,8 @@ class MetricName:
         Raises:
             ArgumentError: The shapes tell no task.
         """
-        row, classes = self.row, _classes(y_pred, y)
+        row = self.row
+        classes = _classes(y_pred, y)
         # torchmetrics would pick the labels that count, which the device can't; here the others weigh nothing.
         self._masks = bool(classes) and self._ignored is not None and self._compares_classes
         if classes and row.of_classes is not None:

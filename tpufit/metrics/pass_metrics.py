@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _FINITE: Key = (None, "finite")
 
 # What sums begin with.
-_ZERO, _NONE = torch.zeros(()), torch.zeros((), dtype=COUNTS)
+_ZERO = torch.zeros(())
+_NONE = torch.zeros((), dtype=COUNTS)
 
 
 class PassMetrics(SumTable):
@@ -45,7 +46,8 @@ class PassMetrics(SumTable):
 
     def __init__(self, metrics: Sequence[Metric | TrackedMetric], placement: Placement, watches: bool = False) -> None:
         super().__init__(placement)
-        self._metrics, self._watches = list(metrics), watches
+        self._metrics = list(metrics)
+        self._watches = watches
         # Of the step being traced, the batches that metrics keep, each with its slot.
         self.kept: list[tuple[int, Sequence[Tensor]]] = []
         self.rows = 0  # of the pass so far
@@ -69,18 +71,21 @@ class PassMetrics(SumTable):
     def reset(self) -> None:
         """Begin a new pass."""
         super().reset()
-        self.rows, self._noted = 0, {}
+        self.rows = 0
+        self._noted = {}
         self._batches = [[] for _ in self._metrics]
 
     def begin(self) -> None:
         """Begin the trace of a step."""
         super().begin()
-        self.kept, self._noted = [], {}
+        self.kept = []
+        self._noted = {}
 
     def roll_back(self) -> None:
         """Return to the sums that the trace of a step began with, and let go what it gave metrics to keep."""
         super().roll_back()
-        self.kept, self._noted = [], {}
+        self.kept = []
+        self._noted = {}
 
     @contextmanager
     def tracking(self, attributes: Mapping[str, Any]) -> Iterator[None]:
@@ -106,7 +111,8 @@ class PassMetrics(SumTable):
         Raises:
             ArgumentError: One of them is no number, no tensor of one element and no tracked metric.
         """
-        noted, self._noted = self._noted, {}
+        noted = self._noted
+        self._noted = {}
         slots = {id(metric.metric): i for i, metric in enumerate(self._metrics) if isinstance(metric, TrackedMetric)}
         scalars: list[Tensor] = []
         for name, value in {**logs, **{name: noted[name] for name in noted if name not in logs}}.items():
@@ -125,7 +131,8 @@ class PassMetrics(SumTable):
             scalars.append(scalar.reshape(()) if scalar.dim() else scalar)
             # Kahan's summation, with the part that rounding has taken from the sum so far: a plain float32 sum would be
             # off in the fifth digit after some ten thousand batches.
-            total, lost = self.get((name, "total"), _ZERO), self.get((name, "lost"), _ZERO)
+            total = self.get((name, "total"), _ZERO)
+            lost = self.get((name, "lost"), _ZERO)
             addend = scalars[-1] * rows - lost
             new = total + addend
             self.set((name, "total"), new)
@@ -207,7 +214,8 @@ class PassMetrics(SumTable):
         Raises:
             DataError: There are other metrics now.
         """
-        now, then = ([metric.name for metric in self._metrics], [own["name"] for own in state["metrics"]])
+        now = [metric.name for metric in self._metrics]
+        then = [own["name"] for own in state["metrics"]]
         if now != then:
             raise DataError(f"the metrics are others in the middle of an epoch: {then} then, {now} now")
         for metric, own in zip(self._metrics, state["metrics"], strict=True):
@@ -226,9 +234,13 @@ class PassMetrics(SumTable):
 
     def _snapshot(self) -> Callable[[str], dict[str, Any]]:
         """A function that reads this moment's values, whenever it is called: it holds this moment's tensors."""
-        rows, sums, finite = self.rows, self.tensors, self._index.get(_FINITE)
+        rows = self.rows
+        sums = self.tensors
+        finite = self._index.get(_FINITE)
         tell = self.on_finite  # this pass's, though a later pass may have begun when the values are read
-        lists, sizes, names = self._batches, [len(batches) for batches in self._batches], self.names
+        lists = self._batches
+        sizes = [len(batches) for batches in self._batches]
+        names = self.names
 
         def read(reason: str) -> dict[str, Any]:
             kept = [batches[:size] for batches, size in zip(lists, sizes, strict=True)]

@@ -71,7 +71,8 @@ class TrackedMetric:
     def __init__(self, name: str, metric: torchmetrics.Metric) -> None:
         from .metric import DeviceMetric  # with torchmetrics
 
-        self.name, self.metric = name, metric
+        self.name = name
+        self.metric = metric
         self._device_metric = DeviceMetric(metric.clone(), "")
         self._signature = inspect.signature(metric.update)
 

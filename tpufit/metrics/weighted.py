@@ -34,7 +34,8 @@ class WeightedMean(torchmetrics.Metric):
 
     def __init__(self, value: Callable[[Tensor, Tensor], Any], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self._value, self._sum_dtype = value, dtype
+        self._value = value
+        self._sum_dtype = dtype
         self.add_state("total", torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
         self.add_state("weight", torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
 
@@ -110,7 +111,8 @@ class _Counting(MulticlassStatScores):
 
     def update(self, preds: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch of classes; those of weight 0 don't count."""
-        preds, target = preds.flatten(), target.flatten()
+        preds = preds.flatten()
+        target = target.flatten()
         count = partial(torch.sum, dtype=COUNTS)
         counts = torch.ones_like(target, dtype=COUNTS) if weight is None else weight.flatten().to(COUNTS)
         if self.average == "micro":
@@ -119,9 +121,11 @@ class _Counting(MulticlassStatScores):
             total = counts.sum() * (self.num_classes or 0)  # may be too large for 32 bits
         else:
             classes = torch.arange(self.num_classes or 0, dtype=COUNTS, device=preds.device)
-            predicted, labelled = (preds[:, None] == classes), (target[:, None] == classes) * counts[:, None]
+            predicted = preds[:, None] == classes
+            labelled = (target[:, None] == classes) * counts[:, None]
             tp = count(predicted * labelled, 0)
-            fp, fn = count(predicted * counts[:, None], 0) - tp, count(labelled, 0) - tp
+            fp = count(predicted * counts[:, None], 0) - tp
+            fn = count(labelled, 0) - tp
             total = count(counts)
         self._update_state(tp, fp, total - tp - fp - fn, fn)
 

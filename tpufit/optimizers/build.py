@@ -109,7 +109,8 @@ def create_state(optimizer: Optimizer) -> None:
     lists = len(inspect.signature(initialize).parameters) - 1
     for group in optimizer.param_groups:
         waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
-        all_parameters, group["params"] = group["params"], waiting
+        all_parameters = group["params"]
+        group["params"] = waiting
         for p in waiting:
             p.grad = torch.zeros_like(p)
         try:
@@ -169,7 +170,8 @@ class PerParameter:
 
     def __init__(self, optimizer: Optimizer, make: Callable[[nn.Parameter], Tensor], number: str) -> None:
         learning = [p for p in parameters(optimizer) if p.requires_grad]
-        self._optimizer, self._make = optimizer, make
+        self._optimizer = optimizer
+        self._make = make
         self._beside = {p: make(p) for p in learning}
         self._number = torch.zeros(1, device=learning[0].device if learning else None)
         self._name = number

@@ -28,7 +28,8 @@ class DeviceRates:
     """The rates of an optimizer as one vector on the device, sent only when they have changed."""
 
     def __init__(self, optimizer: Optimizer, placement: Placement) -> None:
-        self._optimizer, self._placement = optimizer, placement
+        self._optimizer = optimizer
+        self._placement = placement
         self.sent: list[list[float]] = []  # of each step, those of the groups
         self._rates = torch.empty(0)
 
@@ -109,7 +110,8 @@ class _OnDevice(SharedCounterMode):
             args = target, self._number(args[1], target.device)
         elif takes_numbers and same is torch.addcmul and type(kwargs.get("value")) is float:
             # In the order of torch_xla's own, which is given the number in 64 bits. A TPU emulates them.
-            same, value = torch.add, self._number(kwargs.pop("value"), target.device)
+            same = torch.add
+            value = self._number(kwargs.pop("value"), target.device)
             args = target, torch.mul(torch.mul(args[1], args[2]), value)
         return same(*args, **kwargs, out=target)
 
@@ -130,7 +132,8 @@ class _WithNumbers(_OnDevice):
         args = tuple(arg.on_device() if isinstance(arg, Traced) else arg for arg in args)
         given = {name: arg.on_device() if isinstance(arg, Traced) else arg for name, arg in (kwargs or {}).items()}
         if func.__name__ == "lerp_" and isinstance(given.get("weight"), Tensor):  # in the weights' own format
-            target, end = args[0], given["end"] if "end" in given else args[1]
+            target = args[0]
+            end = given["end"] if "end" in given else args[1]
             return target.add_(torch.mul(torch.sub(end, target), given["weight"]))
         return super().__torch_function__(func, types, args, given)
 

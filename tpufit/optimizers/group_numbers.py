@@ -125,14 +125,16 @@ class GroupNumbers:
         for i, _, rates in self._running:
             for step, row in enumerate(rates.sent):
                 self._numbers |= {(step, i, j, "lr"): rate for j, rate in enumerate(row)}
-        self._base, courses = key, self._courses.setdefault(key, [])
+        self._base = key
+        courses = self._courses.setdefault(key, [])
         for self._at, course in enumerate(courses):
             values = course.again(self._numbers)
             if values is not None:
                 self._results = {place: values[index] for place, index in course.results.items()}
                 self._sent = [values[index] for index in course.used]
                 return (self._at,), to_device([torch.tensor(float(v)) for v in self._sent], placement)
-        self._at, self._sent = len(courses), []
+        self._at = len(courses)
+        self._sent = []
         return (self._at,), []
 
     @contextmanager
@@ -145,7 +147,8 @@ class GroupNumbers:
             yield lambda step: None
             return
         self._course = course = Course()
-        self._inputs, self._first = inputs, len(inputs) - len(self._sent)
+        self._inputs = inputs
+        self._first = len(inputs) - len(self._sent)
         course.enter = self._enter
         groups = [(i, j, group) for i, o, _ in self._running for j, group in enumerate(o.param_groups)]
         before = [dict(group) for *_, group in groups]
@@ -172,7 +175,8 @@ class GroupNumbers:
 
     def _enter(self, index: int) -> Tensor:
         """Give a number of the course as an input of the graph."""
-        course, at = self._course, len(self._course.used)
+        course = self._course
+        at = len(self._course.used)
         if index not in course.used:
             value = course.values[index]
             if at < len(self._sent) and self._sent[at] == value:
@@ -185,7 +189,8 @@ class GroupNumbers:
     def traced(self) -> None:
         """Note that the steps have been traced, and have run: the groups get the numbers that they leave."""
         if self._running:
-            course, courses = self._course, self._courses[self._base]
+            course = self._course
+            courses = self._courses[self._base]
             courses[self._at :] = [course, *courses[self._at + 1 :]]
             self._results = {place: course.values[index] for place, index in course.results.items()}
             self.replayed()

@@ -58,7 +58,8 @@ class GroupConfig:
             raise ArgumentError(
                 f"exclude_from_weight_decay: {type(optimizer).__name__} has no weight decay; leave it out"
             )
-        excluded, scales = self._excluded(module), self._scales(module)
+        excluded = self._excluded(module)
+        scales = self._scales(module)
         groups = []
         for group in optimizer.param_groups:
             parts: dict[tuple[float, bool], list[nn.Parameter]] = {}
@@ -92,7 +93,8 @@ class GroupConfig:
                 f"layer_decay goes by the blocks that {type(module).__name__} repeats, as a ModuleList or Sequential "
                 "of several layers of one class, and finds none: give the optimizer groups with rates of their own"
             )
-        depth, found = 0, {}
+        depth = 0
+        found = {}
         for name, parameter in module.named_parameters():
             own = next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
             if own is None:  # between two blocks it counts to the first one

@@ -12,7 +12,8 @@ class Traced(float):
 
     def __new__(cls, course: Any, index: int) -> "Traced":
         made = super().__new__(cls, course.values[index])
-        made.course, made.index = course, index
+        made.course = course
+        made.index = index
         return made
 
     course: Any

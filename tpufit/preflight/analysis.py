@@ -189,7 +189,8 @@ def analyse(
         code=stats["generated_code"],
     )
     layers: Counter[tuple[str, str]] = Counter()
-    kernels, of_kernels = 0, 0
+    kernels = 0
+    of_kernels = 0
     # The compiler's figures, which take the body of a loop once, and nothing of kernels.
     flops, nbytes = (compiled[name] + loops.beyond_once(compiled.get("loops", {}), name) for name in ("flops", "bytes"))
     for operation, _ in own:

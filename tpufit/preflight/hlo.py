@@ -82,7 +82,8 @@ def arrays_of(text: str) -> list[Array]:
 
 def operations(text: str) -> Iterator[tuple[Operation, bool]]:
     """Read the operations of a program; each with True if it is one of the entry computation, which calls others."""
-    entry, computation = False, ""
+    entry = False
+    computation = ""
     for line in text.splitlines():
         start = _LINE.match(line)
         if start is None:

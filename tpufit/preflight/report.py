@@ -232,7 +232,8 @@ class PreflightReport:
 
     def _of_kernels(self) -> str:
         """What is said of kernels, which the compiler doesn't estimate."""
-        cost, steps = self.step.cost, self.step.steps
+        cost = self.step.cost
+        steps = self.step.steps
         share = cost.of_kernels / cost.cycles
         return (
             f"the compiler has no estimate for {counted(cost.kernels // steps, 'kernel')}: their {share:.0%} of the "

@@ -34,7 +34,9 @@ class Audits:
         self._since: dict[Hashable, _Since] = {}  # by the graph's key
         self._audited: set[Hashable] = set()  # the graphs that need no audit before their next replay
         self._code = 0  # the times that user code has run
-        self._cost, self._ended = 0.0, perf_counter()  # of the last audit: its duration and its end, in seconds
+        # Of the last audit, in seconds.
+        self._cost = 0.0  # its duration
+        self._ended = perf_counter()
 
     def begin_pass(self) -> None:
         """Begin a pass, in which each graph is audited when it is first replayed."""
@@ -81,7 +83,8 @@ class Audits:
         self._audited.add(key)
         self._since[key] = _Since(self._code)
         if seconds is not None:
-            self._cost, self._ended = seconds, perf_counter()
+            self._cost = seconds
+            self._ended = perf_counter()
 
     def disturbed(self, key: Hashable) -> None:
         """Note an audit that couldn't compare. Another one follows as soon as it can be afforded."""
@@ -96,4 +99,5 @@ class Audits:
             self._audited.clear()
         self.captured(key)
         self._since[key].interval = interval if agreed else _FIRST
-        self._cost, self._ended = seconds, perf_counter()
+        self._cost = seconds
+        self._ended = perf_counter()

@@ -149,8 +149,11 @@ class Capture:
         watch: Watch | Glance,
         python_state: Callable[[], dict[str, Any]],
     ) -> None:
-        self._target, self._inputs, self._seeds = target, inputs, target.trace_seeds(seeds)
-        self._watch, self._python_state = watch, python_state
+        self._target = target
+        self._inputs = inputs
+        self._seeds = target.trace_seeds(seeds)
+        self._watch = watch
+        self._python_state = python_state
         # Before the trace, which replaces the sums and gives the state's tensors other memory.
         lists = {"state": stored, "sum": target.sums.tensors, "input": inputs}
         self._memory = by_memory(lists)
@@ -175,7 +178,8 @@ class Capture:
         return obstacle
 
     def _leftover(self) -> str:
-        state, sums = self._target.state, self._target.sums
+        state = self._target.state
+        sums = self._target.sums
         # `hold` would lose them: a tensor's gradient goes with its value.
         if self._target.role == "train" and any(t.grad is not None for t in state.tensors if t.is_leaf):
             return "it leaves gradients to the next one"
@@ -188,7 +192,8 @@ class Capture:
 
         The first time it may be harmless: a cache is built, a layer begins with the statistics of its first batch.
         """
-        before, after = self._before, self._python_state()
+        before = self._before
+        after = self._python_state()
         changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         if changed:
             return f"its Python changes {changed[0]} (from {before.get(changed[0])!r} to {after.get(changed[0])!r})"
@@ -205,7 +210,8 @@ class Capture:
     def unrun(self) -> Graph | None:
         """Find out what was traced, only to compare it; None if there is nothing."""
         # A weight that another thread has just taken, as by `state_dict`, is none that the body has left.
-        everything, state = self._new, set(map(identity, self._target.state.tensors))
+        everything = self._new
+        state = set(map(identity, self._target.state.tensors))
         self._new = [tensor for tensor in everything if identity(tensor) not in state]
         graph = self.graph()
         self._new = everything
@@ -215,7 +221,8 @@ class Capture:
 
     def compute_escaped(self) -> None:
         """Compute what the body of a trace that isn't run has left elsewhere, as in a cache, and nothing else of it."""
-        state, left = self._target.state, self._escaped
+        state = self._target.state
+        left = self._escaped
         if left is None:
             known = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
             left = pending_elsewhere([*known, *state.tensors, *self._target.sums.tensors], self._new)
@@ -227,14 +234,16 @@ class Capture:
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
         target = self._target
-        state, sums = target.state, target.sums
+        state = target.state
+        sums = target.sums
         # Sums that the step made itself are known only now. They come first: what was known before has the last word.
         added = by_memory({"input": self._inputs[self._given :]})
         memory = by_memory({"sum": sums.begun}) | self._memory
         memory |= {handle: (name, self._given + i) for handle, (name, i) in added.items()}
         leaves, spec = tree_flatten(self.outputs)
         template, computed = template_of(leaves, memory)
-        (changed, replaced), summed = state.traced(), pending(sums.tensors)
+        changed, replaced = state.traced()
+        summed = pending(sums.tensors)
         roots = [*replaced, *(sums.tensors[i] for i in summed), *computed]
         # A tensor that the body left elsewhere becomes an output too. Left pending it would be computed later, from
         # memory that the graph has written over.

@@ -24,7 +24,8 @@ def _xla_metrics() -> Any:
 
 def counts() -> Counts:
     """The counters as they stand: take one before and one after, and subtract."""
-    fallbacks, metrics = fallback_counts(), _xla_metrics()
+    fallbacks = fallback_counts()
+    metrics = _xla_metrics()
     return replace(
         totals(),
         host_reads=fallbacks.pop("aten::_local_scalar_dense", 0),
@@ -58,7 +59,8 @@ def metrics_report() -> str:
 @contextmanager
 def role(name: str, cause: str = "") -> Iterator[None]:
     """Count the graphs that are compiled inside to one of the `ROLES`, with their cause."""
-    before, began = _compiled(), perf_counter()
+    before = _compiled()
+    began = perf_counter()
     try:
         yield
     finally:

@@ -64,7 +64,8 @@ class HeldState(DeviceState):
         empty = self._empty or [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
         self.values = self._stored()
         # The flag before the first exchange: from here on `values` is complete, and the user's tensors may not be.
-        self.held, self._empty = True, []
+        self.held = True
+        self._empty = []
         return [swap_value(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
 
     def _stored(self) -> list[Tensor]:
@@ -90,7 +91,8 @@ class HeldState(DeviceState):
         """
         inputs = list(self.tensors)
         for i, value in self._pack(self.tensors).items():
-            tensor, inputs[i] = self.tensors[i], value
+            tensor = self.tensors[i]
+            inputs[i] = value
             tensor.data = shown(value)
             self._packed[i] = value, tensor._version
         return inputs
@@ -102,7 +104,8 @@ class HeldState(DeviceState):
         It gives the values, the inputs of that trace's graph. Whatever is done to them changes nothing here, and is
         forgotten.
         """
-        packs, shows = self._packs(self.tensors), same_memory(self.values)
+        packs = self._packs(self.tensors)
+        shows = same_memory(self.values)
         for i in packs:
             shows[i] = shown(self.values[i])
         with for_this_thread(self.tensors):
@@ -130,7 +133,8 @@ class HeldState(DeviceState):
 
     def _differs(self, i: int) -> bool:
         """True if a packed tensor no longer shows the value that the trace began with."""
-        (value, version), tensor = self._packed[i], self.tensors[i]
+        value, version = self._packed[i]
+        tensor = self.tensors[i]
         # What `tensor.data` is given leaves no trace in the version, but makes another graph.
         return tensor._version != version or graph_hash(tensor) != graph_hash(shown(value))
 
@@ -142,7 +146,9 @@ class HeldState(DeviceState):
         return [found.get(i, self.values[i]) for i in indices]
 
     def replace(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding]) -> None:
-        self.tensors, self.shardings, self._empty = list(tensors), dict(shardings), []
+        self.tensors = list(tensors)
+        self.shardings = dict(shardings)
+        self._empty = []
 
     def write_back(self) -> None:
         if self.lost:
@@ -154,7 +160,8 @@ class HeldState(DeviceState):
     def restore(self, values: Sequence[Tensor]) -> None:
         """Put values, with dimensions in the user's order, into the user's tensors, in place of those that are held."""
         empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, values, strict=True)]
-        self.values, self.held = [], False
+        self.values = []
+        self.held = False
         # After an interrupt some of them were not empty, and can't serve the next `hold`.
         self._empty = empty if all(tensor.is_meta for tensor in empty) else []
         self._versions = [tensor._version for tensor in self.tensors]
@@ -200,10 +207,12 @@ class HeldState(DeviceState):
         if len(outputs) == 2:
             values = replaced(self.values, changed, outputs[1][: len(changed)])
             # No call between the two: an interrupt there would take the same outputs once more.
-            self.values, self._under_way = values, None
+            self.values = values
+            self._under_way = None
         else:
             lost = changed if donates and outputs else []
-            self._lost, self._under_way = lost, None
+            self._lost = lost
+            self._under_way = None
 
     def mark_lost(self, indices: list[int]) -> None:
         """Note that values are lost, by their indices."""

@@ -73,9 +73,11 @@ class Graph:
 
     def arrange(self, sizes: Mapping[str, int]) -> None:
         """Turn the sources into indices of one list, whose parts have these sizes, in their order."""
-        first, total = {}, 0
+        first = {}
+        total = 0
         for name, size in sizes.items():
-            first[name], total = total, total + size
+            first[name] = total
+            total += size
         at = [first[name] + i for name, i in self.sources]
         self.pick = itemgetter(*at) if len(at) > 1 else lambda pool: [pool[i] for i in at]
 
@@ -140,7 +142,8 @@ class Graph:
             tensor = kept()
             if tensor is not None:
                 tensor.data = value
-        tensors, (template, spec) = iter(outputs), self.result
+        tensors = iter(outputs)
+        template, spec = self.result
         if not template and spec.type is list:  # nothing, as of most steps
             return []
         leaves = [

@@ -55,7 +55,8 @@ class RunsAhead(InFlight):
         self._limit = max(2, min(limits))
         if self._new >= _LONG_RUN:
             self.pace = each
-        self._new, self._last_wait = 0, now
+        self._new = 0
+        self._last_wait = now
         return reached
 
     def finish(self) -> None:

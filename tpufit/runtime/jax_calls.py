@@ -28,7 +28,8 @@ def lower(
     from jax._src.lib import xla_client
     from torch_xla.core.xla_builder import computation_from_module_proto
 
-    jax, export = import_module("jax"), import_module("jax.export").export
+    jax = import_module("jax")
+    export = import_module("jax.export").export
     # As for an export: the kernels are then written in a version that an older libtpu reads.
     with _without_devices(), _for_old_libtpu():
         exported = export(jax.jit(function, keep_unused=True), platforms=(platform,))(*arguments)

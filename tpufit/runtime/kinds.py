@@ -60,7 +60,8 @@ def traced_for(kind: str) -> Iterator[None]:
         'TPU v3'
     """
     global _absent
-    before, _absent = _absent, kind
+    before = _absent
+    _absent = kind
     try:
         yield
     finally:

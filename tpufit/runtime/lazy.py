@@ -89,7 +89,8 @@ def noting_new() -> Iterator[list[Tensor]]:
 
     They are among the collector's youngest objects, few enough to look at, as long as it doesn't run.
     """
-    runs, new = gc.isenabled(), list[Tensor]()
+    runs = gc.isenabled()
+    new = list[Tensor]()
     gc.disable()
     try:
         yield new

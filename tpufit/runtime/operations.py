@@ -45,7 +45,9 @@ def _of_product(result: Shape, left: Shape, right: Shape, attributes: str) -> in
 
 def _of_convolution(result: Shape, images: Shape, kernel: Shape, attributes: str) -> int:
     """The terms that it adds up, without those of padding and of holes."""
-    labels, window, groups = _LABELS.search(attributes), _WINDOW.search(attributes), _GROUPS.search(attributes)
+    labels = _LABELS.search(attributes)
+    window = _WINDOW.search(attributes)
+    groups = _GROUPS.search(attributes)
     assert labels is not None
     of_images = dict(zip(labels[1], images, strict=True))
     of_kernel = dict(zip(labels[2], kernel, strict=True))
@@ -61,8 +63,10 @@ def _of_convolution(result: Shape, images: Shape, kernel: Shape, attributes: str
 
 def _overlaps(images: int, kernel: int, result: int, layout: dict[str, str]) -> int:
     """The pairs of places, in the result and in the kernel, that meet one of the images, in one dimension."""
-    stride, apart = int(layout.get("stride", 1)), int(layout.get("rhs_dilate", 1))
-    holes, before = int(layout.get("lhs_dilate", 1)), int(layout.get("pad", "0_0").partition("_")[0])
+    stride = int(layout.get("stride", 1))
+    apart = int(layout.get("rhs_dilate", 1))
+    holes = int(layout.get("lhs_dilate", 1))
+    before = int(layout.get("pad", "0_0").partition("_")[0])
     places = (out * stride + k * apart - before for out in range(result) for k in range(kernel))
     return sum(place % holes == 0 and 0 <= place // holes < images for place in places)
 

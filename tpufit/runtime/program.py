@@ -154,9 +154,11 @@ class CapturedProgram(Program):
         graph = self._graphs[key]
         reference = graph
         if sample is not None and graph.sample is not None:
-            reference, body = graph.sample, sample
+            reference = graph.sample
+            body = sample
         if graph.escaped:  # what it leaves elsewhere must be computed
-            graph.proven, self._doubtful[key] = False, self.audits.doubtful(key)
+            graph.proven = False
+            self._doubtful[key] = self.audits.doubtful(key)
             return
         with pause(), timed("audit"), lowering(self._matmul_precision):
             self._hold()
@@ -172,7 +174,8 @@ class CapturedProgram(Program):
             return
         agreed = difference == "" and not watch.may_have_drawn
         if not agreed:
-            graph.proven, self._doubtful[key] = False, self.audits.doubtful(key)
+            graph.proven = False
+            self._doubtful[key] = self.audits.doubtful(key)
         self.audits.ended(key, perf_counter() - began, agreed)
 
     def _compare(
@@ -232,11 +235,13 @@ class CapturedProgram(Program):
             state.hold()
 
     def replay(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
-        graph, target = self._graphs[key], self._target
+        graph = self._graphs[key]
+        target = self._target
         self.operations = graph.operations
         self.audits.replayed(key, len(seeds))
         self._hold()
-        state, sums = target.state, target.sums
+        state = target.state
+        sums = target.sums
         drawn = seed_tensors(target.placement.device_name, seeds, graph.places) if graph.places else []
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
         outputs = graph.run(state, sums, list(graph.pick(pool)), target.placement.starter)
@@ -257,9 +262,11 @@ class CapturedProgram(Program):
 
     def _capture(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step and compile its graph, or show that it is the one there is; then run that graph."""
-        target, earlier = self._target, self._graphs.get(key)
+        target = self._target
+        earlier = self._graphs.get(key)
         self._finish()
-        graph, began = None, perf_counter()
+        graph = None
+        began = perf_counter()
         with undoing(target.state):
             stored = target.state.begin_trace()  # before the watch, which would see it as work of the step
             watch = self._watch()
@@ -277,7 +284,8 @@ class CapturedProgram(Program):
 
     def _prove(self, key: Hashable, capture: Capture) -> Graph | None:
         """Compare a trace with the one before it, compile its graph if it is new, and run it."""
-        target, earlier = self._target, self._graphs.get(key)
+        target = self._target
+        earlier = self._graphs.get(key)
         doubtful = self._doubtful.pop(key, None)
         graph = capture.graph()
         if graph is None:  # the step gives back what it was given
@@ -309,7 +317,8 @@ class CapturedProgram(Program):
 
     def _note_change(self, earlier: Graph, later: Graph, difference: str, doubtful: int) -> None:
         """Note that an audit has found another graph than the one that is replayed, and steps in doubt."""
-        before, now = earlier.facts, later.facts
+        before = earlier.facts
+        now = later.facts
         known = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if known:
             difference = f"{known[0]} changed (from {before.get(known[0])!r} to {now.get(known[0])!r})"
@@ -320,7 +329,8 @@ class CapturedProgram(Program):
         self.change = "" if not known and earlier.hash != later.hash else difference, doubtful
 
     def pop_change(self) -> tuple[str, int] | None:
-        change, self.change = self.change, None
+        change = self.change
+        self.change = None
         return change
 
     def _finish(self) -> None:

@@ -95,7 +95,8 @@ class _AsItIs(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.block, self._forward = block, block.forward
+        self.block = block
+        self._forward = block.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
@@ -109,7 +110,9 @@ class _Region:
     """
 
     def __init__(self, compute: Callable[..., Any], weights: dict[str, Tensor], seeds: TraceSeeds, keeps: bool) -> None:
-        self._compute, self._weights, self._seeds = compute, weights, seeds
+        self._compute = compute
+        self._weights = weights
+        self._seeds = seeds
         self._residuals = Residuals() if keeps else None
         self._begun = seeds.position()
         self._called = self._drew = False
@@ -126,7 +129,8 @@ class _Region:
         if self._called:
             return self._again(leaves)
         self._called = True
-        whole, residuals = self._unsharding, self._residuals
+        whole = self._unsharding
+        residuals = self._residuals
         in_block = nullcontext() if whole is None else whole.in_block()
         with in_block, nullcontext() if residuals is None else residuals.keeping():
             outputs = self._compute(leaves)

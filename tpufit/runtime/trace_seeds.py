@@ -12,7 +12,9 @@ from ..utils.replaced import replaced
 from .bindings import xla
 
 # torch_xla gives each drawing operation a seed of its own, the next of this sequence, computed inside the graph.
-_FACTOR, _ADDED, _RANGE = 214013, 2531011, 1 << 64
+_FACTOR = 214013
+_ADDED = 2531011
+_RANGE = 1 << 64
 
 Place = tuple[int, int]
 """A place among the random numbers of a trace: the number of the step, and that of the draws before."""
@@ -52,7 +54,9 @@ class TraceSeeds:
     """
 
     def __init__(self, device: str, seeds: Sequence[int]) -> None:
-        self._device, self._seeds, self._step = device, seeds, 0
+        self._device = device
+        self._seeds = seeds
+        self._step = 0
         self._base = xla()._get_base_seed_as_tensor(device)
         self._begun: list[int] = []  # the seeds that the step has begun with, its own and the user's
         self._draws = 0  # of dropout, since the last of them
@@ -60,7 +64,8 @@ class TraceSeeds:
 
     def __call__(self, step: int) -> None:
         """Begin the random numbers of a step."""
-        self._step, self._begun = step, []
+        self._step = step
+        self._begun = []
         self._begin(self._seeds[step])
         self.places.setdefault(self._begun[0], (step, 0))
 
@@ -105,18 +110,22 @@ class TraceSeeds:
     def _return_to(self, position: Position) -> None:
         seed = position.seed
         if seed not in self.places:
-            seeds, count = list(self._begun), 0
+            seeds = list(self._begun)
+            count = 0
             while seed not in seeds:
-                seeds, count = [_signed(seed * _FACTOR + _ADDED) for seed in seeds], count + 1
+                seeds = [_signed(seed * _FACTOR + _ADDED) for seed in seeds]
+                count += 1
             if seeds[0] == seed:  # a replay computes it from the step's seed
                 self.places[seed] = (self._step, count)
         self._set(seed)
-        self._base, self._draws = position.base, position.draws
+        self._base = position.base
+        self._draws = position.draws
 
     def _begin(self, seed: int) -> None:
         self._begun.append(_signed(seed))
         self._set(seed)
-        self._base, self._draws = xla()._get_base_seed_as_tensor(self._device), 0
+        self._base = xla()._get_base_seed_as_tensor(self._device)
+        self._draws = 0
 
     def _set(self, seed: int) -> None:
         xla()._xla_set_rng_seed(seed % _RANGE, self._device)

@@ -84,7 +84,8 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, strict: Strict = LENIENT, step: str = "the step", refuses_draws: bool = False) -> None:
         super().__init__()
-        self._strict, self._step = strict, step
+        self._strict = strict
+        self._step = step
         self._draws_strict = strict if refuses_draws else LENIENT
         self.read_at = self.drew_at = ""
         self._looked = False  # this very code has read a value
@@ -187,7 +188,8 @@ class Watch(TorchFunctionMode):
         if looks:
             self._looked = True
             self._note_look()
-        fallbacks, looked = self._fallbacks, counters.looked_at()
+        fallbacks = self._fallbacks
+        looked = counters.looked_at()
         result = func(*args, **(kwargs or {}))
         if counters.looked_at() != looked:
             self._fallbacks = counters.fallback_counts()
@@ -212,7 +214,8 @@ class Glance:
     products: frozenset[torch.dtype] = frozenset()
 
     def __enter__(self) -> Glance:
-        self._random, self._looked = RNGState.now(), counters.looked_at()
+        self._random = RNGState.now()
+        self._looked = counters.looked_at()
         return self
 
     def __exit__(self, *error: Any) -> None:

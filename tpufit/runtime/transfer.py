@@ -88,7 +88,8 @@ def _in_groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         if group and nbytes + tensor.nbytes > AT_ONCE:
             yield group
-            group, nbytes = [], 0
+            group = []
+            nbytes = 0
         group.append(tensor)
         nbytes += tensor.nbytes
     if group:

@@ -88,7 +88,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, placement: Placement, sharding: Sharding, weight: Tensor) -> Tensor:
-        ctx.placement, ctx.sharding = placement, sharding
+        ctx.placement = placement
+        ctx.sharding = sharding
         return placement.gather(weight)
 
     @staticmethod
@@ -118,7 +119,8 @@ class _GatheredAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
-        ctx.call, ctx.autocast = call, _autocast(tensors[0].device.type)
+        ctx.call = call
+        ctx.autocast = _autocast(tensors[0].device.type)
         ctx.save_for_backward(*tensors)
         return call(tensors)
 
@@ -139,7 +141,8 @@ class _GatheredAgain(torch.autograd.Function):
 
 def _autocast(kind: str) -> Callable[[], Any]:
     """Make contexts with the autocast of now."""
-    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind)
+    enabled = torch.is_autocast_enabled(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
 
 
@@ -156,7 +159,8 @@ _now = _Now()
 @contextmanager
 def without_unsharding() -> Iterator[None]:
     """A context in which split weights are computed with as they are, each core with its own part of them."""
-    before, _now.paused = _now.paused, True
+    before = _now.paused
+    _now.paused = True
     try:
         yield
     finally:
@@ -170,7 +174,8 @@ def unsharding(shardings: Mapping[int, Sharding], placement: Placement) -> Abstr
 
 @contextmanager
 def _unsharding(mode: Unsharding) -> Iterator[None]:
-    before, _now.mode = _now.mode, mode
+    before = _now.mode
+    _now.mode = mode
     try:
         with mode:
             yield
@@ -188,14 +193,16 @@ class Unsharding(TorchFunctionMode):
 
     def __init__(self, shardings: Mapping[int, Sharding], placement: Placement) -> None:
         super().__init__()
-        self._shardings, self._placement = dict(shardings), placement
+        self._shardings = dict(shardings)
+        self._placement = placement
         self._views: Any = WeakIdKeyDictionary()
         self._in_block = False
 
     @contextmanager
     def in_block(self) -> Iterator[None]:
         """A context in which a block runs that will be computed again as a whole, its weights gathered with it."""
-        before, self._in_block = self._in_block, True
+        before = self._in_block
+        self._in_block = True
         try:
             yield
         finally:

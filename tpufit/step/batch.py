@@ -88,7 +88,8 @@ class BatchSender:
         """
         found = [self._examined(batch) for batch in batches]
         # A transfer takes as long as a short step, however small the batch. A pod's hosts send their rows otherwise.
-        first, small = found[0][1].signature, found[0][1].nbytes <= _SMALL
+        first = found[0][1].signature
+        small = found[0][1].nbytes <= _SMALL
         if join and small and len(found) > 1 and all(form.signature == first for _, form in found):
             own = [tensors for tensors, _ in found]
             if all(t.is_cpu or t.is_meta for tensors in own for t in tensors) and self._placement.hosts == 1:
@@ -97,7 +98,8 @@ class BatchSender:
 
     def _send(self, batch: Any, tensors: list[Tensor], form: BatchForm, labels: Any) -> DeviceGroup:
         if isinstance(batch, LocalBatch):
-            batch, sent = batch.batch, send_rows(tensors, form.rows, self._placement)
+            batch = batch.batch
+            sent = send_rows(tensors, form.rows, self._placement)
         else:
             sent = to_device(tensors, self._placement, Sharding.ROWS)
         return DeviceGroup([form], sent, False, [labels or self._labels(batch)])

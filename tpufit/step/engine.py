@@ -102,7 +102,8 @@ class RunLog:
     def begin_fit(self) -> None:
         """Start the record of a new `fit`."""
         self.passes.clear()
-        self.since, self.first_bad_step = counts(), None
+        self.since = counts()
+        self.first_bad_step = None
 
 
 @dataclass
@@ -136,7 +137,8 @@ class Engine:
     """
 
     def __init__(self, model: UserModel, config: CompileConfig = UNCOMPILED, before: Engine | None = None) -> None:
-        self.model, self.config = model, config
+        self.model = model
+        self.config = config
         self.state: TrainState = TrainState(model, config, None if before is None else before.state)
         self.context = StepContext()
         self.options = FitOptions()
@@ -189,7 +191,8 @@ class Engine:
     def begin_fit(self, history: Any, options: FitOptions, seed: int) -> None:
         """Set the history, the options and the seed of a new `fit`."""
         self.model.history = history
-        self.options, self.state.numbers.seed = options, seed
+        self.options = options
+        self.state.numbers.seed = seed
         self.log.begin_fit()
         for program in self.programs:
             program.try_again()
@@ -226,7 +229,8 @@ class Engine:
     @contextmanager
     def trial(self) -> Iterator[None]:
         """A context of training steps that are undone in the end; see `TrainState.put_back`."""
-        before, bad = self.state.snapshot(), self.log.first_bad_step
+        before = self.state.snapshot()
+        bad = self.log.first_bad_step
         try:
             yield
         finally:
@@ -258,7 +262,8 @@ class Engine:
     @contextmanager
     def tracing(self, context: StepContext) -> Iterator[None]:
         """Make a step the current one while its Python runs."""
-        before, self.context = self.context, context
+        before = self.context
+        self.context = context
         try:
             yield
         finally:

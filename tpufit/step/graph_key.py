@@ -174,7 +174,8 @@ class GraphKeys:
             StrictError: The snapshot is new, and the pass is strict.
         """
         used = list(optimizers)
-        hooked, self._hooked = self._hooked, False
+        hooked = self._hooked
+        self._hooked = False
         if self._guard is not None and held and (not hooked or self._guard.options == options(used)):
             return
         self._guard = Guard.of(module, used, self._python())

@@ -95,7 +95,8 @@ class StepMethods:
             BatchError: The module takes other arguments, or one of its layers fails, e.g. on rows of the wrong shape.
         """
         engine = self._engine
-        placement, name = engine.state.placement, engine.config.precision
+        placement = engine.state.placement
+        name = engine.config.precision
         if torch.is_inference_mode_enabled() and not placement.on_host:  # there torch_xla can't make a tensor
             with torch.inference_mode(False), torch.no_grad():
                 return self(x, training)

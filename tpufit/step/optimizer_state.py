@@ -41,7 +41,9 @@ class OptimizerState:
         config: CompileConfig,
         split: Callable[[list[nn.Parameter]], None] = lambda parameters: None,
     ) -> None:
-        self.optimizer, self._config, self._split = optimizer, config, split
+        self.optimizer = optimizer
+        self._config = config
+        self._split = split
         self.rates: DeviceRates | None = None  # on the device; None on the host, and before the first step
         self.accumulator: Accumulator | None = None  # with `accumulate_steps`
         self.ema: EMA | None = None  # with `use_ema`
@@ -93,7 +95,8 @@ class OptimizerState:
         as large as the weights.
         """
         optimizer = self.optimizer
-        own_step, zero_grad = optimizer.step, optimizer.zero_grad
+        own_step = optimizer.step
+        zero_grad = optimizer.zero_grad
 
         @wraps(own_step)  # a scheduler looks for a mark of its own on it
         def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -106,7 +109,9 @@ class OptimizerState:
             self._cleared = True
             zero_grad(set_to_none)
 
-        self._own_step, self._cleared, self._spent = own_step, False, False
+        self._own_step = own_step
+        self._cleared = False
+        self._spent = False
         try:
             with replaced(optimizer, step=step, zero_grad=clear):
                 yield clear
@@ -127,7 +132,8 @@ class OptimizerState:
             return self._step(context, closure)
 
     def _step(self, context: StepContext, closure: Callable[[], Any] | None) -> Any:
-        plan, loss = context.update, None
+        plan = context.update
+        loss = None
         if closure is None:
             self._split(parameters(self.optimizer))
         if self.accumulator is not None:

@@ -32,14 +32,16 @@ class ShapeWatch:
         """
         if number in self.changes:
             return
-        before, now = self._last, _shapes(batch)
+        before = self._last
+        now = _shapes(batch)
         change = _change(before, now)
         if before:
             strict.refuse(
                 f"after its first pass over the data the {self._role} step met a batch of a new shape, for which a "
                 f"graph would be compiled: {change}. {_CURE}"
             )
-        self._last, self.changes[number] = now, change
+        self._last = now
+        self.changes[number] = change
         if len(self.changes) != _MANY:
             return
         warn(

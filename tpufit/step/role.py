@@ -67,7 +67,8 @@ class Role:
 
         `tracked` are the torchmetrics objects that the model's own steps update, by name.
         """
-        program, sums = self.program, self.sums
+        program = self.program
+        sums = self.sums
         # Graphs take and return the sums as a flat list: other metrics make other graphs.
         if (
             program is None

@@ -63,7 +63,8 @@ class StepRunner:
         self.alone = alone
         self.inside = False
         self.before_step: Callable[[int], None] | None = None
-        state, loss = engine.state, engine.config.loss
+        state = engine.state
+        loss = engine.config.loss
         self._in_flight = state.placement.in_flight()
         label_range = loss.label_range if loss is not None and self._role.logs else None
         self._sender = BatchSender(state.placement, self._role.keys, label_range)
@@ -112,13 +113,17 @@ class StepRunner:
         Raises:
             LabelError: A label of a batch is outside the module's classes.
         """
-        engine, role, program, state = self._engine, self._role, self._program, self._engine.state
+        engine = self._engine
+        role = self._role
+        program = self._program
+        state = self._engine.state
         if role.borrower is not self:  # a callback has run another pass of this role in the middle of this one
             self._borrow()
         # First: `before_step` may change options that `refresh` looks at, and a bad label must raise before any change.
-        steps, rows = len(group.forms), group.rows
-        updates = state.next_updates(steps, last) if self._role.learns else []
-        inputs, seeds = self._inputs(group, updates), self._seeds(steps)
+        steps = len(group.forms)
+        updates = state.next_updates(steps, last) if role.learns else []
+        inputs = self._inputs(group, updates)
+        seeds = self._seeds(steps)
         if program.captures:
             used = [optimizer for optimizer, _ in state.attached]
             role.keys.refresh(engine.model.module, used, state.device.held, program.traced_keys)
@@ -127,28 +132,29 @@ class StepRunner:
         role.group = group
         engine.latest = role
         state.count_updates(updates)
-        key = self._role.keys.of(group.forms[0].signature, steps, group.stacked, updates)
-        if self._role.learns:
+        key = role.keys.of(group.forms[0].signature, steps, group.stacked, updates)
+        if role.learns:
             course, added = state.group_numbers.find(key, state.attached, state.placement)
-            key, inputs = (*key, *course), [*inputs, *added]
+            key = (*key, *course)
+            inputs = [*inputs, *added]
         body = partial(self._body, group, updates)
         if program.audit_due(key, remaining):
             with state.counters.untouched(state.named_optimizers().values()):
                 program.audit(key, inputs, seeds, body, pause, self._sample(group, updates))
         if program.replays(key):
             outputs = program.replay(key, inputs, seeds)
-            state.counters.replayed((self._role.name, key))
-            if self._role.learns:
+            state.counters.replayed((role.name, key))
+            if role.learns:
                 state.group_numbers.replayed()
         elif not program.captures:
             outputs = program(key, inputs, seeds, body, pause)
-            if self._role.learns:
+            if role.learns:
                 state.group_numbers.traced()
         else:
-            program.cause = self._role.keys.cause(key, steps, program.traced_keys)
-            with state.counters.traced((self._role.name, key), state.named_optimizers().values()):
+            program.cause = role.keys.cause(key, steps, program.traced_keys)
+            with state.counters.traced((role.name, key), state.named_optimizers().values()):
                 outputs = program(key, inputs, seeds, body, pause)
-            if self._role.learns:
+            if role.learns:
                 state.group_numbers.traced()
             engine.register_new_state()  # here only: a replayed step runs no Python that could create state
             sample = self._sample(group, updates)
@@ -156,24 +162,29 @@ class StepRunner:
                 with state.counters.untouched(state.named_optimizers().values()):
                     program.trace_sample(key, inputs, seeds, sample, pause)
             self._tell_change(program.pop_change())
-        if self._role.learns and engine.observed.formats is None:
+        if role.learns and engine.observed.formats is None:
             engine.note_formats(program.products)
         self.inside = False
-        # Counted last: after an error the counts are those of the last whole group.
-        tally, numbers = self.tally, state.numbers
-        tally.steps += steps
-        tally.batches += steps
-        tally.rows += rows
-        tally.tokens += group.tokens
-        tally.operations += program.operations
-        numbers.rows_seen += rows
-        if self._role.learns:
-            numbers.step += steps
-        if not self._role.logs:
+        self._count(group)  # last: after an error the counts are those of the last whole group
+        if not role.logs:
             return outputs
-        self._metrics.count(rows, outputs)
+        self._metrics.count(group.rows, outputs)
         self._hold_back(group)
         return None
+
+    def _count(self, group: DeviceGroup) -> None:
+        """Count the steps of a group that have been started."""
+        steps = len(group.forms)
+        tally = self.tally
+        tally.steps += steps
+        tally.batches += steps
+        tally.rows += group.rows
+        tally.tokens += group.tokens
+        tally.operations += self._program.operations
+        numbers = self._engine.state.numbers
+        numbers.rows_seen += group.rows
+        if self._role.learns:
+            numbers.step += steps
 
     def _tell_change(self, change: tuple[str, int] | None) -> None:
         """Warn of steps that may have run without a change of the user's Python, see `Program.change`."""
@@ -199,7 +210,8 @@ class StepRunner:
 
         It is chosen once, because each size needs a graph of its own.
         """
-        engine, wanted = self._engine, self._engine.config.steps_per_execution
+        engine = self._engine
+        wanted = self._engine.config.steps_per_execution
         if wanted == 1 or engine.state.placement.on_host:
             return 1
         if isinstance(wanted, int):
@@ -256,7 +268,8 @@ class StepRunner:
 
     def _note_finite(self, steps_before: int, finite: Tensor) -> None:
         """Note the first step of this pass whose logs were not finite, see `PassMetrics.finite`."""
-        bad, log = first_bad(finite), self._engine.log
+        bad = first_bad(finite)
+        log = self._engine.log
         if bad is not None and log.first_bad_step is None:
             log.first_bad_step = steps_before + bad
 
@@ -278,7 +291,8 @@ class StepRunner:
         if self.before_step is None:
             return [sent.send([optimizers.rates(optimizer)] * steps) for optimizer, sent in attached]
         rates: list[list[list[float]]] = [[] for _ in attached]
-        plans, numbers = updates or [UpdatePlan()] * steps, self._engine.state.numbers
+        plans = updates or [UpdatePlan()] * steps
+        numbers = self._engine.state.numbers
         iterations = numbers.updates if updates else numbers.step
         for plan in plans:
             self.before_step(iterations)
@@ -290,7 +304,8 @@ class StepRunner:
 
     def _seeds(self, steps: int) -> list[int]:
         """Return the seed of each step: of the run and the training so far, else of the pass."""
-        numbers, tally = self._engine.state.numbers, self.tally
+        numbers = self._engine.state.numbers
+        tally = self.tally
         seed, first = (numbers.seed, numbers.step) if self._role.learns else (tally.seed, tally.steps)
         return [step_seed(seed, first + i) for i in range(steps)]
 
@@ -321,7 +336,8 @@ class StepRunner:
         Returns:
             For `"predict"` the outputs of each batch, else the batches that metrics keep.
         """
-        engine, sent = self._engine, len(group.tensors)
+        engine = self._engine
+        sent = len(group.tensors)
         outputs = []
         with ExitStack() as stack:
             if not engine.observed.shapes:
@@ -353,7 +369,8 @@ class StepRunner:
 
     def _step(self, batch: Any, rows: int) -> Any:
         """Run the Python of one step."""
-        engine, metrics = self._engine, self._metrics
+        engine = self._engine
+        metrics = self._metrics
         if self._role.learns:
             with metrics.tracking(vars(engine.model)):
                 logs = engine.model.train_step(batch)

@@ -103,7 +103,8 @@ def bytes_of_a_core(tensors: Iterable[Tensor], shardings: Mapping[int, Sharding]
     """The bytes that each core holds of some tensors; the shardings are of those that are split, by their `id`."""
     total = 0
     for tensor in tensors:
-        shape, axis = list(tensor.shape), shardings.get(id(tensor), Sharding.WHOLE).axis
+        shape = list(tensor.shape)
+        axis = shardings.get(id(tensor), Sharding.WHOLE).axis
         if axis is not None:
             shape[axis] = -(-shape[axis] // cores)
         total += math.prod(shape) * tensor.element_size()

@@ -60,7 +60,8 @@ class TrainState:
     """
 
     def __init__(self, owner: Any, config: CompileConfig, before: TrainState | None = None) -> None:
-        self._owner, self._config = owner, config
+        self._owner = owner
+        self._config = config
         self.placement: Placement = HOST if before is None else before.placement
         # The values of the tensors while graphs are replayed.
         self.device: DeviceState = HostState([]) if before is None else before.device
@@ -249,8 +250,10 @@ class TrainState:
         for optimizer in self.named_optimizers().values():
             clear_state(optimizer)
         self.optimizers.clear()
-        self.counters, self.numbers.batches_waiting = HostCounters(), 0
-        self.placement, self.device = HOST, HostState([])
+        self.counters = HostCounters()
+        self.numbers.batches_waiting = 0
+        self.placement = HOST
+        self.device = HostState([])
 
     def renew(self) -> None:
         """Forget the held tensors: `compile` has replaced their values, e.g. by another dtype."""
@@ -269,9 +272,13 @@ class TrainState:
         """
         if not self._plans:
             return []
-        every, ema, now = self._config.gradients.accumulate_steps, self._config.ema, self.numbers
+        every = self._config.gradients.accumulate_steps
+        ema = self._config.ema
+        now = self.numbers
         overwrite = ema.overwrite_frequency if ema is not None else None
-        plans, waiting, updates = [], now.batches_waiting, now.updates
+        plans = []
+        waiting = now.batches_waiting
+        updates = now.updates
         for i in range(steps):
             takes_step = waiting + 1 == every or (last and i == steps - 1)
             waiting, updates = (0, updates + 1) if takes_step else (waiting + 1, updates)
@@ -345,7 +352,8 @@ class TrainState:
             WeightsError: The module keeps something in its state that isn't a tensor.
         """
         self.write_back()  # before the tensors are listed: held ones are empty
-        names, now = self._names(), self.numbers
+        names = self._names()
+        now = self.numbers
         named = self.named_optimizers()
         swapped = {n: ema.swapped for n, o in named.items() if (ema := self.of(o).ema) is not None}
         numbers = {name: value for name, value in asdict(now).items() if name != "rows_seen"}
@@ -363,7 +371,9 @@ class TrainState:
             CheckpointMismatchError: The checkpoint is of another net or optimizer. Nothing has changed.
         """
         # All checks come before the first change.
-        weights, names, named = named_tensors(self._owner.module), self._names(), self.named_optimizers()
+        weights = named_tensors(self._owner.module)
+        names = self._names()
+        named = self.named_optimizers()
         left_out = dict.fromkeys(saved.numbers.get("left_out", []))
         unknown = [name for name in left_out if name not in weights]
         if unknown:
@@ -417,7 +427,8 @@ class TrainState:
 
     def _training_tensors(self) -> dict[str, Tensor]:
         """Return the live tensors outside the module's `state_dict`, by their names in checkpoints."""
-        module, names = self._owner.module, self._names()
+        module = self._owner.module
+        names = self._names()
         saved = {id(tensor) for tensor in named_tensors(module).values()}
         found = {f"buffer/{name}": b for name, b in module.named_buffers() if id(b) not in saved}
         for i, part in enumerate(self._config.loss_modules):
@@ -431,7 +442,8 @@ class TrainState:
     def snapshot(self) -> Snapshot:
         """Copy everything, to put it back after a trial. **This waits** for the device, once."""
         self.write_back()
-        owner, optimizers = self._owner, list(self.named_optimizers().values())
+        owner = self._owner
+        optimizers = list(self.named_optimizers().values())
         modules = [part for module in self.modules for part in module.modules()]
         # All attributes of modules, not only modes: a flag may say that a layer has seen its first batch, and a buffer
         # may be replaced by another tensor. Those of the model too: the user's own steps may change them.

@@ -29,7 +29,8 @@ def fault_of(engine: Engine, batch: Any, transform: Callable[[Any], Any] | None)
 
     A copy of the module computes shapes only. A model whose own Python makes the evaluation isn't tried.
     """
-    model, loss = engine.model, engine.config.loss
+    model = engine.model
+    loss = engine.config.loss
     kind: Any = type(model)
     usual = all(getattr(kind, name) is getattr(StepMethods, name) for name in ("test_step", "compute_loss", "__call__"))
     if not usual or loss is None:

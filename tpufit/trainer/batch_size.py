@@ -131,7 +131,8 @@ def largest(fits: Callable[[int], bool], most: int) -> tuple[int | None, list[in
         ((96, [32, 64, 128, 96, 112, 104]), (3, [32, 16, 8, 4, 2, 3]), (50, [32, 50]))
     """
     tried: list[int] = []
-    low, high = 0, most + 1  # what fits, and what doesn't
+    low = 0  # what fits
+    high = most + 1  # what doesn't
     size = min(DEFAULT_BATCH_SIZE, most)
     while True:
         tried.append(size)

@@ -87,7 +87,9 @@ def note_compiled(role: str, cause: str, graphs: int, seconds: float) -> None:
 def timed(phase: str) -> Iterator[None]:
     """Count the time inside to a phase, without the time that is counted to another one in there."""
     global _inside
-    began, outside, _inside = perf_counter(), _inside, 0.0
+    began = perf_counter()
+    outside = _inside
+    _inside = 0.0
     try:
         yield
     finally:
@@ -101,7 +103,9 @@ def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
 
     def timed_function(*args: P.args, **kwargs: P.kwargs) -> T:
         global _inside
-        began, outside, _inside = perf_counter(), _inside, 0.0
+        began = perf_counter()
+        outside = _inside
+        _inside = 0.0
         try:
             return function(*args, **kwargs)
         finally:

@@ -113,7 +113,8 @@ def write_one_by_one(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
+        start = end
+        end = end + tensor.nbytes
         header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),

@@ -29,7 +29,8 @@ _OBJECTS = 20_000
 _ITEMS = 10_000
 
 _PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
-_NONE, _GONE = object(), object()  # a value without a form; an attribute that isn't there
+_NONE = object()  # a value without a form
+_GONE = object()  # an attribute that isn't there
 
 # The attributes of every module and optimizer, which are PyTorch's.
 _PYTORCHS = frozenset(vars(nn.Module())) | vars(torch.optim.SGD([torch.zeros(1)], 0.1)).keys() | {"_opt_called"}
@@ -67,7 +68,8 @@ class Kept:
     """
 
     def __init__(self, roots: Mapping[str, Any], leave: Iterable[object] = ()) -> None:
-        self._roots, self._leave = dict(roots), list(leave)
+        self._roots = dict(roots)
+        self._leave = list(leave)
         self._holders = self._found()
         self._forms = {name: _forms(_values(holder)) for name, holder in self._holders.items()}
         self._simple = {name: _simple(_values(holder)) for name, holder in self._holders.items()}
@@ -87,7 +89,8 @@ class Kept:
         """Return the attributes that have changed since this object was made, by object, as JSON holds them."""
         changed = {}
         for name, holder in self._holders.items():
-            before, simple = self._forms[name], self._simple[name]
+            before = self._forms[name]
+            simple = self._simple[name]
             # This is done for each batch that is read, and forms of long lists take long.
             others = {k: v for k, v in _values(holder).items() if k not in simple or not simple[k].is_still(v)}
             found = {key: form for key, form in _forms(others).items() if form != before.get(key, _GONE)}
@@ -104,7 +107,8 @@ class Kept:
             The names of what has no place any more, in roots that are still there.
         """
         for name, holder in self._holders.items():
-            given, now = state.get(name, {}), _forms(_values(holder))
+            given = state.get(name, {})
+            now = _forms(_values(holder))
             for key, form in {**self._forms[name], **given}.items():
                 if now.get(key, _GONE) != form:
                     _set(holder, key, form)
@@ -116,7 +120,9 @@ class Kept:
         """Return the names of what has changed in a form that can't be saved."""
         found = []
         for name, holder in self._holders.items():
-            forms, before, now = self._forms[name], self._marks[name], _marks(_values(holder))
+            forms = self._forms[name]
+            before = self._marks[name]
+            now = _marks(_values(holder))
             # What is new is no state: a step that needs it makes it.
             found += [f"{name}.{key}" for key, mark in now.items() if key in forms or before.get(key, mark) != mark]
         return found

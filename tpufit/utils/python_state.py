@@ -166,7 +166,8 @@ class _Walk:
 
 
 def _defaults(function: types.FunctionType) -> _Facts:
-    code, given = function.__code__, function.__defaults__ or ()
+    code = function.__code__
+    given = function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(given) : code.co_argcount], given, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
 

@@ -55,7 +55,8 @@ def check_versions(torch_version: str | None, xla_version: str | None) -> str:
         >>> check_versions("2.8.0+cpu", "2.8.0")
         '2.8'
     """
-    torch_release, xla_release = release_of(torch_version), release_of(xla_version)
+    torch_release = release_of(torch_version)
+    xla_release = release_of(xla_version)
     if torch_release is not None and torch_release == xla_release:
         return torch_release
     # torch is what other packages of an image were built for, so it stays wherever it can.
@@ -114,7 +115,8 @@ def command(found: Mapping[str, str | None], *names: str) -> str:
         'pip install libtpu==0.0.17'
     """
     by_libtpu = TRIED[release_of(found.get("torch_xla")) or NEWEST]
-    libtpu, jax = str(found.get("libtpu")), found.get("jax")
+    libtpu = str(found.get("libtpu"))
+    jax = found.get("jax")
     # There is no 0.0.21 for Python 3.13, and no 0.0.21.1 for 3.10.
     newest = list(by_libtpu)[0 if sys.version_info < (3, 11) else -1]
     libtpu = libtpu if libtpu in by_libtpu else newest

@@ -27,7 +27,8 @@ def calling_lines() -> str:
 
     PyTorch's modules, which stand between all others, are not named; its optimizers are.
     """
-    library, frame = "", _users_frame(sys._getframe(1))
+    library = ""
+    frame = _users_frame(sys._getframe(1))
     inner: FrameType | None = sys._getframe(1)
     while not library and inner is not None and inner is not frame:
         _, is_a_librarys, path = inner.f_code.co_filename.rpartition(f"{os.sep}site-packages{os.sep}")

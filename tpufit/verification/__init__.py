@@ -68,7 +68,8 @@ def verify(
     """
     require_whole("virtual_cores", virtual_cores)
     _not_here()
-    path, began = Path(out), perf_counter()
+    path = Path(out)
+    began = perf_counter()
     runner = Runner(virtual_cores, path.with_name(f"{path.stem}-profile").absolute(), timeout)
     results: list[Result] = []
     chosen = [check for check in checks if check.quick or not quick]

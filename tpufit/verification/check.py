@@ -10,7 +10,10 @@ from typing import Protocol
 
 from ..backend import Cores
 
-NONE, ONE, ALL = -1, 1, 0  # cores: no device at all; one core; every core of a TPU, and of a CPU 8 virtual ones
+# The cores that a check needs.
+NONE = -1  # no device at all
+ONE = 1
+ALL = 0  # every core of a TPU, and of a CPU 8 virtual ones
 
 Value = float | str
 

@@ -18,9 +18,12 @@ from ..model import Model
 from . import nets
 from .check import Figure, Setting
 
-_BATCHES, _EPOCHS = 6, 3
+_BATCHES = 6
+_EPOCHS = 3
 _LAST = 9  # the batch after which it ends, in the middle of the second epoch
-_WIDTH, _LAYERS = 2048, 8  # 128 MiB of weights
+# 128 MiB of weights.
+_WIDTH = 2048
+_LAYERS = 8
 _KEPT = "run"
 _PATIENCE = 30.0  # seconds
 
@@ -29,7 +32,9 @@ class _Counts(Callback):
     """Counts batches, and may send this process a signal after some, once there is a checkpoint."""
 
     def __init__(self, run: Path, number: int | None) -> None:
-        self._run, self._signal, self.batches = run, number, 0
+        self._run = run
+        self._signal = number
+        self.batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.batches += 1
@@ -109,7 +114,8 @@ def _train(
     net, x, y = task.made(_BATCHES * nets.ROWS)
     model = nets.compiled(task, net)
     # A checkpoint within each epoch too, so that there is one in the middle of an epoch to go on from.
-    run, size = setting.folder / folder, nets.batch_size(setting.cores)
+    run = setting.folder / folder
+    size = nets.batch_size(setting.cores)
     counts = _Counts(run, ends_by)
     callbacks: list[Callback] = [ModelCheckpoint(run, save_freq=4), counts]
     model.fit(x, y, size, epochs=_EPOCHS, callbacks=callbacks, resume=True, verbose=0)

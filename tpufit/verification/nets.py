@@ -52,7 +52,8 @@ class Recurrent(nn.Module):
     def __init__(self, width: int = 32, classes: int = 10) -> None:
         super().__init__()
         self.words = nn.Embedding(_WORDS, width)
-        self.lstm, self.head = nn.LSTM(width, width, batch_first=True), nn.Linear(width, classes)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, classes)
 
     def forward(self, words: Tensor) -> Tensor:
         logits: Tensor = self.head(self.lstm(self.words(words))[0][:, -1])
@@ -63,8 +64,10 @@ class _Block(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.heads = max(1, width // 64)
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)
 
@@ -81,9 +84,11 @@ class GPT(nn.Module):
 
     def __init__(self, width: int = 64, blocks: int = 2, length: int = 32, words: int = _WORDS, dropout: float = 0.0):
         super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Embedding(length, width)
         self.blocks = nn.ModuleList(_Block(width, dropout) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.words(words) + self.places(torch.arange(words.shape[1], device=words.device))
@@ -190,7 +195,8 @@ def losses_on_host(task: Task, steps: int = STEPS) -> list[float]:
 
 def plain(task: Task, net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
     """The losses of a loop of PyTorch, which trains the net."""
-    optimizer, losses = sgd(task)(net.parameters()), []
+    optimizer = sgd(task)(net.parameters())
+    losses = []
     for x, y in batches:
         optimizer.zero_grad()
         loss = loss_of(net(x), y)

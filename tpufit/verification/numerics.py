@@ -47,7 +47,8 @@ def precisions(setting: Setting) -> Iterator[Figure]:
     """The errors of a product at each precision, twice in one process: the second time a program could be found again
     that was compiled with another one."""
     torch.manual_seed(0)
-    weights, x = torch.randn(_SIZE, _SIZE), torch.randn(nets.ROWS, _SIZE)
+    weights = torch.randn(_SIZE, _SIZE)
+    x = torch.randn(nets.ROWS, _SIZE)
     exact = x.double() @ weights.double()
     for time in ("first", "second"):
         errors = {name: _error(product(x, weights, name, setting), exact) for name in ("default", "high", "highest")}
@@ -79,7 +80,8 @@ class Attention(nn.Module):
     def __init__(self, width: int = 64, heads: int = 2) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 10)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, 10)
 
     def forward(self, rows: Tensor) -> Tensor:
         q, k, v = self.qkv(rows).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -97,7 +99,8 @@ def attention(setting: Setting) -> Iterator[Figure]:
 
     # A rate at which products rounded to bfloat16 make four times as much difference as is right.
     task = nets.Task("attention", Attention, data, 1.0, 1e-4)
-    rows, steps = max(8, setting.count), 5
+    rows = max(8, setting.count)
+    steps = 5
     net, x, y = task.made(rows)
     theirs = nets.plain(task, net, [(x, y)] * steps)
     for options, factor in ({"matmul_precision": "highest"}, 1), ({"precision": "bf16"}, 100):

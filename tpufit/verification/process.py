@@ -14,7 +14,9 @@ from ..errors import TpufitError
 from ..runtime import platform, process_index, start
 from .check import ALL, NONE, Setting
 
-FIGURES, FAULT, STARTED = "figures.jsonl", "fault.json", "started.json"
+FIGURES = "figures.jsonl"
+FAULT = "fault.json"
+STARTED = "started.json"
 
 
 @dataclass(frozen=True)

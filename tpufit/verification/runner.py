@@ -14,9 +14,13 @@ from .anonymous import anonymous
 from .check import ALL, NONE, Check, Figure, Process
 from .process import FAULT, FIGURES, STARTED, Job
 
-PASSED, FAILED = "passed", "FAILED"
-NOT_ON_A_CPU, NOT_ON_ONE_CORE, NOT_ON_A_POD = "not on a CPU", "not on one core", "not on a pod"
-NO_START, NO_TIME = "no start", "no time"
+PASSED = "passed"
+FAILED = "FAILED"
+NOT_ON_A_CPU = "not on a CPU"
+NOT_ON_ONE_CORE = "not on one core"
+NOT_ON_A_POD = "not on a pod"
+NO_START = "no start"
+NO_TIME = "no time"
 
 _GRACE = 5.0  # seconds in which a process that hangs writes where
 _ON_A_CPU = 4  # times as long as on a TPU: virtual cores share the real ones, with whatever else runs there
@@ -67,7 +71,8 @@ class Runner:
     """Runs checks."""
 
     def __init__(self, virtual: int, kept: Path, seconds: float) -> None:
-        self._virtual, self._kept = virtual, kept
+        self._virtual = virtual
+        self._kept = kept
         self._until = perf_counter() + seconds  # no further check is begun then
         self._tried: dict[int, bool] = {}  # whether the device has started, by cores
         self.device = Device()
@@ -116,7 +121,8 @@ class Runner:
 
     def _end_of(self, process: Process, what: str, folder: Path, seconds: float, shortened: bool) -> str:
         """How a process has ended, in words; nothing if it was as it should."""
-        part, until = process.part, monotonic() + seconds
+        part = process.part
+        until = monotonic() + seconds
         (folder / STARTED).unlink(missing_ok=True)
         job = Job(part.__module__, part.__qualname__, process.cores, self._virtual, str(folder), str(self._kept), until)
         command = ["-m", f"{__package__}.process", json.dumps(asdict(job))]

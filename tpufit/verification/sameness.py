@@ -46,7 +46,8 @@ def together(setting: Setting) -> Iterator[Figure]:
         one = torch.load(setting.folder / f"{task.name}.pt", weights_only=True)
         yield Figure(f"losses, {task.name}", nets.difference(losses, one["losses"]), at_most=_ROUNDING)
         yield Figure(f"weights, {task.name}", nets.weights_difference(weights, one["weights"]), at_most=10 * _ROUNDING)
-    ours, theirs = dropped(setting), torch.load(setting.folder / "dropped.pt", weights_only=True)
+    ours = dropped(setting)
+    theirs = torch.load(setting.folder / "dropped.pt", weights_only=True)
     yield Figure("elements that dropout treats differently", int((ours != theirs).sum()), at_most=0)
     share = float((ours == 0).float().mean())
     yield Figure("share that dropout(0.25) drops", share, at_least=0.2, at_most=0.3)
@@ -69,7 +70,8 @@ def dropped(setting: Setting) -> Tensor:
 
 def uneven(setting: Setting) -> Iterator[Figure]:
     """A last batch that is smaller, and divides into no number of cores."""
-    task, rows = nets.conv(), nets.ROWS + 13
+    task = nets.conv()
+    rows = nets.ROWS + 13
     net, x, y = task.made(rows)
     model = nets.compiled(task, net, matmul_precision=_EXACT)
     size = nets.batch_size(setting.cores)

@@ -33,7 +33,8 @@ class _Sized:
     """A task of a size at which a TPU is busy, or of one that a CPU can do, and its rows a core."""
 
     def __init__(self, task: Callable[[bool], nets.Task], on_tpu: int, on_cpu: int) -> None:
-        self.task, self._rows = task, (on_cpu, on_tpu)
+        self.task = task
+        self._rows = (on_cpu, on_tpu)
 
     def rows(self, large: bool) -> int:
         return self._rows[large]
@@ -66,7 +67,8 @@ class _Repeated:
     """The batch of a core, over and over: an epoch of it waits only at its end."""
 
     def __init__(self, x: Tensor, y: Tensor, count: int) -> None:
-        self._batch, self._count = (x, y), count
+        self._batch = (x, y)
+        self._count = count
 
     def __len__(self) -> int:
         return self._count
@@ -77,7 +79,8 @@ class _Repeated:
 
 def _model(name: str, large: bool, cores: int) -> tuple[Model, Tensor, Tensor, int]:
     sized = _NETS[name]
-    task, rows = sized.task(large), sized.rows(large)
+    task = sized.task(large)
+    rows = sized.rows(large)
     net, x, y = task.made(rows * cores)
     return nets.compiled(task, net, precision="bf16"), x, y, rows
 
@@ -85,7 +88,9 @@ def _model(name: str, large: bool, cores: int) -> tuple[Model, Tensor, Tensor, i
 def predicted(setting: Setting) -> Iterator[Figure]:
     """Compile the steps of three nets for the TPU that is here, before anything holds it."""
     began = perf_counter()
-    large, here, found = bool(chips()), slice_here(), dict[str, Any]()
+    large = bool(chips())
+    here = slice_here()
+    found = dict[str, Any]()
     if here is None:
         yield Figure("preflight", "what a core of this TPU can do is not known")
     else:
@@ -120,7 +125,8 @@ def measured(setting: Setting) -> Iterator[Figure]:
 def measured_net(name: str, setting: Setting, before: dict[str, float] | None) -> Iterator[Figure]:
     """Train one of them, beside what was predicted."""
     model, x, y, rows = _model(name, setting.on_tpu, setting.count)
-    x, y = x[:rows], y[:rows]
+    x = x[:rows]
+    y = y[:rows]
     began = perf_counter()
     model.fit(_Repeated(x, y, 3 * setting.count), verbose=0)
     yield Figure(f"{name}: first three steps, with compiling", perf_counter() - began, unit="s")
@@ -144,7 +150,8 @@ def measured_net(name: str, setting: Setting, before: dict[str, float] | None) -
 def sending(setting: Setting) -> Iterator[Figure]:
     """The rate to the device and back."""
     assert setting.cores is not None
-    place, tensor = placement_on(setting.cores), torch.arange(_SENT // 4, dtype=torch.float32)
+    place = placement_on(setting.cores)
+    tensor = torch.arange(_SENT // 4, dtype=torch.float32)
     to_host(to_device([tensor], place), "bandwidth")
     began = perf_counter()
     (back,) = to_host(to_device([tensor + 1], place), "bandwidth")

@@ -81,7 +81,8 @@ _region: Callable[[Attend], Attend] | None = None
 def attending_in(region: Callable[[Attend], Attend]) -> Iterator[None]:
     """A context in which each attention is a region of its own; `region` makes regions of a function's calls."""
     global _region
-    before, _region = _region, region
+    before = _region
+    _region = region
     try:
         yield
     finally:
@@ -113,10 +114,13 @@ class _Attention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         left = left if left is None else held(left)
-        shares, blind = _shares(query, key, mask, is_causal, scale), _blind(mask)
+        shares = _shares(query, key, mask, is_causal, scale)
+        blind = _blind(mask)
         (y,), _ = residual(lambda: [_mean(_scaled(shares, left, dropout), value, blind)])
         ctx.save_for_backward(query, key, value, mask, left, blind, shares, y)
-        ctx.dropout, ctx.is_causal, ctx.scale = dropout, is_causal, scale
+        ctx.dropout = dropout
+        ctx.is_causal = is_causal
+        ctx.scale = scale
         return y
 
     @staticmethod
@@ -164,7 +168,8 @@ class _Narrow(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> Tensor:
-        weights, blind = _weights(query, key, mask, is_causal, scale), _blind(mask)
+        weights = _weights(query, key, mask, is_causal, scale)
+        blind = _blind(mask)
         if left is None:
             divisor = weights.sum(-1, keepdim=True)
         else:
@@ -175,7 +180,9 @@ class _Narrow(torch.autograd.Function):
         weights = held(weights.to(value.dtype))
         (y,), _ = residual(lambda: [_quotient(_kept(weights, dropout), divisor, value, blind)])
         ctx.save_for_backward(query, key, value, mask, blind, weights, divisor, y)
-        ctx.dropout, ctx.is_causal, ctx.scale = dropout, is_causal, scale
+        ctx.dropout = dropout
+        ctx.is_causal = is_causal
+        ctx.scale = scale
         return y
 
     @staticmethod
@@ -198,7 +205,8 @@ class _Narrow(torch.autograd.Function):
         kept = _kept(weights, ctx.dropout).to(value.dtype)
         if ctx.dropout:
             mean = mean * (1 - ctx.dropout)  # the divisor is that of what is left, and this sum is over all weights
-            of_weights, weights = of_weights.masked_fill(weights <= 0, 0), weights.abs()
+            of_weights = of_weights.masked_fill(weights <= 0, 0)
+            weights = weights.abs()
         of_scores = weights.to(divisor.dtype) * (of_weights - mean)
         of_products = (of_scores * ctx.scale).to(query.dtype)
         if of_scores.nbytes > cores() * _FAST_MEMORY:

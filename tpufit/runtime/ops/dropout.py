@@ -28,7 +28,8 @@ _draws: Callable[[], Draw] | None = None
 def drawing(draws: Callable[[], Draw]) -> Iterator[None]:
     """A context in which this gives each dropout its own draw. Elsewhere dropout is PyTorch's."""
     global _draws
-    before, _draws = _draws, draws
+    before = _draws
+    _draws = draws
     try:
         yield
     finally:
@@ -158,11 +159,13 @@ class _Builder:
             (word.bitcast(self._xb.Type.U32) ^ self.word(part)).broadcast_in_dim(self._shape, ())
             for word, part in zip(words, (of_draw, of_draw // _MOST), strict=True)
         )
-        row, in_a_row = self._iota(0), math.prod(self._shape[1:])
+        row = self._iota(0)
+        in_a_row = math.prod(self._shape[1:])
         rows = _MOST // in_a_row  # that the places of one group suffice for
         if rows < self._shape[0]:
             group = row / self.word(rows)
-            row, flipped = row - group * self.word(rows), flipped ^ self._mixed(group)
+            row = row - group * self.word(rows)
+            flipped = flipped ^ self._mixed(group)
         place = row * self.word(in_a_row) + self._place_in_row()
         return self._mixed(self._mixed(place + added) ^ flipped)
 
@@ -171,7 +174,8 @@ class _Builder:
         return self._xb.Op.scalar(self._builder, value % _MOST, dtype=self._xb.Type.U32)
 
     def _place_in_row(self) -> Any:
-        place, stride = self.word(0), 1
+        place = self.word(0)
+        stride = 1
         for dim in range(len(self._shape) - 1, 0, -1):
             place = self._iota(dim) * self.word(stride) + place
             stride *= self._shape[dim]

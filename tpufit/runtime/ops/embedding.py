@@ -43,7 +43,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(words)
-        ctx.rows, ctx.padding = len(weight), padding
+        ctx.rows = len(weight)
+        ctx.padding = padding
         return torch.embedding(weight, words)
 
     @staticmethod

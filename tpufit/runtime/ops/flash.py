@@ -37,7 +37,8 @@ _interpreted = False
 def interpreted() -> Iterator[None]:
     """A context in which steps on a CPU take the kernel too: Pallas' interpreter runs it, exactly and slowly."""
     global _interpreted
-    before, _interpreted = _interpreted, True
+    before = _interpreted
+    _interpreted = True
     try:
         yield
     finally:
@@ -94,8 +95,10 @@ class _Kernel:
 
 @lru_cache(maxsize=256)
 def _kernel(shape: _Shape) -> _Kernel:
-    jax, folder = import_module("jax"), "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
-    splash, masks = import_module(f"{folder}_kernel"), import_module(f"{folder}_mask")
+    jax = import_module("jax")
+    folder = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
+    splash = import_module(f"{folder}_kernel")
+    masks = import_module(f"{folder}_mask")
 
     lengths = shape.queries, shape.keys
     limits = shape.left, shape.right
@@ -141,7 +144,8 @@ def _kernel(shape: _Shape) -> _Kernel:
         leaves = [next(kept) if at is None else tensors[at] for at in known]
         return jax.tree.unflatten(trees[0], leaves)(gradient)
 
-    rows, dtype = shape.rows, jax.numpy.dtype(shape.dtype)
+    rows = shape.rows
+    dtype = jax.numpy.dtype(shape.dtype)
     of = jax.ShapeDtypeStruct
     arguments = [
         of((rows, shape.heads, shape.queries, shape.width), dtype),
@@ -160,7 +164,8 @@ def _kernel(shape: _Shape) -> _Kernel:
 
 def _work(shape: _Shape) -> list[KernelWork]:
     """What the kernels compute and move: forward, and backward for queries, and for keys and values."""
-    block_q, block_kv = _block(shape.queries), _block(shape.keys)
+    block_q = _block(shape.queries)
+    block_kv = _block(shape.keys)
     blocks = 0
     for begin in range(0, shape.queries, block_q):
         first = 0 if shape.left is None else max(0, begin - shape.left) // block_kv
@@ -168,10 +173,12 @@ def _work(shape: _Shape) -> list[KernelWork]:
         blocks += max(0, -(-end // block_kv) - first)
     heads = shape.rows * shape.heads
     scores = heads * block_q * block_kv * blocks
-    width, of_value = shape.width, shape.of_value
+    width = shape.width
+    of_value = shape.of_value
     # In memory a row is of whole lanes.
     row = (_lanes(width) + _lanes(of_value)) * (2 if shape.dtype == "bfloat16" else 4)
-    queries, keys = heads * shape.queries, shape.rows * shape.shared * shape.keys
+    queries = heads * shape.queries
+    keys = shape.rows * shape.shared * shape.keys
     whole = 4 * _LANES * queries  # a number in 32 bits for each query, which takes all lanes of a row
     limited = (shape.left, shape.right) != (None, None)
     beside = whole * (limited + shape.segmented)  # the places and segments of queries
@@ -247,8 +254,10 @@ class _Flash(torch.autograd.Function):
         how: tuple[int | None, int | None, float, CorePlacement, Callable[..., Tensor]],
     ) -> Tensor:
         left, right, scale, placement, plain = how
-        queries, keys = query.shape[-2], key.shape[-2]
-        filled, lanes = (_whole(queries), _whole(keys)), _takes_whole_lanes()
+        queries = query.shape[-2]
+        keys = key.shape[-2]
+        filled = (_whole(queries), _whole(keys))
+        lanes = _takes_whole_lanes()
         if of_queries is None and keys < filled[1] and not (right == 0 and queries <= keys):
             # Else queries would look at keys that only fill up a block.
             of_queries, of_keys = (
@@ -282,7 +291,10 @@ class _Flash(torch.autograd.Function):
         )
         result, *kept = _kept(kernel.forward(*own), len(query), placement)
         ctx.save_for_backward(query, key, value, mask, *own, result, *kept)
-        ctx.kernel, ctx.scale, ctx.placement, ctx.plain = kernel, scale, placement, plain
+        ctx.kernel = kernel
+        ctx.scale = scale
+        ctx.placement = placement
+        ctx.plain = plain
         return placement.from_core(result, len(query))[:, :, :queries, : value.shape[-1]]
 
     @staticmethod

@@ -42,7 +42,8 @@ _now: _Choosing | None = None
 def choosing(forms: AttentionForms, placement: CorePlacement) -> Iterator[None]:
     """A context of a trace in which attention takes the forms asked for; what each layer gets is noted there."""
     global _now
-    before, _now = _now, _Choosing(forms, placement)
+    before = _now
+    _now = _Choosing(forms, placement)
     # To see masks costs time, which is for those alone who may get the kernel.
     sees = forms.asked != "plain" and _has_kernel(kind_of(placement.device))
     try:
@@ -68,7 +69,8 @@ def flash_form(
     now = _now
     if now is None or now.forms.asked == "plain":
         return None
-    obstacle, pattern = _obstacle(query, dropout), Pattern(right=0 if is_causal else None)
+    obstacle = _obstacle(query, dropout)
+    pattern = Pattern(right=0 if is_causal else None)
     if not obstacle and now.forms.asked == "auto":
         obstacle = _not_worth(query, key)
     if not obstacle and mask is not None:
@@ -102,7 +104,8 @@ def _obstacle(query: Tensor, dropout: float) -> str:
 
 def _not_worth(query: Tensor, key: Tensor) -> str:
     """Why an attention had better be plain, though the kernel could compute it; nothing if it had not."""
-    length, found = min(query.shape[-2], key.shape[-2]), releases.compiler()
+    length = min(query.shape[-2], key.shape[-2])
+    found = releases.compiler()
     if length < _WORTH:
         return f"{length} places are few"
     if not is_interpreted() and not releases.tried(found):  # a kernel that it can't read would end the training

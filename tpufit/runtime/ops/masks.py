@@ -26,7 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 _LARGEST = 1 << 26
 _uncounted = count(-1, -1)
 # Numbers of segments that nobody has: of keys that nobody looks at, and of queries that look at nothing.
-FILLING, BLIND = -(2**31), -(2**31) + 1
+FILLING = -(2**31)
+BLIND = -(2**31) + 1
 
 
 def _both(*names: str) -> set[Any]:
@@ -194,7 +195,8 @@ class Masks(TorchFunctionMode):
         self, func: Any, result: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[_Condition, ...] | None:
         """The conditions of a mask in another form; notes the source of a tensor that repeats another, or picks all."""
-        first, rest = args[0], args[1:]
+        first = args[0]
+        rest = args[1:]
         expands = func in (Tensor.expand, Tensor.expand_as)
         if (expands and first.dim() == result.dim()) or self._picks_all(func, first, rest):
             source = self._source(first)
@@ -323,9 +325,11 @@ class _Seen:
     """What is left for queries to look at, while the conditions of a mask are taken one after the other."""
 
     def __init__(self, masks: Masks, rows: int, queries: int, keys: int) -> None:
-        self._masks, self._shape = masks, (rows, queries, keys)
+        self._masks = masks
+        self._shape = (rows, queries, keys)
         # Of each query the first key, and the one after the last.
-        self._low, self._high = np.zeros(queries, np.int64), np.full(queries, keys)
+        self._low = np.zeros(queries, np.int64)
+        self._high = np.full(queries, keys)
         self._of_keys: list[Tensor] = []
         self._of_queries: list[Tensor] = []
         self._numbers: tuple[Tensor, Tensor] | None = None  # of the texts of queries and of keys
@@ -357,7 +361,8 @@ class _Seen:
         queries, keys = (self._masks.value(x) for x in (of_query, of_key))
         if queries is None or keys is None or rows != 1:
             return self._take_unknown(of_query, of_key, how)
-        q, k = queries.flatten().numpy(), keys.flatten().numpy()
+        q = queries.flatten().numpy()
+        k = keys.flatten().numpy()
         if how == "eq":
             return bool((k == q[0]).all() and (q == q[0]).all()) or self._take_unknown(of_query, of_key, how)
         if not (np.diff(k) > 0).all():
@@ -371,11 +376,13 @@ class _Seen:
 
     def _take_values(self, seen: Any) -> bool:
         """Take a condition whose values are all known: of each query some keys without a gap."""
-        low, places = seen.argmax(1), np.arange(seen.shape[1])
+        low = seen.argmax(1)
+        places = np.arange(seen.shape[1])
         high = low + seen.sum(1)
         if not seen.any(1).all() or not (seen == ((places >= low[:, None]) & (places < high[:, None]))).all():
             return False
-        self._low, self._high = np.maximum(self._low, low), np.minimum(self._high, high)
+        self._low = np.maximum(self._low, low)
+        self._high = np.minimum(self._high, high)
         return True
 
     def _take_unknown(self, of_query: Tensor, of_key: Tensor, how: str) -> bool:
@@ -404,7 +411,8 @@ class _Seen:
                 self._low = np.maximum(self._low, ends)
         if not (self._low < self._high).all():
             return None
-        right, left = int(self._high[0]) - 1, queries - 1 - int(self._low[-1])
+        right = int(self._high[0]) - 1
+        left = queries - 1 - int(self._low[-1])
         places = np.arange(queries)
         whole = bool((self._high == keys).all()), bool((self._low == 0).all())
         if not whole[0] and (right < 0 or not (self._high == np.minimum(places + 1 + right, keys)).all()):
@@ -433,7 +441,8 @@ class _Seen:
 
     def _sees_itself(self) -> bool:
         """True if each query looks at the key of its own place, which has its number."""
-        places, (_, queries, keys) = np.arange(len(self._low)), self._shape
+        places = np.arange(len(self._low))
+        _, queries, keys = self._shape
         seen = queries == keys and bool((self._low <= places).all() and (places < self._high).all())
         return seen and self._numbers is not None and self._masks.are_one(*self._numbers)
 
@@ -503,7 +512,8 @@ _now: Masks | None = None
 def seeing_masks() -> Iterator[Masks]:
     """A context of a trace in which it is seen how masks are made."""
     global _now
-    before, _now = _now, Masks()
+    before = _now
+    _now = Masks()
     try:
         with _now:
             yield _now

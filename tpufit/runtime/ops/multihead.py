@@ -62,7 +62,8 @@ def _forward(
     rare = (bias_k, bias_v, static_k, static_v, q_proj_weight, k_proj_weight, v_proj_weight)
     if any(x is not None for x in rare) or in_proj_weight is None or add_zero_attn or (need_weights and dropout):
         return None
-    width, (time, rows) = embed_dim_to_check, query.shape[:2]
+    width = embed_dim_to_check
+    time, rows = query.shape[:2]
     fits = all(x.dim() == 3 and x.shape[1:] == (rows, width) for x in (query, key, value)) and len(key) == len(value)
     if not fits or width % num_heads or (is_causal and attn_mask is None):
         return None

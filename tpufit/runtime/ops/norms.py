@@ -106,7 +106,8 @@ class _Normalised(torch.autograd.Function):
         y = (_widened(input) - mean) * (scale if weight is None else scale * weight)
         y = y if bias is None else y + bias
         ctx.save_for_backward(input, weight, bias, mean, scale)
-        ctx.dims, ctx.eps = dims, eps
+        ctx.dims = dims
+        ctx.eps = eps
         ctx.mark_non_differentiable(mean, variance)
         return y, mean, variance
 
@@ -117,11 +118,13 @@ class _Normalised(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative goes through the moments too
             mean, variance = _moments(input, dims)
             scale = (variance + ctx.eps).rsqrt()
-        gradient, normal = _widened(gradient), (_widened(input) - mean) * scale
+        gradient = _widened(gradient)
+        normal = (_widened(input) - mean) * scale
         # Over dims a parameter is one number, as of a channel: its sums are those that the moments need.
         constant = all(p is None or all(p.shape[i] == 1 for i in dims) for p in (weight, bias))
         inner = gradient if constant or weight is None else gradient * weight
-        mean_of_inner, mean_of_both = inner.mean(dims, keepdim=True), (inner * normal).mean(dims, keepdim=True)
+        mean_of_inner = inner.mean(dims, keepdim=True)
+        mean_of_both = (inner * normal).mean(dims, keepdim=True)
         of_input = (inner - mean_of_inner - normal * mean_of_both) * scale
         of_input = of_input * weight if constant and weight is not None else of_input
         count = math.prod(input.shape[i] for i in dims)

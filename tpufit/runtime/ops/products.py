@@ -78,7 +78,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int]) -> tuple[Tensor, ...]:
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
-        ctx.dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
+        ctx.dtype = input.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         rows = ascii_lowercase[: input.dim() - 1]
         parts, forget = residual(
             lambda: [torch.einsum(f"{rows}y,zy->{rows}z", input, part) for part in weight.split(sizes)]

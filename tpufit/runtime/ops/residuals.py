@@ -40,7 +40,8 @@ class Residuals:
         """See `residual`."""
         if self._given is not None:
             return next(self._given) or compute(), _nothing
-        results, place = compute(), len(self.kept)
+        results = compute()
+        place = len(self.kept)
         # Copies, which cost nothing: what is written into a result isn't what the repetition begins with.
         self.kept.append([result.clone() for result in results])
 
@@ -78,7 +79,8 @@ def residual(compute: Callable[[], Results]) -> tuple[Results, Callable[[], None
 @contextmanager
 def _set(region: Residuals) -> Iterator[None]:
     global _current
-    before, _current = _current, region
+    before = _current
+    _current = region
     try:
         yield
     finally:

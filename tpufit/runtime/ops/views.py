@@ -116,12 +116,14 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
-        ctx.ranges, ctx.width = ranges, x.shape[-1]
+        ctx.ranges = ranges
+        ctx.width = x.shape[-1]
         return tuple(x.narrow(-1, start, size) for start, size in ranges)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        joined, end = [], 0
+        joined = []
+        end = 0
         for (start, size), gradient in zip(ctx.ranges, gradients, strict=True):
             joined += [gradient.new_zeros((*gradient.shape[:-1], start - end)), gradient]
             end = start + size
@@ -170,7 +172,8 @@ def _only_views(x: Tensor, base: Tensor) -> bool:
 
 
 def _contiguous(shape: torch.Size | list[int]) -> tuple[int, ...]:
-    strides, step = [], 1
+    strides = []
+    step = 1
     for size in reversed(shape):
         strides.append(step)
         step *= size
