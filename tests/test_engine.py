@@ -32,10 +32,10 @@ def engine(cores, **arguments):
     return own
 
 
-def step(own):
+def step(own, rows=32):
     """Take a step of training."""
     run = StepRunner(own, "train")
-    for group in run.send([(X, Y)]):
+    for group in run.send([(X[:rows], Y[:rows])]):
         run(group)
 
 
@@ -116,3 +116,32 @@ def test_a_fit_begins_with_an_empty_record(cores):
     report = own.report(verbose=False)
     assert not report.passes and not report.counts.waits and own.log.first_bad_step is None
     assert own.state.numbers.seed == 3 and report.cores == cores and not report.joined
+
+
+class Grows(nn.Linear):
+    """Gets a buffer at the first batch of 16 rows."""
+
+    def forward(self, x):
+        if len(x) == 16 and not hasattr(self, "shift"):
+            self.register_buffer("shift", torch.zeros(3, device=x.device))
+        y = super().forward(x)
+        return y + self.shift if hasattr(self, "shift") else y
+
+
+def test_graphs_without_state_that_came_later_are_not_replayed_with_it(cores):
+    torch.manual_seed(0)
+    net, plain = Grows(4, 3), nn.Linear(4, 3)
+    plain.load_state_dict(net.state_dict())
+    model = tpufit.Model(net)
+    model.compile("adam", "cross_entropy", scale_lr=None)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=model.learning_rate)
+    own = engine_of(model)
+    own.move_to(own.place_on(runtime.start(cores, "test")))
+    for rows in (32, 32, 32, 16, 32, 16, 32):
+        step(own, rows)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(X[:rows]), Y[:rows]).backward()
+        optimizer.step()
+    for one, other in zip(weights(own), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-6)
+    assert net.shift.device.type == "xla"
