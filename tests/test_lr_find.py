@@ -454,6 +454,12 @@ def test_a_loss_below_zero_doesnt_end_it():
     assert len(LRCurve.of(rates(50), losses, smoothing=0.5, stop_factor=4.0).losses) == 50
 
 
+def test_a_fall_at_the_very_start_suggests_the_first_rate():
+    losses = [5.0, 3.0, 2.0, 1.5, 1.2, 1.1, 4.0, 9.0]
+    assert LRCurve.of(rates(8), losses, smoothing=0.9).suggestion == rates(8)[0]  # it lags by more steps than there are
+    assert LRCurve.of(rates(8), losses, smoothing=0.0).suggestion == rates(8)[0]
+
+
 def test_the_plot(monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "agg")
     from matplotlib import pyplot

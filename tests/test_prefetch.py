@@ -444,16 +444,24 @@ def test_the_interpreter_exits_while_the_thread_is_inside_torch(run_python):
     # Without waiting for the thread: "terminate called without an active exception", and exit code 134.
     result = run_python(
         """
-        import itertools, torch
+        import itertools, os, threading, torch
         from tpufit.data.prefetch import Prefetcher
 
-        square = torch.randn(700, 700)
-        feed = Prefetcher(itertools.count(), lambda batch: (square @ square).sum(), depth=10**6)
-        next(feed)
+        square, begun = torch.randn(700, 700), threading.Event()
+
+        def prepare(batch):
+            begun.set()
+            for _ in range(20):
+                square @ square
+            os.write(1, b"prepared\\n")
+
+        feed = Prefetcher(itertools.count(), prepare, depth=10**6)
+        begun.wait()
         """,
         timeout=60,
     )
-    assert (result.stdout, result.returncode) == ("", 0), result.stderr
+    # What it was inside of has ended, and nothing else was begun.
+    assert (result.stdout, result.returncode) == ("prepared\n", 0), result.stderr
 
 
 def test_a_fork_changes_nothing(run_python):

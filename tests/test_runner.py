@@ -8,6 +8,7 @@ from torch import nn
 import tpufit
 from tpufit import runtime
 from tpufit.errors import LabelError
+from tpufit.step.batch import joined
 from tpufit.step.runner import StepRunner
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)
@@ -165,6 +166,22 @@ def test_joined_steps_need_as_many_batches_and_the_host_joins_none(cores):
     chosen_before = engine(cores, steps_per_execution="auto")
     chosen_before.state.numbers.chosen_steps["eval"] = 5
     assert [StepRunner(chosen_before, role).group_size for role in ("train", "eval")] == [1, 5]
+
+
+def test_batches_that_are_too_large_to_be_stacked_are_joined_all_the_same(cores):
+    own = engine(cores, nn.Linear(4096, 3), steps_per_execution=2)
+    run = StepRunner(own, "train")
+    large = [(torch.ones(ROWS, 4096), Y[0])] * 3
+    groups = run.send(large)
+    assert [(len(group.forms), group.stacked) for group in groups] == [(1, False)] * 3
+    (both,) = joined(groups[:2], 2)
+    assert (len(both.forms), both.rows, both.stacked, len(both.tensors)) == (2, 2 * ROWS, False, 4)
+    for few, size in ((groups[:1], 2), (groups[:2], 3), (groups[:2], 1)):
+        assert joined(few, size) is few
+    others = run.send([large[0], (torch.ones(8, 4096), Y[0][:8])])
+    assert joined(others, 2) is others
+    run(both)
+    assert (run.tally.steps, run.tally.rows, own.state.numbers.step) == (2, 2 * ROWS, 2)
 
 
 def test_gradients_left_by_a_pass_that_broke_off_are_dropped_by_the_next(cores):

@@ -162,7 +162,7 @@ def joined(groups: list[DeviceGroup], size: int) -> list[DeviceGroup]:
     host, where steps aren't joined.
     """
     signature = groups[0].forms[0].signature
-    if size == 1 or len(groups) < max(size, 2) or any(group.forms[0].signature != signature for group in groups):
+    if size == 1 or len(groups) < size or any(group.forms[0].signature != signature for group in groups):
         return groups
     return [
         DeviceGroup(
