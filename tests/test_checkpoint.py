@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -217,6 +218,27 @@ def test_a_link_to_a_checkpoint_is_refused(tmp_path):
         read(run.path / "step-0000000099")
     run.write(made(20))
     assert outside.steps() == [99]  # nothing behind the link was removed
+
+
+def test_all_of_it_is_on_the_disk_before_it_has_its_name(run, monkeypatch):
+    """Else a machine that loses its power may keep the name and lose what it stands for."""
+    sync, rename, events = os.fsync, Path.rename, []
+
+    def noted_sync(descriptor):
+        sync(descriptor)
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def noted_rename(path, target):
+        events.append("named")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    run.write(made(10))
+    named = events.index("named")
+    *files, draft = events[:named]
+    assert {file.name for file in files} == set(FILES) and {file.parent for file in files} == {draft}
+    assert events[named + 1 :] == [run.path]  # the name itself
 
 
 def test_a_killed_process_leaves_nothing(run):

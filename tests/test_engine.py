@@ -77,6 +77,9 @@ def test_a_trial_is_undone_and_its_graphs_are_not_kept(cores):
         assert not equal(before, weights(own)) and own.state.numbers.step == 2
         raise ZeroDivisionError
     assert equal(before, weights(own)) and own.state.numbers.step == traced == 1
+    with own.trial():  # whose values are still held when it ends
+        step(own)
+    assert equal(before, weights(own)) and own.state.numbers.step == 1
     assert own.roles["train"].program is None
     step(own)
     assert own.state.numbers.step == 2

@@ -1,5 +1,6 @@
 """`RunsAhead`: the back-pressure of steps that run on the device, of all roles and models together."""
 
+from contextlib import suppress
 from time import perf_counter
 from weakref import WeakSet
 
@@ -60,11 +61,13 @@ class RunsAhead(InFlight):
         return reached
 
     def finish(self) -> None:
-        """Wait for all steps that may be under way."""
-        if self.started:
-            with waiting("throttle"):
-                xla()._xla_get_cpu_tensors(self.started)
-            self.started.clear()
+        """Wait for all steps that may be under way. One that has failed has no room either, and is told elsewhere."""
+        started = self.started
+        self.started = []
+        with waiting("throttle"):
+            for result in started:
+                with suppress(RuntimeError):  # it comes out where its own model reads a result
+                    xla()._xla_get_cpu_tensors([result])
 
     def _make_room(self) -> None:
         """Wait for the steps of other roles and models, if there would be too many with them."""
