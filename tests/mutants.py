@@ -48,7 +48,9 @@ def on(number):
         _process, _on = os.getpid(), int(os.environ.get("MUTANT", -1))
     notes = os.environ.get("MUTANTS_SEEN") if _on < 0 else None
     if notes:
-        line = f"{number} {os.environ.get('PYTEST_CURRENT_TEST', '').rpartition(' ')[0]}\\n"
+        test, _, phase = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")
+        # A fixture may be that of all tests of the file.
+        line = f"{number} {test.partition('::')[0] if phase == '(setup)' else test}\\n"
         if line not in _seen:
             _seen.add(line)
             with open(notes, "a") as file:
@@ -218,10 +220,13 @@ class Suite:
         failed = set(re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.M))
         for time, test in re.findall(r"^ *([\d.]+)s (?:call|setup|teardown) +(\S.*)$", output, re.M):
             self.seconds[test] += float(time)
+        passed = self.seconds.keys() - failed
+        of_file = defaultdict(set)
+        for test in passed:
+            of_file[test.partition("::")[0]].add(test)
         for line in notes.read_text().splitlines():
             number, _, test = line.partition(" ")
-            if test in self.seconds and test not in failed:
-                self.seen[int(number)].add(test)
+            self.seen[int(number)] |= of_file[test] | {test} & passed
 
     def killer(self, number: int, seconds: float) -> str:
         """The test that kills a mutant, or what else became of the run; nothing if it survives."""

@@ -410,6 +410,21 @@ def test_the_best_and_a_named_one(cores, tmp_path):
             np.testing.assert_array_equal(value.numpy(), weights[epoch][name].numpy(), err_msg=name)
 
 
+def test_no_epoch_is_left_of_a_training_that_broke_off_in_a_later_one(cores, tmp_path):
+    tpufit.set_random_seed(0)
+    model = tpufit.Model(net())
+    model.compile("adamw", "cross_entropy", scale_lr=None)
+    fit = {**arrays(cores), "cores": cores, "verbose": 0}
+    with pytest.raises(SystemExit):
+        model.fit(**fit, epochs=3, callbacks=[ModelCheckpoint(tmp_path), StopAt(6)])  # in the second epoch
+    again = tpufit.Model(net())
+    again.compile("adamw", "cross_entropy", scale_lr=None)
+    again.fit(**fit, epochs=1, callbacks=[ModelCheckpoint(tmp_path)], resume=True)
+    assert again.steps_taken == 6
+    for name, value in again.state_dict().items():
+        np.testing.assert_array_equal(value.numpy(), model.state_dict()[name].numpy(), err_msg=name)
+
+
 def test_what_does_not_fit_is_said_before_anything_is_compiled(cores, tmp_path):
     fit = {**arrays(cores), "cores": cores, "verbose": 0}
     with pytest.raises(SystemExit):
