@@ -172,6 +172,15 @@ def test_shear_leans_images_along_their_width(monkeypatch):
     torch.testing.assert_close(RandomAffine(0.0, shear=20.0)(x), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("translate", "moved"), [((0.5, 0.0), (0, 2)), ((0.0, 0.5), (2, 0))])
+def test_images_move_by_shares_of_their_width_and_height(translate, moved, monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, 0.75))  # half of the farthest
+    x = torch.rand(3, 1, 8, 8)
+    down, right = moved
+    expected = F.pad(x, (right, 0, down, 0))[:, :, :8, :8]
+    torch.testing.assert_close(RandomAffine(0.0, translate)(x), expected)
+
+
 def test_colours_stay_in_their_range_and_grey_stays_grey():
     x = torch.from_numpy(IMAGES)
     for one in (x, x.float() / 255):

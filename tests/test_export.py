@@ -96,6 +96,9 @@ def test_what_cant_be_exported_is_one_error(tmp_path, net):
 def test_the_suffix_says_what_it_is(tmp_path):
     with pytest.raises(ArgumentError, match=r"LiteRT has a converter of its own.*litert_torch\.convert\("):
         tpufit.Model(nn.Linear(2, 2)).export(tmp_path / "net.tflite", torch.ones(1, 2))
+    with pytest.raises(ArgumentError, match=r"is a \.pt2 or \.onnx file, got filepath='.*net\.pt'"):
+        tpufit.Model(nn.Linear(2, 2)).export(tmp_path / "net.pt", torch.ones(1, 2))
+    assert not list(tmp_path.iterdir())
 
 
 def test_onnx_without_its_packages(tmp_path, monkeypatch):

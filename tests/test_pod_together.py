@@ -260,3 +260,14 @@ def test_rows_that_each_host_pads_to_another_length_are_an_error(tmp_path):
         assert host.code == 1
         assert "batch 4 (train of epoch 1) has rows of other shapes on other hosts" in host.err
         assert "process 0: float32 (9,) and int64 (), process 1: float32 (11,) and int64 ()" in host.err
+
+
+@pytest.mark.soak
+def test_a_batch_that_is_larger_on_one_host_is_an_error(tmp_path):
+    code = """
+    fit(epochs=1)
+    few = 4 + 4 * me
+    compiled().fit(iter([(X[:4], Y[:4]), (X[:few], Y[:few])]), verbose=0)
+    """
+    for host, rows in zip(Pod(2, 2, tmp_path).run(COMMON + "\n" + textwrap.dedent(code)), (8, 12), strict=True):
+        assert host.code == 1 and f"has {rows} rows on this host, and from 8 to 12 on others" in host.err
