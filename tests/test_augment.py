@@ -143,6 +143,13 @@ def test_flips_and_crops_keep_pixels():
     assert len(places) > 15 and cut.dtype is torch.uint8
 
 
+def test_crops_reach_the_last_pixels(monkeypatch):
+    x = torch.rand(2, 1, 8, 8)
+    for drawn, first in ((0.0, 0), (0.999, 3)):
+        monkeypatch.setattr(torch, "rand", lambda *shape, drawn=drawn, **options: torch.full(shape, drawn))
+        assert torch.equal(RandomCrop(5)(x), x[:, :, first : first + 5, first : first + 5])
+
+
 @pytest.mark.parametrize("form", [(8, 8), (6, 10)])
 def test_affine_warps_as_grid_sample_does(form):
     x = torch.rand(3, 2, *form)

@@ -1,5 +1,7 @@
 """The checkpoints of a `fit`: taken between two steps, with the state of all callbacks, and of the last whole step."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,17 @@ def test_an_error_right_after_a_checkpoint_saves_the_step_that_came_after_it(tmp
     # The checkpoint of two steps is there already, and the third step was taken before the error.
     last = read(tmp_path / "step-0000000003")
     assert progress_of(last).batches == 3 and last.step == 3
+
+
+def test_a_checkpoint_that_fails_too_is_said_and_does_not_hide_the_error(tmp_path):
+    class Breaks(Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:  # the checkpoint comes after it
+                shutil.rmtree(tmp_path / "run")
+                (tmp_path / "run").touch()
+
+    with pytest.warns(UserWarning, match=r"step 2 was not written.*run"):
+        fit(Breaks(), ModelCheckpoint(tmp_path / "run", save_freq=2), Raises(), fails=True)
 
 
 def test_who_does_not_want_it_gets_none_after_an_error(tmp_path):

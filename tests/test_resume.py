@@ -171,6 +171,7 @@ def assert_equal(one, other):
         ("samples", "adamw", 6),
         ("loader", "all of it", 7),
         pytest.param("loader with a generator", "adamw", 6, marks=pytest.mark.soak_on(8)),
+        pytest.param("loader with a generator", "adamw", 4, marks=pytest.mark.soak_on(8)),
         pytest.param("stream", "adamw", 6, marks=pytest.mark.soak_on(8)),
         pytest.param("steps of a stream", "adamw", 4, marks=pytest.mark.soak_on(8)),
         ("steps of a stream", "adamw", 5),
