@@ -341,3 +341,11 @@ def test_a_token_that_no_embedding_knows_is_found_as_it_is_read_unless_the_file_
     larger = tpufit.Model(OwnNet(31, 30))
     larger.compile("adamw", "cross_entropy")
     larger.fit(TokenFile(tmp_path / "train.bin", 8, shift=True), batch_size=2, verbose=0)
+
+
+def test_the_largest_token_of_a_dtype_may_be_one_too_many(tmp_path):
+    path = tmp_path / "tokens.bin"
+    np.array([3, 255, 4, 5, 6, 7, 8, 9], dtype=np.uint8).tofile(path)
+    TokenFile(path, 3, dtype=np.uint8).require_known(256, "a net of 256 words")
+    with pytest.raises(DataError, match="255"):
+        TokenFile(path, 3, dtype=np.uint8).require_known(255, "a net of 255 words")
