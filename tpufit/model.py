@@ -806,7 +806,7 @@ class Model(StepMethods):
         Source: `keras.Model.summary`.
         """
         engine = self._engine
-        seen = self._engine.observed
+        seen = engine.observed
         if input_size is not None:
             x = torch.zeros(*input_size)
         if x is not None:

@@ -62,12 +62,11 @@ class RunsAhead(InFlight):
 
     def finish(self) -> None:
         """Wait for all steps that may be under way. One that has failed has no room either, and is told elsewhere."""
-        started = self.started
-        self.started = []
         with waiting("throttle"):
-            for result in started:
+            while self.started:
                 with suppress(RuntimeError):  # it comes out where its own model reads a result
-                    xla()._xla_get_cpu_tensors([result])
+                    xla()._xla_get_cpu_tensors(self.started[:1])
+                del self.started[0]
 
     def _make_room(self) -> None:
         """Wait for the steps of other roles and models, if there would be too many with them."""

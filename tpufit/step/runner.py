@@ -116,7 +116,7 @@ class StepRunner:
         engine = self._engine
         role = self._role
         program = self._program
-        state = self._engine.state
+        state = engine.state
         if role.borrower is not self:  # a callback has run another pass of this role in the middle of this one
             self._borrow()
         # First: `before_step` may change options that `refresh` looks at, and a bad label must raise before any change.
@@ -211,7 +211,7 @@ class StepRunner:
         It is chosen once, because each size needs a graph of its own.
         """
         engine = self._engine
-        wanted = self._engine.config.steps_per_execution
+        wanted = engine.config.steps_per_execution
         if wanted == 1 or engine.state.placement.on_host:
             return 1
         if isinstance(wanted, int):
