@@ -1,4 +1,4 @@
-"""What every test may use: `run_python`, and `@pytest.mark.cores(1, 8)` with the fixture `cores`.
+"""What every test may use: `run_python`, and `@pytest.mark.cores(1, 8)` with the fixtures `cores` and `place`.
 
 A test marked `cores` runs once for each number of XLA cores, in a process for it (see `on_cores.py`). To debug one
 in this process: `pytest tests/test_x.py -k test_y --on-cores 8 --pdb`. No other test may start the device, and none
@@ -16,12 +16,15 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import on_cores
 import processes
 import pytest
 import xla_flags
+
+if TYPE_CHECKING:
+    from tpufit.backend import Placement
 
 ROOT = Path(__file__).resolve().parent.parent
 # What takes longest comes first, in this order, so that no core is left with one of them at the end.
@@ -136,6 +139,14 @@ def cores(request: pytest.FixtureRequest) -> int:
         return request.param
     except AttributeError:
         pytest.fail("a test that uses `cores` is marked with the numbers: @pytest.mark.cores(1, 8)")
+
+
+@pytest.fixture
+def place(cores: int) -> Placement:
+    """The cores that this process is for, as a place to run steps at."""
+    from tpufit import runtime
+
+    return runtime.placement_on(runtime.start(cores, "test"))
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engines import engine_of
+from engines import engine_of, engine_on
 from torch import nn
 
 import tpufit
@@ -27,9 +27,7 @@ def make(**arguments):
 
 def engine(cores, **arguments):
     """The engine of a model that is compiled, on its cores."""
-    own = engine_of(make(**arguments))
-    own.move_to(own.place_on(runtime.start(cores, "test")))
-    return own
+    return engine_on(cores, make(**arguments))
 
 
 def step(own, rows=32):
@@ -138,8 +136,7 @@ def test_graphs_without_state_that_came_later_are_not_replayed_with_it(cores):
     model = tpufit.Model(net)
     model.compile("adam", "cross_entropy", scale_lr=None)
     optimizer = torch.optim.Adam(plain.parameters(), lr=model.learning_rate)
-    own = engine_of(model)
-    own.move_to(own.place_on(runtime.start(cores, "test")))
+    own = engine_on(cores, model)
     for rows in (32, 32, 32, 16, 32, 16, 32):
         step(own, rows)
         optimizer.zero_grad()

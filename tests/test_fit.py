@@ -9,12 +9,12 @@ import pytest
 import torch
 import torchmetrics
 from sklearn.datasets import load_digits
+from spent import spent
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import tpufit
-from tpufit import runtime
 from tpufit.callbacks import Callback, CSVLogger, TensorBoard
 from tpufit.errors import CallbackError, DataError, LabelError, NotCompiledError, PlacementError
 
@@ -39,12 +39,6 @@ def compiled(net=None, **arguments):
 def fit(model, cores, x=IMAGES, y=LABELS, rows=256, **arguments):
     given = {"batch_size": rows // cores, "verbose": 0, "cores": cores}
     return model.fit(x, y, **(given | arguments))
-
-
-def spent(function):
-    before = runtime.counts()
-    result = function()
-    return result, runtime.counts() - before
 
 
 def waits(counts):

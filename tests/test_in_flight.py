@@ -2,17 +2,13 @@
 
 import pytest
 import torch
+from spent import spent
 
 from tpufit import runtime
 from tpufit.backend import HOST
 from tpufit.runtime.in_flight import RunsAhead
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)
-
-
-@pytest.fixture
-def place(cores):
-    return runtime.placement_on(runtime.start(cores, "test"))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +25,7 @@ def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):
     flying, waited = RunsAhead(seconds=1e9, **limits), []
     for step in range(1, steps[-1] + 1):
         (result,) = runtime.to_device([torch.tensor([float(step)])], place)
-        reached, counts = _spent(lambda result=result: flying.add(result, nbytes))
+        reached, counts = spent(lambda result=result: flying.add(result, nbytes))
         assert (reached is not None) == (counts.waits["throttle"] == 1)
         if reached is not None:
             waited.append(step)
@@ -52,9 +48,3 @@ def test_on_the_host_nothing_is_under_way():
     result = torch.ones(1)
     under_way = HOST.in_flight()
     assert under_way.add(result, 1 << 40) is result and HOST.most_in_flight == 0
-
-
-def _spent(function):
-    before = runtime.counts()
-    result = function()
-    return result, runtime.counts() - before

@@ -12,6 +12,7 @@ import torch
 from architectures import ARCHITECTURES, BATCH
 from engines import engine_of
 from sklearn.datasets import load_digits
+from spent import spent
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -62,12 +63,6 @@ def find(model, cores, x=IMAGES, y=LABELS, **arguments):
 
 def fit(model, cores, epochs=2, **arguments):
     return model.fit(IMAGES, LABELS, ROWS // cores, epochs, verbose=0, cores=cores, **arguments).history
-
-
-def spent(function):
-    before = runtime.counts()
-    result = function()
-    return result, runtime.counts() - before
 
 
 def everything(model):

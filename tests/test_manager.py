@@ -13,22 +13,22 @@ from tpufit.checkpoint import progress_of, read
 from tpufit.errors import CallbackError
 from tpufit.utils.json_codec import decode
 
-pytestmark = pytest.mark.cores(1, quick=True)
+pytestmark = pytest.mark.cores(1, 8)
 
 X = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(32) % 3
 
 
-def fit(*callbacks, epochs=1, net=None, fails=False, **options):
+def fit(cores, *callbacks, epochs=1, net=None, fails=False, **options):
     """Train for four steps an epoch; return the model, or None after an error of a callback."""
     torch.manual_seed(0)
     model = tpufit.Model(nn.Linear(4, 3) if net is None else net)
     model.compile("sgd", "cross_entropy")
     if not fails:
-        model.fit(X, Y, 8, epochs, verbose=0, callbacks=callbacks, **options)
+        model.fit(X, Y, 8 // cores, epochs, verbose=0, callbacks=callbacks, cores=cores, **options)
         return model
     with pytest.raises(CallbackError, match="oh"):
-        model.fit(X, Y, 8, epochs, verbose=0, callbacks=callbacks, **options)
+        model.fit(X, Y, 8 // cores, epochs, verbose=0, callbacks=callbacks, cores=cores, **options)
     return None
 
 
@@ -74,9 +74,9 @@ class RaisesAtTheEnd(Callback):
         raise ValueError("oh")
 
 
-def test_a_checkpoint_has_the_state_of_callbacks_that_come_after_the_one_that_wants_it(tmp_path):
+def test_a_checkpoint_has_the_state_of_callbacks_that_come_after_the_one_that_wants_it(cores, tmp_path):
     counting = Counting()
-    fit(ModelCheckpoint(tmp_path, save_freq=2, keep_last=None), counting)
+    fit(cores, ModelCheckpoint(tmp_path, save_freq=2, keep_last=None), counting)
     seen = {
         step: decode(own["state"], one.training)["seen"]
         for step, one in saved(tmp_path).items()
@@ -88,25 +88,25 @@ def test_a_checkpoint_has_the_state_of_callbacks_that_come_after_the_one_that_wa
     assert [path for _, path in counting.heard] == [str(tmp_path / f"step-{step:010}") for step in (2, 4)]
 
 
-def test_each_of_several_gets_its_own_and_what_each_leaves_out(tmp_path):
+def test_each_of_several_gets_its_own_and_what_each_leaves_out(cores, tmp_path):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     net[0].requires_grad_(False)
     both = ModelCheckpoint(tmp_path / "all", save_freq=3), ModelCheckpoint(tmp_path / "own", save_frozen=False)
-    fit(*both, net=net, epochs=2)
+    fit(cores, *both, net=net, epochs=2)
     whole, own = saved(tmp_path / "all")[6], saved(tmp_path / "own")[8]
     assert set(whole.weights) == {"0.weight", "0.bias", "1.weight", "1.bias"} and "left_out" not in whole.state["model"]
     assert set(own.weights) == {"1.weight", "1.bias"}
     assert own.state["model"]["left_out"] == ["0.weight", "0.bias"]
 
 
-def test_an_error_right_after_a_checkpoint_saves_the_step_that_came_after_it(tmp_path):
-    fit(Raises(), ModelCheckpoint(tmp_path, save_freq=2, on_exception=True, monitor="loss"), fails=True)
+def test_an_error_right_after_a_checkpoint_saves_the_step_that_came_after_it(cores, tmp_path):
+    fit(cores, Raises(), ModelCheckpoint(tmp_path, save_freq=2, on_exception=True, monitor="loss"), fails=True)
     # The checkpoint of two steps is there already, and the third step was taken before the error.
     last = read(tmp_path / "step-0000000003")
     assert progress_of(last).batches == 3 and last.step == 3
 
 
-def test_a_checkpoint_that_fails_too_is_said_and_does_not_hide_the_error(tmp_path):
+def test_a_checkpoint_that_fails_too_is_said_and_does_not_hide_the_error(cores, tmp_path):
     class Breaks(Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 1:  # the checkpoint comes after it
@@ -114,22 +114,22 @@ def test_a_checkpoint_that_fails_too_is_said_and_does_not_hide_the_error(tmp_pat
                 (tmp_path / "run").touch()
 
     with pytest.warns(UserWarning, match=r"step 2 was not written.*run"):
-        fit(Breaks(), ModelCheckpoint(tmp_path / "run", save_freq=2), Raises(), fails=True)
+        fit(cores, Breaks(), ModelCheckpoint(tmp_path / "run", save_freq=2), Raises(), fails=True)
 
 
-def test_who_does_not_want_it_gets_none_after_an_error(tmp_path):
-    fit(Raises(), ModelCheckpoint(tmp_path, save_freq=2, keep_last=None), fails=True)
+def test_who_does_not_want_it_gets_none_after_an_error(cores, tmp_path):
+    fit(cores, Raises(), ModelCheckpoint(tmp_path, save_freq=2, keep_last=None), fails=True)
     assert set(saved(tmp_path)) == {2}
 
 
-def test_a_checkpoint_before_validation_has_only_the_logs_of_training(tmp_path):
+def test_a_checkpoint_before_validation_has_only_the_logs_of_training(cores, tmp_path):
     keep = ModelCheckpoint(tmp_path, save_freq=100, on_exception=True, monitor="loss")
-    fit(RaisesAtTheEnd(), keep, fails=True, validation_data=(X, Y))
+    fit(cores, RaisesAtTheEnd(), keep, fails=True, validation_data=(X, Y))
     (last,) = saved(tmp_path).values()
     assert list(progress_of(last).trained) == ["loss"]
 
 
-def test_a_step_that_is_half_done_is_not_saved(tmp_path):
+def test_a_step_that_is_half_done_is_not_saved(cores, tmp_path):
     class Fails(nn.Linear):
         armed = False
 
@@ -146,25 +146,26 @@ def test_a_step_that_is_half_done_is_not_saved(tmp_path):
     model = tpufit.Model(Fails(4, 3))
     model.compile("sgd", "cross_entropy", jit_compile=False)
     with pytest.raises(ZeroDivisionError, match="half a step"):
-        model.fit(X, Y, 8, verbose=0, callbacks=[Arms(), ModelCheckpoint(tmp_path, save_freq=1, on_exception=True)])
+        callbacks = [Arms(), ModelCheckpoint(tmp_path, save_freq=1, on_exception=True)]
+        model.fit(X, Y, 8 // cores, verbose=0, callbacks=callbacks, cores=cores)
     assert max(saved(tmp_path)) == 2
 
 
-def test_the_states_of_two_of_a_class_go_to_them_in_order(tmp_path):
+def test_the_states_of_two_of_a_class_go_to_them_in_order(cores, tmp_path):
     first, second = Counting(), Counting()
     second.seen = 100
-    fit(ModelCheckpoint(tmp_path), first, second)
+    fit(cores, ModelCheckpoint(tmp_path), first, second)
     again, more, third = Counting(), Counting(), Counting()
-    fit(ModelCheckpoint(tmp_path), again, more, third, resume=True)
+    fit(cores, ModelCheckpoint(tmp_path), again, more, third, resume=True)
     assert (again.seen, more.seen, third.seen) == (4, 104, 0)
     with pytest.warns(UserWarning, match="has the state of callbacks that are no longer there: Counting, Counting$"):
-        fit(ModelCheckpoint(tmp_path), resume=True)
+        fit(cores, ModelCheckpoint(tmp_path), resume=True)
 
 
-def test_other_settings_are_said_to_change_the_last_digits(tmp_path):
-    fit(ModelCheckpoint(tmp_path))
+def test_other_settings_are_said_to_change_the_last_digits(cores, tmp_path):
+    fit(cores, ModelCheckpoint(tmp_path))
     other = tpufit.Model(nn.Linear(4, 3))
     other.compile("sgd", "cross_entropy", steps_per_execution=2)
     with pytest.warns(UserWarning, match="from step 4 is not bit-exact: steps_per_execution: 1 -> 2$"):
-        other.fit(X, Y, 8, 2, verbose=0, callbacks=[ModelCheckpoint(tmp_path)], resume=True)
+        other.fit(X, Y, 8 // cores, 2, verbose=0, callbacks=[ModelCheckpoint(tmp_path)], cores=cores, resume=True)
     assert np.isfinite(other.history.history["loss"]).all() and other.steps_taken == 8

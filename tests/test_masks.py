@@ -161,11 +161,6 @@ UNKNOWN = {
 }
 
 
-@pytest.fixture
-def place(cores):
-    return runtime.placement_on(runtime.start(cores, "test"))
-
-
 def made(place, make, values):
     """A mask on the device, and what is found out of it."""
     (x,) = place.send([values])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from spent import spent
 
 from tpufit import runtime
 from tpufit.backend import HOST, Sharding
@@ -9,11 +10,6 @@ from tpufit.metrics import PassMetrics
 from tpufit.runtime.recorder import Recorder
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)
-
-
-@pytest.fixture
-def place(cores):
-    return runtime.placement_on(runtime.start(cores, "test"))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 13, 16])
@@ -29,9 +25,9 @@ def test_there_and_back(place, rows, sharding):
         torch.tensor(3.5),
         torch.randn(4, rows).t(),  # not contiguous
     ]
-    sent, counts = _spent(lambda: runtime.to_device(values, place, sharding))
+    sent, counts = spent(lambda: runtime.to_device(values, place, sharding))
     assert all(tensor.device.type == "xla" for tensor in sent) and not counts.waits
-    back, counts = _spent(lambda: runtime.to_host(sent, "test"))
+    back, counts = spent(lambda: runtime.to_host(sent, "test"))
     assert counts.waits == {"test": 1} and not counts.graphs
     for value, result in zip(values, back, strict=True):
         assert result.dtype is value.dtype and torch.equal(result, value)
@@ -88,9 +84,3 @@ def test_absent_cores_keep_what_is_sent_and_nothing_runs(place, cores):
     assert [tuple(tensor.shape) for tensor in sent] == [(16, 2), (3,)]
     assert absent.count == cores and absent.in_flight().add(sent[0], 1) is None
     assert place.runs and not absent.runs
-
-
-def _spent(function):
-    before = runtime.counts()
-    result = function()
-    return result, runtime.counts() - before

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engines import engine_of
+from engines import engine_on
 from torch import nn
 
 import tpufit
@@ -36,9 +36,7 @@ def engine(cores, net=None, **arguments):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Linear(4, 3) if net is None else net)
     model.compile(loss="cross_entropy", scale_lr=None, **{"optimizer": "sgd"} | arguments)
-    made = engine_of(model)
-    made.move_to(made.place_on(runtime.start(cores, "test")))
-    return made
+    return engine_on(cores, model)
 
 
 def run_over(run, batches, each=1):

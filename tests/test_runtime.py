@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from spent import spent
 
 from tpufit import runtime
 from tpufit.backend import HOST, Sharding
@@ -14,18 +15,13 @@ from tpufit.utils import counters as report
 pytestmark = pytest.mark.cores(1, 8, quick=True)
 
 
-@pytest.fixture
-def place(cores):
-    return runtime.placement_on(runtime.start(cores, "test"))
-
-
 def test_results_come_back_without_a_graph_of_their_own(place):
     """torch_xla's own way compiles a gather for each tensor that is split over the cores."""
     (x,) = runtime.to_device([torch.arange(64.0).reshape(16, 4)], place, Sharding.ROWS)
     program = _program(lambda t: (t * 2, t.sum()), place)
-    (y, total), counts = _spent(lambda: program("key", [x], [0]))
+    (y, total), counts = spent(lambda: program("key", [x], [0]))
     assert counts.graphs == {"predict": 1} and counts.waits == {"capture": 2}
-    (doubled, summed), counts = _spent(lambda: runtime.to_host([y, total], "test"))
+    (doubled, summed), counts = spent(lambda: runtime.to_host([y, total], "test"))
     assert not counts.graphs and counts.waits == {"test": 1}
     assert torch.equal(doubled, torch.arange(64.0).reshape(16, 4) * 2) and summed == 64 * 63 / 2
 
@@ -46,7 +42,7 @@ def test_the_same_graph_is_compiled_once(place):
         (x,) = runtime.to_device([torch.full((8, 2), value)], place, Sharding.ROWS)
         return program("key", [x], [0])
 
-    results, counts = _spent(lambda: [step(float(i)) for i in range(5)])
+    results, counts = spent(lambda: [step(float(i)) for i in range(5)])
     assert counts.graphs == {"eval": 1}
     for i, result in enumerate(runtime.to_host(results, "test")):
         torch.testing.assert_close(result, 16 * torch.tensor(float(i)).sin())
@@ -96,7 +92,7 @@ def test_fallbacks_and_host_reads_are_counted(place):
     with pytest.warns(
         UserWarning, match=r"traced anew .* because it reads a value from the device at test_runtime.py:\d+"
     ):
-        _, counts = _spent(lambda: program("key", [x], [0]))
+        _, counts = spent(lambda: program("key", [x], [0]))
     assert counts.host_reads == 1 and counts.fallbacks["aten::bucketize.Tensor"] >= 1
 
 
@@ -125,9 +121,3 @@ def _program(function, place, role="predict"):
 
     program = runtime.program_at(place, role, runtime.state_at(place, []), PassMetrics([], place))
     return partial(program, body=body)
-
-
-def _spent(function):
-    before = runtime.counts()
-    result = function()
-    return result, runtime.counts() - before

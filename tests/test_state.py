@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import tpufit
-from tpufit import runtime
 from tpufit.backend import HOST
 from tpufit.errors import CheckpointMismatchError
 from tpufit.optimizers import UpdatePlan
@@ -31,10 +30,6 @@ def config(**arguments):
     """The arguments of `compile`, with its own defaults."""
     defaults = {name: one.default for name, one in inspect.signature(tpufit.Model.compile).parameters.items()}
     return CompileConfig.of(defaults | arguments, nn.Linear(1, 1))
-
-
-def on(cores):
-    return runtime.placement_on(runtime.start(cores, "test"))
 
 
 def stepped(owner):
@@ -87,8 +82,8 @@ def test_averages_overwrite_the_weights_at_each_second_step_of_the_optimizer():
     assert plans(state, 5) == [(False, False), (True, False), (False, False), (True, True), (False, False)]
 
 
-def test_all_of_it_moves_in_place_and_back(cores):
-    owner, place = Owner(), on(cores)
+def test_all_of_it_moves_in_place_and_back(place):
+    owner = Owner()
     stepped(owner)
     before, objects = values(owner), list(owner.module.parameters())
     state = TrainState(owner, config(use_ema=True))
@@ -113,7 +108,7 @@ def test_new_state_is_adopted_once():
     assert any(tensor is owner.module.seen for tensor in state.device.tensors)
 
 
-def test_what_is_saved_is_loaded_wherever_it_is(cores):
+def test_what_is_saved_is_loaded_wherever_it_is(place):
     owner = Owner()
     stepped(owner)
     state = TrainState(owner, config(accumulate_steps=2, use_ema=True))
@@ -123,7 +118,7 @@ def test_what_is_saved_is_loaded_wherever_it_is(cores):
     saved = copy.deepcopy(state.state_dict())
     other = Owner()
     loaded = TrainState(other, config(accumulate_steps=2, use_ema=True))
-    loaded.move_to(on(cores))
+    loaded.move_to(place)
     loaded.numbers = TrainNumbers(rows_seen=1, chosen_steps={"train": 2})
     loaded.load_state_dict(saved)
     assert loaded.numbers == TrainNumbers(3, 5, 1, 1, 1, 2, {"train": 2, "eval": 4})
@@ -162,10 +157,10 @@ def test_what_does_not_fit_changes_nothing(change, said):
     assert same(before, values(owner)) and loaded.numbers == TrainNumbers()
 
 
-def test_a_trial_is_undone_with_what_it_created(cores):
+def test_a_trial_is_undone_with_what_it_created(place, cores):
     owner = Owner()
     state = TrainState(owner, config())
-    state.move_to(on(cores))
+    state.move_to(place)
     before, copied = state.snapshot(), values(owner)
     assert state.placement.count == cores and before.values
     state.move_to(HOST)
@@ -175,7 +170,7 @@ def test_a_trial_is_undone_with_what_it_created(cores):
     owner.optimizer.param_groups[0]["lr"] = 7.0
     state.numbers.step = 5
     torch.rand(3)
-    state.move_to(on(cores))
+    state.move_to(place)
     state.put_back(before)
     drawn = torch.rand(2)
     before.random.restore()
@@ -186,11 +181,11 @@ def test_a_trial_is_undone_with_what_it_created(cores):
     assert same(copied[:7], values(owner)[:7])
 
 
-def test_a_reset_keeps_the_nets_tensors_and_drops_the_optimizers(cores):
+def test_a_reset_keeps_the_nets_tensors_and_drops_the_optimizers(place):
     owner = Owner()
     stepped(owner)
     state = TrainState(owner, config(accumulate_steps=2))
-    state.move_to(on(cores))
+    state.move_to(place)
     state.numbers.batches_waiting = 1
     weight = owner.module[0].weight
     buffers = [buffer.cpu() for buffer in owner.module.buffers()]

@@ -1,0 +1,18 @@
+"""What something costs by the library's counters: graphs, waits, host reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from tpufit import runtime
+from tpufit.utils.counters import Counts
+
+Result = TypeVar("Result")
+
+
+def spent(function: Callable[[], Result]) -> tuple[Result, Counts]:
+    """The result of a function, and what its call has counted."""
+    before = runtime.counts()
+    result = function()
+    return result, runtime.counts() - before
