@@ -362,3 +362,40 @@ def test_an_optimizer_that_needs_its_closure_calls_it(cores):
     assert losses == pytest.approx(expected, abs=1e-6)
     for key in weights:
         torch.testing.assert_close(weights[key], own_weights[key], rtol=0, atol=1e-6)
+
+
+class Lookahead(optim.Optimizer):
+    """Moves the weights back to a slow average at every third step, which its Python counts where `place` says."""
+
+    def __init__(self, params, place):
+        super().__init__(params, {"lr": 0.1})
+        self.place = place
+
+    def count(self, group, state):
+        counts = {"group": group, "state": state, "attribute": vars(self)}[self.place]
+        counts["steps"] = counts.get("steps", 0) + 1
+        return counts["steps"]
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (p,) = group["params"]
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            p.sub_(p.grad * group["lr"])
+            if self.count(group, self.state[p]) % 3 == 0:
+                slow.lerp_(p, 0.5)
+                p.mul_(0.0).add_(slow)
+
+
+@pytest.mark.parametrize("place", ["attribute", "state", "group"])
+def test_an_optimizer_that_decides_by_a_count_is_traced(cores, place):
+    def losses(**how):
+        torch.manual_seed(0)
+        net = nn.Linear(6, 2, bias=False)
+        model = tpufit.Model(net)
+        model.compile(Lookahead(net.parameters(), place), "cross_entropy", scale_lr=None, **how)
+        return [model.train_on_batch(X[:16], Y[:16], cores=cores) for _ in range(14)]
+
+    with pytest.warns(UserWarning, match="traced anew on every call.*steps"):
+        replayed = losses()
+    assert replayed == pytest.approx(losses(run_eagerly=True))

@@ -317,11 +317,19 @@ class Engine:
         """Return the numbers, strings and flags in the user's Python, by name: a replayed step doesn't read them."""
         model = self.model
         kind = type(model)
-        own = {f"{kind.__name__}.{name}": value for name, value in vars(model).items() if name not in _OURS}
+        own = {
+            f"{kind.__name__}.{name}": value
+            for name, value in vars(model).items()
+            if name not in _OURS and not isinstance(value, Optimizer)
+        }
         users = self.config.loss and self.config.loss.users
         parts = {kind.__name__: kind, type(model.module).__name__: model.module, "loss": users}
         parts["transform"] = role.transform
         parts |= {metric.name: metric.users for metric in self.config.metrics if metric.users is not None}
+        if role.learns:
+            # The numbers of schedule-free optimizers are inputs of a graph.
+            stepped = self.state.named_optimizers().items()
+            parts |= {f"{kind.__name__}.{name}": one for name, one in stepped if not optimizers.runs_numbers(one)}
         weights = self.options.class_weight if role.learns else None
         return facts(parts | own, deep) | ({} if weights is None else {"class_weight": weights.summary})
 

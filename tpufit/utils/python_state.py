@@ -44,6 +44,8 @@ _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 
 # The attributes of every module. Only the mode among them is a matter of the user's.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
+# And of every optimizer, with those that a scheduler of rates sets.
+_OPTIMIZERS = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "_opt_called", "_step_count"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = "torch torch_geometric torch_xla torchao torchaudio torchdata torchmetrics torchtext torchtune torchvision"
 _LIBRARIES = frozenset(("tpufit", "numpy", "builtins", *_OF_TORCH.split()))
@@ -61,7 +63,7 @@ def facts(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
     out tensors on a device.
 
     If `deep`, it follows functions to the lists, objects and functions among their variables, and lists the context
-    variables too: others may change those at any time.
+    variables and the numbers in the groups and state of a user's optimizer too, which may change at any time.
 
     Example:
         >>> class Net(nn.Module):
@@ -93,7 +95,7 @@ class _Walk:
         if plain is not _OTHER:
             yield name, plain
             return
-        if isinstance(value, (Tensor, Optimizer, types.ModuleType)) or not depth or id(value) in self._seen:
+        if isinstance(value, (Tensor, types.ModuleType)) or not depth or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, (Mapping, list, tuple, deque)):
@@ -138,10 +140,21 @@ class _Walk:
             hooks = tuple(number for kind in _HOOKS for number in vars(value).get(kind) or ())
             if hooks:
                 yield f"the hooks of {name}", hooks
-        hidden = _TORCHS if isinstance(value, nn.Module) else ()
+        hidden = _TORCHS if isinstance(value, nn.Module) else _OPTIMIZERS if isinstance(value, Optimizer) else ()
         for key, attribute in attributes(value):
             if key not in hidden:
                 yield from self.of(f"{name}.{key}", attribute, depth - 1)
+        if isinstance(value, Optimizer) and self._deep:
+            yield from self._of_counts(name, value)
+
+    @staticmethod
+    def _of_counts(name: str, optimizer: Optimizer) -> _Facts:
+        """List the numbers in an optimizer's groups and state, which its Python may decide by."""
+        for place, entries in (("param_groups", optimizer.param_groups), ("state", optimizer.state.values())):
+            for i, entry in enumerate(entries):
+                for key, value in entry.items():
+                    if key != "lr" and isinstance(value, (int, float)):
+                        yield f"{name}.{place}[{i}][{key!r}]", _comparable(value)
 
     def _of_class(self, kind: type, depth: int) -> _Facts:
         yield from self._of_variables(_variables_of_class(kind), depth)
