@@ -159,6 +159,15 @@ def test_a_changed_option_of_compile_is_saved(tmp_path):
     assert tpufit.load(tmp_path / "m", model().module).steps_per_execution == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"use_ema": True}, {"accumulate_steps": 2}])
+def test_a_model_that_was_never_fitted_is_saved_and_loaded(tmp_path, options):
+    made = model()
+    made.compile("adamw", "mse", **options)
+    made.save(tmp_path / "m")
+    again = tpufit.load(tmp_path / "m", model().module)
+    assert all(map(torch.equal, again.module.parameters(), made.module.parameters()))
+
+
 def test_a_subclass_may_have_a_loss_of_its_own():
     class Attribute(tpufit.Model):
         def __init__(self, module):

@@ -355,6 +355,9 @@ class TrainState:
         names = self._names()
         now = self.numbers
         named = self.named_optimizers()
+        for optimizer in named.values():
+            if not optimizer.state:  # before the first fit; `load` expects it
+                self.of(optimizer).create(shares=not self.placement.on_host)
         swapped = {n: ema.swapped for n, o in named.items() if (ema := self.of(o).ema) is not None}
         numbers = {name: value for name, value in asdict(now).items() if name != "rows_seen"}
         return SavedState(
