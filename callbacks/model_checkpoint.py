@@ -11,6 +11,7 @@ from ..errors import ArgumentError, CheckpointNotWrittenError
 from ..utils.terminal import say
 from ..utils.users_code import warn
 from ._support.checkpoint_path import CheckpointPath
+from ._support.failed_writes import FailedWrites
 from ._support.frequency import SaveRule
 from ._support.scalars import as_scalar, as_text
 from .base import Logs
@@ -104,6 +105,7 @@ class ModelCheckpoint(MonitorCallback):
         self.save_on_exception = on_exception
         self.save_freq = save_freq
         self._path = CheckpointPath(filepath, per_batch=self._rule.between_batches)
+        self._failed = FailedWrites(max_save_failures)
         self._epoch = 0
         if self._path.run is not None:
             if save_weights_only:
@@ -169,6 +171,7 @@ class ModelCheckpoint(MonitorCallback):
 
     def _save(self, epoch: int, batch: int | None, logs: Logs) -> None:
         reason = ""
+        before = self._followed.state_dict()
         if self.save_best_only:
             value = self.get_monitor_value(logs)
             if value is None:
@@ -186,10 +189,16 @@ class ModelCheckpoint(MonitorCallback):
             where = self.filepath
         else:
             where = str(self._path.file_path(epoch + 1, None if batch is None else batch + 1, logs))
+            saved = False
             try:
-                self.model.save_weights(where, finite_only=True)
-            except CheckpointNotWrittenError as error:
+                with self._failed.tolerated(where):
+                    self.model.save_weights(where, finite_only=True)
+                    saved = True
+            except CheckpointNotWrittenError as error:  # NaN
                 warn(str(error))
+                return
+            if not saved:
+                self._followed.load_state_dict(before)  # the best is one that is on the disk
                 return
         if self.verbose:
             say(f"Epoch {epoch + 1}: {reason}saved {where}")

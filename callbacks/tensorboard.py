@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -13,6 +14,7 @@ from ..errors import ArgumentError
 from ..hosts import is_first
 from ..runtime import start_profile, stop_profile, to_host
 from ._support.event_files import EventFiles
+from ._support.failed_writes import FailedWrites
 from ._support.frequency import batches
 from ._support.projector import Metadata, embedding_layers, metadata_files, write_embeddings
 from ._support.scalars import scalars
@@ -33,6 +35,8 @@ class TensorBoard(Callback):
     with the rate of the step, histograms and a profile. The run `validation` gets `epoch_*` without `val_`, so that
     both are in one chart, and `evaluation_*_vs_iterations` for each validation or `evaluate`. `epoch_*` and histograms
     are by epoch, from 0, the others by training steps.
+
+    A full disk is a warning, and the points are written later; an error at the end of the third epoch in a row.
 
     An epoch costs no wait beside the one for its logs; each write of batch logs and of histograms costs one.
 
@@ -116,6 +120,7 @@ class TensorBoard(Callback):
         self._described = False  # the summary and the hyperparameters have been written
         self._speed = _Speed()
         self._files = EventFiles(self.log_dir)
+        self._failed = FailedWrites()
 
     @property
     def update_freq(self) -> str | int:
@@ -187,7 +192,9 @@ class TensorBoard(Callback):
             pyplot.close(one)
 
     def state_dict(self) -> dict[str, Any]:
-        """The training steps that the logs are of."""
+        """The training steps that the logs are of. Their points are on the disk before the checkpoint is."""
+        with suppress(OSError):  # they stay in memory, and the epoch's end says why
+            self._files.write()
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,7 +228,7 @@ class TensorBoard(Callback):
         self._steps_before = self.steps
         self._begun = None
         self._epoch = None
-        self._files.close()
+        self._close()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Start the clock; after `load_state_dict`, take the files back to here."""
@@ -250,13 +257,12 @@ class TensorBoard(Callback):
         self._write("validation", "evaluation_{}_vs_iterations", scalars(logs), self.steps)
         self._speed.go_on()
         if self._begun is None:
-            self._files.close()
+            self._close()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Write the epoch."""
         values = scalars(logs)
         self._epoch = None
-        self._write_weights(epoch)
         train = self._rate() | {name: value for name, value in values.items() if not name.startswith("val_")}
         validation = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
         if self.model.input_bound is not None:
@@ -272,7 +278,13 @@ class TensorBoard(Callback):
         if not self._described:
             self._described = True
             self._describe()
-        self._files.flush()  # so that a TensorBoard that is open shows the epoch now
+        with self._failed.tolerated(self.log_dir):
+            self._write_weights(epoch)
+            self._files.flush()  # so that a TensorBoard that is open shows the epoch now
+
+    def _close(self) -> None:
+        with self._failed.tolerated(self.log_dir):
+            self._files.close()
 
     def _rate(self) -> dict[str, float]:
         """The rate, for logs that don't have it: a schedule before this callback may have set the next one already."""

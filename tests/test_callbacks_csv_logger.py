@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from tpufit.errors import ArgumentError
 
 def train(logger, *logs, first=0, state=None):
     """Feed the logs of one epoch after the other, as `fit` does; with a state, as a `fit` that is resumed."""
-    logger.on_train_begin({})
     if state is not None:
         logger.load_state_dict(json.loads(json.dumps(state)))
+    logger.on_train_begin({})
     for epoch, epoch_logs in enumerate(logs, first):
         logger.on_epoch_begin(epoch, {})
         logger.on_epoch_end(epoch, epoch_logs)
@@ -106,6 +107,58 @@ def test_a_resumed_training_has_each_epoch_once(tmp_path, append, killed_while_w
     before = [0, 1, 2] if append else []
     assert epochs(path) == [*before, 0, 1, 2, 3]
     assert [row["loss"] for row in rows(path)][len(before) :] == ["0.5", "0.4", "0.31", "0.21"]
+
+
+@pytest.mark.parametrize("text", ["epoch,loss\n0,0.5", "epoch,loss\r\n0,0.5"])
+def test_a_last_line_without_newline_is_completed(tmp_path, text):
+    path = tmp_path / "log.csv"
+    path.write_bytes(text.encode())
+    train(CSVLogger(path, append=True), *losses(0.4), first=1)
+    assert path.read_bytes() == f"{text}\n1,0.4\n".encode()
+
+
+def test_bytes_that_are_no_utf8_stay(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_bytes(b"epoch,loss,note\n0,0.5,caf\xe9\n")
+    train(CSVLogger(path, append=True), {"loss": 0.4, "more": 1}, first=1)
+    assert path.read_bytes() == b"epoch,loss,note,more\n0,0.5,caf\xe9,NA\n1,0.4,NA,1\n"
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "link to a device"])
+def test_what_is_no_file_is_refused_and_never_replaced(tmp_path, kind):
+    path = tmp_path / "log.csv"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link to a device":
+        path.symlink_to(os.devnull)
+    else:
+        path = os.devnull
+    before = os.lstat(path)
+    with pytest.raises(ArgumentError, match=r"filename must be the path of a file, got '.*'"):
+        CSVLogger(path)
+    assert os.lstat(path).st_ino == before.st_ino
+
+
+def test_a_file_that_becomes_a_pipe_is_an_error_and_stays_one(tmp_path):
+    path = tmp_path / "log.csv"
+    logger = CSVLogger(path)
+    os.mkfifo(path)
+    with pytest.raises(FileExistsError, match="isn't a file"):
+        train(logger, *losses(0.5))
+    assert path.is_fifo()
+
+
+def test_a_file_that_is_removed_meanwhile_is_made_again(tmp_path):
+    path = tmp_path / "log.csv"
+    logger = CSVLogger(path)
+    logger.on_train_begin({})
+    for epoch in (0, 1):
+        logger.on_epoch_end(epoch, {"loss": 0.5})
+        if not epoch:
+            path.unlink()
+    assert epochs(path) == [1]
 
 
 def test_a_resumed_training_whose_file_is_gone_writes_a_new_one(tmp_path):

@@ -1,10 +1,14 @@
 """Checkpoints on disk: whole or not there, verified when read, never anything but safetensors and JSON."""
 
+import hashlib
 import json
 import math
 import os
+import random
 import shutil
 import threading
+import warnings
+import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,9 +16,26 @@ import pytest
 import safetensors.torch
 import torch
 
-from tpufit.checkpoint import AsyncCheckpointWriter, Checkpoint, CheckpointDirectory, LocalStore, Score, read, save
-from tpufit.errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError, CheckpointNotWrittenError
-from tpufit.utils.files import Lock
+from tpufit.checkpoint import (
+    AsyncCheckpointWriter,
+    Checkpoint,
+    CheckpointDirectory,
+    LocalStore,
+    Score,
+    named_checkpoint,
+    read,
+    save,
+)
+from tpufit.checkpoint.state import check_state
+from tpufit.checkpoint.store import sealed
+from tpufit.errors import (
+    CheckpointBusyError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMissingError,
+    CheckpointNotWrittenError,
+)
+from tpufit.utils.files import HeldError, Lock
 
 FILES = ["manifest.json", "model.safetensors", "state.json", "training.safetensors"]
 
@@ -172,6 +193,8 @@ def test_a_later_format(run):
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"is of format 7, and this tpufit .* up to 1\. It was made by .* 3\.1"):
         run.newest()
+    run.write(made(20))  # `resume=False` doesn't read it, and it stays
+    assert run.steps() == [10, 20]
 
 
 class Canary:
@@ -340,6 +363,78 @@ def test_a_lock_says_who_holds_it(tmp_path):
     lock.release()
 
 
+def test_a_second_directory_object_is_refused_the_folder(run):
+    (run.path / ".lock").read_text()  # POSIX's locks would end here
+    for _ in range(2):
+        with pytest.raises(CheckpointBusyError, match="another callback of this process"):
+            CheckpointDirectory(run.path).open()
+    run.close()
+    other = CheckpointDirectory(run.path)
+    other.open()
+    other.close()
+    run.open()
+
+
+def test_the_same_directory_object_may_be_opened_twice(run):
+    run.open()
+    run.close()
+    with pytest.raises(CheckpointBusyError):  # it is still open once
+        CheckpointDirectory(run.path).open()
+
+
+def test_a_forked_process_does_not_have_the_lock(tmp_path):
+    lock = Lock(tmp_path)
+    child = os.fork()
+    if not child:
+        try:
+            Lock(tmp_path)
+        except HeldError as error:
+            os._exit(7 if not error.here else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    with pytest.raises(HeldError):  # and its end hasn't ended it
+        Lock(tmp_path)
+    lock.release()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file", "pipe"])
+def test_a_lock_that_is_not_ours_is_left_alone(tmp_path, kind):
+    precious = tmp_path / "precious"
+    (tmp_path / "run").mkdir()
+    lock = tmp_path / "run" / ".lock"
+    if kind != "dangling link":
+        precious.write_text("years of work")
+    if kind == "pipe":
+        os.mkfifo(lock)
+    elif kind == "file":
+        precious.rename(lock)
+        precious = lock
+    else:
+        lock.symlink_to(precious)
+    with pytest.raises(CheckpointNotWrittenError, match=r"can't be written to .*run: Its \.lock is (a link|another)"):
+        CheckpointDirectory(tmp_path / "run").open()
+    assert not precious.exists() if kind == "dangling link" else precious.read_text() == "years of work"
+
+
+# The user's files.
+
+
+def add_users_files(folder):
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.0123abcd.safetensors").write_text("another program's")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "a.txt").write_text("years of work")
+
+
+USERS = ["model.0123abcd.safetensors", "notes", "tokenizer.json"]
+
+
+def contents(folder):
+    assert (folder / "notes" / "a.txt").read_text() == "years of work"
+    return sorted(os.listdir(folder))
+
+
 def test_save_replaces_what_it_wrote_and_nothing_else(tmp_path):
     save(tmp_path / "model", made(1))
     save(tmp_path / "model", made(2))
@@ -347,6 +442,315 @@ def test_save_replaces_what_it_wrote_and_nothing_else(tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(CheckpointNotWrittenError, match="exists and is no checkpoint"):
         save(tmp_path / "mine", made(1))
+
+
+def test_the_users_files_beside_a_saved_model_stay(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path / "model", made(step))
+        if step == 1:
+            add_users_files(tmp_path / "model")
+        assert contents(tmp_path / "model") == sorted([*FILES, *USERS])
+        assert read(tmp_path / "model").step == step
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def foreign(name):
+    """Make a folder that looks more or less like a checkpoint, but isn't one."""
+
+    def make(folder):
+        save(folder, made(1))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        if name == "file missing":
+            (folder / "state.json").unlink()
+        elif name == "other weights":
+            (folder / "model.safetensors").write_text("mine")
+        elif name == "field missing":
+            del manifest["tensors"]
+        elif name == "field more":
+            manifest["mine"] = 1
+        elif name == "no checksum's manifest":
+            manifest = {"name": "a browser extension"}
+        elif name == "list of files":
+            manifest = {"format": 1, "files": {"tokenizer.json": {}}}
+        (folder / "manifest.json").write_text(sealed(manifest))
+
+    return make
+
+
+FOREIGN = ["file missing", "other weights", "field missing", "field more", "no checksum's manifest", "list of files"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_save_refuses_a_folder_that_is_not_wholly_ours(tmp_path, name):
+    foreign(name)(tmp_path / "model")
+    add_users_files(tmp_path / "model")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointNotWrittenError, match="exists and is no checkpoint"):
+        save(tmp_path / "model", made(2))
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_save_refuses_runs_files_and_links(tmp_path):
+    CheckpointDirectory(tmp_path / "run").write(made(10))
+    (tmp_path / "file").write_text("mine")
+    save(tmp_path / "model", made(1))
+    (tmp_path / "link").symlink_to("model")
+    (tmp_path / "dangling").symlink_to("nothing")
+    for name, message in [("run", "no check"), ("file", "no check"), ("link", "is a link"), ("dangling", "is a link")]:
+        with pytest.raises(CheckpointNotWrittenError, match=message):
+            save(tmp_path / name, made(2))
+    assert read(tmp_path / "model").step == 1 and read(tmp_path / "run" / "step-0000000010").step == 10
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "file", "link", "model", "run"]
+
+
+@pytest.mark.parametrize("what", ["pruned", "cleared"])
+def test_the_users_files_in_a_checkpoint_that_goes_stay(tmp_path, what):
+    run = CheckpointDirectory(tmp_path / "run", keep_last=1 if what == "pruned" else None)
+    run.open()
+    add_users_files(run.write(made(10)))
+    run.write(made(20))
+    if what == "cleared":
+        run.clear()
+    run.close()
+    assert contents(run.path / "step-0000000010") == USERS
+    assert run.steps() == ([20] if what == "pruned" else [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        newest = run.newest()
+    assert newest.step == 20 if what == "pruned" else newest is None
+
+
+def test_the_users_files_in_a_checkpoint_that_is_written_again_stay(run):
+    add_users_files(run.write(made(10)))
+    add_users_files(run.path / "step-0000000020")  # never a checkpoint, but for its name
+    for step in (10, 20):
+        run.write(made(step, value=2))
+        assert contents(run.path / f"step-{step:010}") == sorted([*FILES, *USERS])
+    assert folders(run) == ["step-0000000010", "step-0000000020"]
+
+
+def test_a_file_or_link_with_the_name_of_a_checkpoint_stays(run, tmp_path):
+    (run.path / "step-0000000010").write_text("mine")
+    (run.path / "step-0000000020").symlink_to(tmp_path)
+    for step in (10, 20):
+        with pytest.raises(CheckpointNotWrittenError, match="can't be replaced by a checkpoint"):
+            run.write(made(step))
+    assert (run.path / "step-0000000010").read_text() == "mine" and (run.path / "step-0000000020").is_symlink()
+
+
+def test_folders_that_look_like_a_killed_process_ones_stay(run):
+    names = [".step-0000000010.tmp-mine", ".step-0000000020.tmp-77", ".step-0000000030.old-77", ".mine.tmp-77"]
+    for name in names:
+        add_users_files(run.path / name)
+    run.close()
+    run.open()
+    for name in names:
+        assert contents(run.path / name) == USERS
+
+
+def test_the_users_files_in_a_checkpoint_that_was_moved_aside_stay(run):
+    add_users_files(run.write(made(10)))
+    (run.path / "step-0000000010").rename(run.path / ".step-0000000010.old-77")
+    run.write(made(10, value=2))  # killed right before the files went back
+    assert contents(run.path / "step-0000000010") == sorted([*FILES, *USERS])
+    assert folders(run) == ["step-0000000010"] and not list(run.path.glob(".step*"))
+
+
+def test_a_run_that_holds_another_manifest_is_still_a_run(run):
+    (run.path / "manifest.json").write_text('{"name": "a browser extension"}')
+    save_whole(run.path, 10)
+    assert named_checkpoint(run.path).step == 8
+
+
+# Wrong content.
+
+
+def save_whole(folder, step):
+    """Put the checkpoint of a real training, of step 8, into a run's folder under the name of a step."""
+    path = folder / f"step-{step:010}"
+    with zipfile.ZipFile(Path(__file__).parent / "goldens" / "checkpoint-cores1.zip") as archive:
+        archive.extractall(folder / "unpacked")
+    (folder / "unpacked" / "step-0000000008").rename(path)
+    (folder / "unpacked").rmdir()
+    manifest = json.loads((path / "manifest.json").read_text())
+    score = {"name": "val_loss", "value": 0.5, "mode": "min"}
+    (path / "manifest.json").write_text(sealed(manifest | {"number": step, "metric": score}))
+    return path
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A run's folder with two whole checkpoints, and the newer one."""
+    save_whole(tmp_path, 1)
+    return CheckpointDirectory(tmp_path), save_whole(tmp_path, 2)
+
+
+def same(one, other):
+    return (
+        all(getattr(one, name) == getattr(other, name) for name in ("step", "state", "metric", "mesh", "versions"))
+        and all(torch.equal(one.weights[name], other.weights[name]) for name in other.weights)
+        and all(torch.equal(one.training[name], other.training[name]) for name in other.training)
+    )
+
+
+def test_two_whole_checkpoints_are_read(two):
+    run, _ = two
+    assert same(run.newest(check_state), run.best(check_state))
+
+
+@pytest.mark.parametrize("flips", [40, pytest.param(3000, marks=pytest.mark.soak)])
+@pytest.mark.filterwarnings("ignore")
+def test_a_flipped_bit_is_never_raw_and_never_silent(two, flips):
+    run, path = two
+    draws = random.Random(flips)
+    good = read(run.path / "step-0000000001")  # of files that stay, as its tensors are read from there
+    files = {name: (path / name).read_bytes() for name in FILES}
+    for i in range(flips):
+        name = FILES[0] if i % 2 else draws.choice(FILES)  # most in the manifest: no other file says its hash
+        data = bytearray(files[name])
+        data[draws.randrange(len(data))] ^= 1 << draws.randrange(8)
+        (path / name).write_bytes(data)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = run.best(check_state) if i % 10 == 0 else run.newest(check_state)
+        said = [str(warning.message) for warning in caught]
+        assert same(found, good), (name, said)  # both are of the same training
+        if not any("is damaged" in text and "step-0000000001" in text for text in said):
+            assert json.loads(data) == json.loads(files[name])  # a blank between two words of a manifest
+        assert run.steps() == [1, 2]
+        (path / name).write_bytes(files[name])
+
+
+DEEP = "[" * 10_000 + "]" * 10_000
+MANIFESTS = {
+    "nothing": "",
+    "a number": "7",
+    "null": "null",
+    "nested": DEEP,
+    "no UTF-8": b"\xff\xfe\x00{}",
+    "a name twice": lambda m: sealed(m).replace('"step": 8', '"step": 7, "step": 8'),
+    "no step": lambda m: m.pop("step") and None,
+    "step of text": lambda m: m.update(step="8"),
+    "step of nan": lambda m: m.update(step=math.nan),
+    "step below zero": lambda m: m.update(step=-1),
+    "step beyond all": lambda m: m.update(step=10**400),
+    "step true": lambda m: m.update(step=True),
+    "number of text": lambda m: m.update(number="1"),
+    "no number": lambda m: m.pop("number") and None,
+    "format of text": lambda m: m.update(format="1"),
+    "format 0": lambda m: m.update(format=0),
+    "a later format by this version": lambda m: m.update(format=9),
+    "metric of text": lambda m: m.update(metric="0.5"),
+    "metric beyond all": lambda m: m["metric"].update(value=10**400),
+    "metric without value": lambda m: m["metric"].pop("value") and None,
+    "metric of another mode": lambda m: m["metric"].update(mode="best"),
+    "mesh of a list": lambda m: m.update(mesh=[8]),
+    "versions of a list": lambda m: m.update(versions=["2.9"]),
+    "files of a list": lambda m: m.update(files=["model.safetensors"]),
+    "size of text": lambda m: m["files"]["state.json"].update(size="9"),
+    "no size": lambda m: m["files"]["state.json"].pop("size") and None,
+    "hash of a number": lambda m: m["files"]["state.json"].update(sha256=7),
+    "path of a list": lambda m: m["files"]["state.json"].update(path=["state.json"]),
+    "path of another file": lambda m: m["files"]["state.json"].update(path="manifest.json"),
+    "path with NUL": lambda m: m["files"]["state.json"].update(path="a\0b"),
+    "tensors of a list": lambda m: m.update(tensors=[]),
+    "something more": lambda m: m.update(more=1),
+    "another checksum": lambda m: json.dumps(m | {"number": 3}),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_an_absurd_manifest_is_a_damaged_checkpoint(two, name):
+    run, path = two
+    manifest = json.loads((path / "manifest.json").read_text())
+    text = MANIFESTS[name]
+    if callable(text):
+        text = text(manifest) or sealed(manifest)
+    (path / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.warns(UserWarning, match=r"manifest\.json.* damaged.*Going on from .*step-0000000001"):
+        assert same(run.newest(check_state), run.best(check_state))
+    run.write(made(3))  # as `resume=False` does
+    assert sorted(set(run.steps()) - {1}) == [2, 3]
+    with pytest.raises(CheckpointDamagedError):
+        named_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a link to itself"])
+def test_a_manifest_that_is_no_file_is_a_damaged_checkpoint(two, kind):
+    run, path = two
+    manifest = path / "manifest.json"
+    manifest.unlink()
+    {"a folder": manifest.mkdir, "a pipe": lambda: os.mkfifo(manifest)}.get(
+        kind, lambda: manifest.symlink_to("manifest.json")
+    )()
+    with pytest.warns(UserWarning, match=r"manifest\.json.*Going on from .*step-0000000001"):
+        assert run.newest(check_state).step == 8
+
+
+STATES = {
+    "a list": "[]",
+    "a number": "1e999",
+    "nested": '{"progress": ' + DEEP + "}",
+    "nothing in it": "{}",
+    "no UTF-8": b'{"\xff": 1}',
+    "no model": lambda s: s.pop("model") and None,
+    "step of text": lambda s: s["model"].update(step="8"),
+    "step of nan": lambda s: s["model"].update(step=math.nan),
+    "seed beyond all": lambda s: s["model"].update(seed=10**400),
+    "optimizers of a list": lambda s: s.update(optimizers=[]),
+    "groups of text": lambda s: s["optimizers"]["optimizer"].update(groups="lr"),
+    "no class": lambda s: s["optimizers"]["optimizer"].pop("class") and None,
+    "epoch of text": lambda s: s["progress"].update(epoch="1"),
+    "batches below zero": lambda s: s["progress"].update(batches=-3),
+    "no epoch": lambda s: s["progress"].pop("epoch") and None,
+    "an unknown tensor": lambda s: s["progress"].update(trained={"dict": [["loss", {"tensor": "nothing"}]]}),
+    "callbacks of a dict": lambda s: s.update(callbacks={}),
+    "a callback of text": lambda s: s.update(callbacks=["EarlyStopping"]),
+    "a callback without state": lambda s: s["callbacks"][0].pop("state") and None,
+    "a callback's state of two": lambda s: s["callbacks"][0].update(state={"dict": [], "tensor": "a"}),
+    "no draws": lambda s: s.pop("draws") and None,
+    "draws of text": lambda s: s["draws"].update(python="random"),
+    "draws cut short": lambda s: s["draws"]["python"].__setitem__(1, [1, 2, 3]),
+    "draws of another size": lambda s: s["draws"].update(torch="00ff"),
+    "draws that are no hex": lambda s: s["draws"].update(torch="xyz"),
+    "data of a list": lambda s: s.update(data=[]),
+    "place of text": lambda s: s["data"].update(place="48"),
+    "no sums": lambda s: s.update(metrics=None),
+    "sums of other tensors": lambda s: s["metrics"]["keys"].append([0, "more"]),
+    "sums of more batches than there are": lambda s: s["metrics"]["batches"].append([10**12]),
+    "settings of a list": lambda s: s.update(settings=[]),
+    "objects of text": lambda s: s.update(objects={"module": "x"}),
+    "compile of a list": lambda s: s.update(compile=[]),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_absurd_state_whose_hash_is_right_is_a_damaged_checkpoint(two, name):
+    run, path = two
+    text = STATES[name]
+    if callable(text):
+        state = json.loads((path / "state.json").read_text())
+        text = text(state) or json.dumps(state)
+    content = text if isinstance(text, bytes) else text.encode()
+    (path / "state.json").write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(sealed(manifest))
+    with pytest.warns(UserWarning, match=r"(is damaged|can't be what was written).*Going on from .*step-0000000001"):
+        assert run.newest(check_state).step == 8
+    with pytest.raises(CheckpointDamagedError):
+        named_checkpoint(path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "training.safetensors"])
+def test_tensors_that_are_none_whose_hash_is_right(two, file):
+    run, path = two
+    (path / file).write_bytes(b"no tensors")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][file] = {"size": 10, "sha256": hashlib.sha256(b"no tensors").hexdigest()}
+    (path / "manifest.json").write_text(sealed(manifest))
+    with pytest.warns(UserWarning, match=r"step-0000000002 is damaged: .*Going on from .*step-0000000001"):
+        assert run.newest(check_state).step == 8
 
 
 # The writer.

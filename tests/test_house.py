@@ -123,6 +123,7 @@ CHANGE_THE_PROCESS = {
     "environ.setdefault",
     "os.environ.pop",
     "os.environ.setdefault",
+    "os.register_at_fork",
     "signal.signal",
     "sys.meta_path.insert",
     "sys.setprofile",

@@ -1,6 +1,7 @@
 """Going on from a checkpoint: to the bit what a training gives that was never broken off."""
 
 import functools
+import json
 import os
 import signal
 import threading
@@ -14,9 +15,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import tpufit
-from tpufit.callbacks import BackupAndRestore, Callback, EarlyStopping, ModelCheckpoint
-from tpufit.checkpoint import read
-from tpufit.errors import ArgumentError, CallbackError, CheckpointMismatchError, CheckpointMissingError
+from tpufit.callbacks import BackupAndRestore, Callback, CSVLogger, EarlyStopping, ModelCheckpoint
+from tpufit.checkpoint import CheckpointDirectory, read
+from tpufit.checkpoint.store import sealed
+from tpufit.errors import (
+    ArgumentError,
+    CallbackError,
+    CheckpointBusyError,
+    CheckpointMismatchError,
+    CheckpointMissingError,
+)
 from tpufit.trainer import passes
 from tpufit.utils.random import RNGState
 
@@ -497,9 +505,43 @@ def test_another_number_of_cores_is_no_fault_but_is_said(cores, tmp_path):
     with pytest.raises(SystemExit):
         trained(cores, "arrays", COMPILE["adamw"], tmp_path, stop=6)
     manifest = tmp_path / "step-0000000006" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(f'"cores": {cores}', '"cores": 4'))
+    manifest.write_text(sealed(json.loads(manifest.read_text()) | {"mesh": {"cores": 4}}))
     with pytest.warns(UserWarning, match=rf"going on from step 6 is not bit-exact: cores: 4 -> {cores}"):
         trained(cores, "arrays", COMPILE["adamw"], tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("stop", [6, 9])  # in the middle of the second epoch and of the third
+def test_each_epoch_is_a_row_however_often_it_was_broken_off(cores, tmp_path, stop):
+    def logger():
+        return CSVLogger(tmp_path / "log.csv", append=True)
+
+    (tmp_path / "log.csv").write_text("epoch,loss,val_loss\n7,0.5,0.5")  # an earlier training's
+    with pytest.raises(SystemExit):
+        trained(cores, "arrays", COMPILE["adamw"], tmp_path / "run", stop=stop, extra=[logger()])
+    trained(cores, "arrays", COMPILE["adamw"], tmp_path / "run", resume=True, extra=[logger()])
+    rows = [line.split(",")[0] for line in (tmp_path / "log.csv").read_text().splitlines()]
+    assert rows == ["epoch", "7", "0", "1", "2"]
+
+
+def test_a_fit_in_a_fit_leaves_the_outer_ones_folder_locked(cores, tmp_path):
+    outer = ModelCheckpoint(tmp_path)
+    refused = []
+
+    class Inner(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                with pytest.raises(CallbackError, match="another callback of this process"):
+                    trained(cores, "arrays", COMPILE["adamw"], tmp_path, epochs=1)
+            elif epoch == 1:
+                trained(cores, "arrays", COMPILE["adamw"], epochs=3, extra=[outer])  # the same object
+            try:
+                CheckpointDirectory(tmp_path).open()
+            except CheckpointBusyError:
+                refused.append(epoch)
+
+    trained(cores, "arrays", COMPILE["adamw"], extra=[outer, Inner()])
+    assert refused == [0, 1, 2]
+    CheckpointDirectory(tmp_path).open()
 
 
 def test_a_rate_is_scaled_once_however_often_it_is_resumed(cores, tmp_path):

@@ -88,6 +88,7 @@ import json, hashlib, shutil, sys, warnings
 from pathlib import Path
 import safetensors.torch
 from training import *
+from tpufit.checkpoint.store import sealed
 from tpufit.errors import CheckpointError
 
 def changed(name, state=lambda s: None, tensors=lambda t: None, manifest=lambda m: None):
@@ -105,7 +106,7 @@ def changed(name, state=lambda s: None, tensors=lambda t: None, manifest=lambda 
         data = (folder / file).read_bytes()
         entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
     manifest(own)
-    (folder / "manifest.json").write_text(json.dumps(own))
+    (folder / "manifest.json").write_text(sealed(own))
     return folder
 
 def zero(prefix):

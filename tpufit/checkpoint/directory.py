@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointBusyError, CheckpointDamagedError, CheckpointNotWrittenError
+from ..errors import CheckpointBusyError, CheckpointDamagedError, CheckpointError, CheckpointNotWrittenError
 from ..hosts import is_first
 from ..utils.files import DISK_FULL, HeldError
 from ..utils.text import size
@@ -16,6 +16,12 @@ from ..utils.users_code import warn
 from .format import Checkpoint, Score, read, read_manifest, write
 from .store import name_of, step_of, store_at
 from .weight_files import NotFiniteError
+
+Check = Callable[[Checkpoint], None]
+
+
+def _unchecked(checkpoint: Checkpoint) -> None:
+    """Raise nothing."""
 
 
 class CheckpointDirectory:
@@ -41,19 +47,26 @@ class CheckpointDirectory:
         self.path = self._store.where
         self.keep_last = keep_last
         self.keep_best = keep_best
+        self.opened = 0  # times, less those it was closed: a `fit` inside a `fit` may have the same callback
 
     def open(self) -> None:
         """Check, before hours of training, that checkpoints can be written here, and lock out other writers.
 
         Raises:
-            CheckpointBusyError: Another process trains into this folder.
+            CheckpointBusyError: Another process, or another callback of this one, writes into this folder.
             CheckpointNotWrittenError: Nothing can be written here.
         """
-        if not is_first():
+        if self.opened or not is_first():
+            self.opened += 1
             return
         try:
             dropped = self._store.reserve()
         except HeldError as held:
+            if held.here:
+                raise CheckpointBusyError(
+                    f"another callback of this process keeps checkpoints in {self.path.absolute()}: two in one folder "
+                    "would overwrite each other. Give each a folder of its own"
+                ) from None
             cure = "two runs in one folder would overwrite each other. Wait for its end, or pass another path"
             raise CheckpointBusyError(f"{held} trains into {self.path.absolute()}: {cure}") from None
         except OSError as error:
@@ -61,14 +74,17 @@ class CheckpointDirectory:
             said = error.strerror or str(error).rstrip(".")
             why = f"{said}. Pass a folder that exists or can be made, and may be written to"
             raise CheckpointNotWrittenError(f"checkpoints can't be written to {self.path.absolute()}: {why}") from error
+        self.opened = 1
         if dropped:
             warn(
                 f"dropped from {self.path}: {', '.join(dropped)}, which a process that was killed left unfinished",
             )
 
     def close(self) -> None:
-        """Release the lock, so that others may write here."""
-        self._store.release()
+        """Release the lock, so that others may write here, if it was closed as often as opened."""
+        self.opened = max(0, self.opened - 1)
+        if not self.opened:
+            self._store.release()
 
     def clear(self) -> None:
         """Remove all checkpoints with a readable manifest, and the folder if only its lock is left: nothing else."""
@@ -104,25 +120,29 @@ class CheckpointDirectory:
             self._prune()  # only now: a failed write leaves the older ones
         return self.path / name
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, check: Check = _unchecked) -> Checkpoint | None:
         """Return the newest whole checkpoint; None if there has never been a checkpoint.
+
+        Args:
+            check: Called with each that is read, to raise a `CheckpointDamagedError` (default: nothing more is asked).
 
         Raises:
             CheckpointDamagedError: All checkpoints are damaged; the message says how each.
         """
         readable = self._manifests()
         unreadable = [name for name in self._store.names() if name not in readable]
-        return self._first_whole([*readable, *unreadable][::-1])
+        return self._first_whole([*readable, *unreadable][::-1], check)
 
-    def best(self) -> Checkpoint | None:
-        """Return the best whole checkpoint by metric; None if there has never been one with a metric."""
-        return self._first_whole(self._by_metric())
+    def best(self, check: Check = _unchecked) -> Checkpoint | None:
+        """Return the best whole checkpoint by metric, see `newest`; None if there has never been one with a metric."""
+        return self._first_whole(self._by_metric(), check)
 
-    def _first_whole(self, names: Sequence[str]) -> Checkpoint | None:
+    def _first_whole(self, names: Sequence[str], check: Check) -> Checkpoint | None:
         faults = []
         for name in names:
             try:
                 found = read(self.path / name)
+                check(found)
             except CheckpointDamagedError as error:
                 faults.append(str(error))
                 continue
@@ -139,7 +159,7 @@ class CheckpointDirectory:
         """Return the readable manifests by name, in order of writing: that of steps, unless training went back."""
         found = {}
         for name in self._store.names():
-            with suppress(CheckpointDamagedError):  # reported when it is read
+            with suppress(CheckpointError):  # damaged, or of a later version: reported when it is read
                 found[name] = read_manifest(self.path / name)
         return dict(sorted(found.items(), key=lambda item: item[1]["number"]))
 

@@ -4,7 +4,8 @@
         model.safetensors       the module's parameters and buffers, under their own names
         training.safetensors    the other tensors: the optimizer's, moving averages, sums of the epoch so far
         state.json              the numbers: steps, rates, seeds, the place in the data, callbacks' counters
-        manifest.json           written last: the format's version, the size and SHA-256 of each file, shapes, versions
+        manifest.json           written last: the format's version, the size and SHA-256 of each file, shapes, versions,
+                            and its own checksum
 
 Behind a URL, the files of a checkpoint that has replaced another have further letters in their names: the manifest says
 which, under `path`. A tensor is stored whole, so that any number of cores can load it. A hash finds damage; it doesn't
@@ -17,6 +18,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,13 +31,19 @@ import numpy as np
 import safetensors.torch
 from torch import Tensor
 
-from ..errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError, CheckpointNotWrittenError
+from ..errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMissingError,
+    CheckpointNotWrittenError,
+    WeightsError,
+)
 from ..hosts import is_first
 from ..runtime import versions as runtime_versions
 from ..utils.text import dtype_name
 from ..utils.urls import Mirror, Url, is_url
 from ..utils.users_code import warn
-from .store import MANIFEST, Store, is_step, moved_aside, store_at
+from .store import MANIFEST, Store, checksum, is_step, moved_aside, sealed, store_at
 from .weight_files import NO_PICKLES, NotFiniteError, are_here, arriving, read_weights, untied, widest_first
 from .weight_files import write as write_file
 
@@ -43,6 +51,7 @@ FORMAT = 1
 _STATE = "state.json"
 _WEIGHTS = "model.safetensors"
 _TRAINING = "training.safetensors"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,7 @@ def _fill(
             for file, tensors in ((_WEIGHTS, weights), (_TRAINING, training))
         },
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (folder / MANIFEST).write_text(sealed(manifest))
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -169,12 +178,20 @@ def read(folder: str | os.PathLike[str] | Url) -> Checkpoint:
         raise _missing(folder, "is a file" if folder.exists() else "does not exist")
     manifest = read_manifest(folder)
     files = {name: folder / entry.get("path", name) for name, entry in manifest["files"].items()}
-    _verify(files, manifest)  # before any file is parsed
+    try:
+        _verify(files, manifest)  # before any file is parsed
+        weights = read_weights(files[_WEIGHTS])
+        training = safetensors.torch.load_file(files[_TRAINING])
+        state = json.loads(files[_STATE].read_bytes())
+    except (OSError, WeightsError, safetensors.SafetensorError, ValueError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{folder} is damaged: {_in_short(error)}") from error
+    if not isinstance(state, dict):
+        raise CheckpointDamagedError(f"{files[_STATE]} is damaged: it holds no state")
     return Checkpoint(
         step=manifest["step"],
-        weights=read_weights(files[_WEIGHTS]),
-        training=safetensors.torch.load_file(files[_TRAINING]),
-        state=json.loads(files[_STATE].read_bytes()),
+        weights=weights,
+        training=training,
+        state=state,
         metric=Score(**manifest["metric"]) if manifest["metric"] else None,
         mesh=manifest["mesh"],
         versions=manifest["versions"],
@@ -189,15 +206,13 @@ def _missing(folder: Path | Url, what: str) -> CheckpointMissingError:
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """True if a folder is one checkpoint, not a run's folder of them."""
-    if is_url(folder):
-        url = Url(os.fspath(folder))
-        return (url / MANIFEST).exists() or is_step(url.name)
-    return (Path(folder) / MANIFEST).exists() or is_step(Path(folder).name)
+    """True if a folder is one checkpoint, not a run's folder of them, which may have another `manifest.json`."""
+    place = Url(os.fspath(folder)) if is_url(folder) else Path(folder)
+    return is_step(place.name) or ((place / MANIFEST).exists() and not store_at(place).names())
 
 
 def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
-    """Write one checkpoint to a folder of any name. It replaces a checkpoint, but nothing else.
+    """Write one checkpoint to a folder of any name. It replaces a checkpoint's files, but nothing else.
 
     Raises:
         CheckpointNotWrittenError: Something else is there, or the file system refused.
@@ -207,7 +222,9 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     place = Url(os.fspath(folder)) if is_url(folder) else Path(folder).absolute()
 
     def check() -> None:
-        if place.exists() and not (place / MANIFEST).is_file():
+        if isinstance(place, Path) and place.is_symlink():
+            raise CheckpointNotWrittenError(f"{folder} is a link, which is never followed: pass {place.resolve()}")
+        if place.exists() and not _is_ours(place):
             raise CheckpointNotWrittenError(f"{folder} exists and is no checkpoint of tpufit: pass a path that is free")
 
     try:
@@ -218,35 +235,125 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
         raise CheckpointNotWrittenError(f"the checkpoint was not written to {folder}: {error}") from error
 
 
-def read_manifest(folder: Path | Url) -> dict[str, Any]:
-    """Read the manifest of a checkpoint. It was written last, so without it the checkpoint isn't whole."""
-    manifest: dict[str, Any]
+def _is_ours(folder: Path | Url) -> bool:
+    """True if a folder has a manifest of tpufit's, and the files that it names, of their sizes."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        files = read_manifest(folder)["files"]
+    except CheckpointError:
+        return False
+    paths = {name: folder / entry.get("path", name) for name, entry in files.items()}
+    if isinstance(folder, Url):
+        sizes = folder.sizes()
+        return all(sizes.get(entry.get("path", name)) == entry["size"] for name, entry in files.items())
+    return all(_is_file(path) and path.stat().st_size == files[name]["size"] for name, path in paths.items())
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def read_manifest(folder: Path | Url) -> dict[str, Any]:
+    """Read the manifest of a checkpoint. It was written last, so without it the checkpoint isn't whole.
+
+    Raises:
+        CheckpointDamagedError: It isn't there, or isn't what was written.
+        CheckpointError: A later version made the checkpoint.
+    """
+    manifest: dict[str, Any]
+    path = folder / MANIFEST
+    if isinstance(path, Path) and path.exists() and not path.is_file():  # to read a pipe is to wait
+        raise CheckpointDamagedError(f"{path} is damaged: it isn't a file")
+    try:
+        manifest = json.loads(path.read_bytes(), object_pairs_hook=_unique)
     except FileNotFoundError:
         raise CheckpointDamagedError(f"{folder} has no {MANIFEST}, so it was never finished") from None
-    except ValueError as error:
-        raise CheckpointDamagedError(f"{folder / MANIFEST} is damaged: {error}") from None
-    known = manifest.get("format") if isinstance(manifest, dict) else None
-    if not isinstance(known, int):
-        raise CheckpointDamagedError(f"{folder / MANIFEST} is damaged: it names no format")
-    if known > FORMAT:
+    except OSError as error:
+        raise CheckpointDamagedError(f"{path} can't be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{path} is damaged: {_in_short(error)}") from None
+    known: Any = manifest.get("format") if isinstance(manifest, dict) else None
+    if not is_whole(known, 1):
+        raise CheckpointDamagedError(f"{path} is damaged: it names no format")
+    versions = manifest.get("versions")
+    made_by = versions.get("tpufit") if isinstance(versions, dict) else None
+    # This version knows no such format: then a digit has changed.
+    if known > FORMAT and isinstance(made_by, str) and made_by != version("tpufit"):
         raise CheckpointError(
             f"{folder} is of format {known}, and this tpufit ({version('tpufit')}) knows formats up to {FORMAT}. It "
-            f"was made by tpufit {manifest.get('versions', {}).get('tpufit')}: install that version or a later one"
+            f"was made by tpufit {made_by[:100]}: install that version or a later one"
         )
-    if set(manifest.get("files", ())) != {_WEIGHTS, _TRAINING, _STATE}:
-        raise CheckpointDamagedError(f"{folder / MANIFEST} is damaged: it lists the files {manifest.get('files')}")
-    paths = [entry.get("path", name) for name, entry in manifest["files"].items()]
-    if not all(isinstance(path, str) and path == Path(path).name for path in paths):
-        raise CheckpointDamagedError(f"{folder / MANIFEST} is damaged: its files must lie beside it, not at {paths}")
+    wrong = _wrong(manifest)
+    if wrong:
+        raise CheckpointDamagedError(f"{path} is damaged: {wrong}")
     return manifest
+
+
+def _wrong(manifest: Mapping[str, Any]) -> str:
+    """Say what is wrong with a manifest of this format; nothing if it is as `_fill` has made it."""
+    files = manifest.get("files")
+    if not isinstance(files, dict) or set(files) != {_WEIGHTS, _TRAINING, _STATE}:
+        return f"it lists the files {str(files)[:100]}"
+    entries = [{"path": name} | entry if isinstance(entry, dict) else {} for name, entry in files.items()]
+    paths = [entry.get("path") for entry in entries]
+    if not all(isinstance(path, str) and path == Path(path).name and path.isprintable() for path in paths):
+        return f"its files must lie beside it, not at {str(paths)[:100]}"
+    metric, mesh, versions, tensors = (manifest.get(name) for name in ("metric", "mesh", "versions", "tensors"))
+    fitting = {
+        "format": manifest["format"] == FORMAT,
+        "step": is_whole(manifest.get("step")),
+        "number": is_whole(manifest.get("number")),
+        "metric": metric is None or _is_score(metric),
+        "mesh": isinstance(mesh, dict) and all(map(is_whole, mesh.values())),
+        "versions": isinstance(versions, dict) and all(isinstance(one, str) for one in versions.values()),
+        "files": len(set(paths)) == len(paths) and all(map(_is_fingerprint, entries)),
+        "tensors": isinstance(tensors, dict) and all(isinstance(one, dict) for one in tensors.values()),
+    }
+    wrong = [name for name, fits in fitting.items() if not fits] + sorted(manifest.keys() - fitting - {"checksum"})
+    if wrong:
+        return f"{', '.join(map(repr, wrong))[:100]} can't be what was written"
+    # The first manifests have none.
+    given = manifest.get("checksum")
+    return "" if given is None or given == checksum(manifest) else "its checksum doesn't fit"
+
+
+def is_whole(value: Any, at_least: int = 0) -> bool:
+    """True for a whole number from `at_least` on, which fits 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and at_least <= value < 1 << 63
+
+
+def _is_score(metric: Any) -> bool:
+    return (
+        isinstance(metric, dict)
+        and metric.keys() == {"name", "value", "mode"}
+        and isinstance(metric["name"], str)
+        and (isinstance(metric["value"], float) or is_whole(abs(metric["value"])))
+        and metric["mode"] in ("min", "max")
+    )
+
+
+def _is_fingerprint(entry: Mapping[str, Any]) -> bool:
+    sha256 = entry.get("sha256")
+    known = entry.keys() == {"path", "size", "sha256"}
+    return known and is_whole(entry["size"], 1) and isinstance(sha256, str) and bool(_SHA256.fullmatch(sha256))
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of JSON's pairs, none of which may replace another."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _in_short(error: Exception) -> str:
+    """An error in few words: some of JSON's or safetensors' are long."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
 
 
 def _verify(files: Mapping[str, Path], manifest: Mapping[str, Any]) -> None:
     """Compare the files with the manifest: sizes first, as they cost nothing and say most."""
     for name, path in files.items():
-        if path.is_symlink() or not path.is_file():
+        if not _is_file(path):
             raise CheckpointDamagedError(f"{path} is missing")
         size = path.stat().st_size
         written = manifest["files"][name]["size"]

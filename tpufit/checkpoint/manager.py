@@ -3,22 +3,30 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..data import Stream
-from ..errors import CheckpointError, CheckpointMismatchError, CheckpointNotWrittenError, DataError
+from ..errors import (
+    CallbackError,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotWrittenError,
+    DataError,
+)
 from ..runtime import copies
 from ..runtime import versions as runtime_versions
-from ..step import Engine, SavedState, StepRunner, named_tensors
+from ..step import Engine, StepRunner, named_tensors
 from ..utils.json_codec import decode, encode
 from ..utils.random import RNGState
 from ..utils.users_code import warn
 from .format import Checkpoint, Score
 from .objects import UsersObjects
 from .resume import checkpoint_callbacks
+from .state import MALFORMED, PROGRESS, Progress, saved_state
 from .store import step_of
 from .weight_files import NotFiniteError, write_weights
 from .writer import AsyncCheckpointWriter
@@ -31,23 +39,6 @@ class Callbacks(Protocol):
 
     def call(self, hook: str, *args: Any) -> None:
         """Call a hook of those that override it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The point that a `fit` has reached. Each is its own: the last checkpoint's is compared with the newest."""
-
-    epoch: int  # from 0
-    batches: int | None = None  # of the epoch, already trained on; None if it has not begun
-    trained: Mapping[str, Any] | None = None  # the epoch's logs, if only its validation is left
-    # The last validation: the number of the epoch's batches before it, and its logs.
-    validated: dict[str, Any] | None = None
-    stopped: bool = False  # by a callback
-    epochs: int = 0  # asked for
-    updates: int = 0  # the optimizer's steps in this training
-
-
-_FIELDS = [field.name for field in fields(Progress)]
 
 
 def take_checkpoint(
@@ -126,12 +117,6 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     engine.register_new_state()
 
 
-def saved_state(checkpoint: Checkpoint) -> SavedState:
-    """Return the part of a checkpoint that `TrainState` loads."""
-    state = checkpoint.state
-    return SavedState(checkpoint.weights, checkpoint.training, state["model"], state["optimizers"])
-
-
 def settings(engine: Engine) -> dict[str, Any]:
     """Return the settings, besides versions and cores, that the last digits of training depend on."""
     return {
@@ -154,14 +139,6 @@ def outside_of_fit(engine: Engine) -> dict[str, Any]:
         "draws": RNGState.now().state_dict(),
         "compile": engine.config.as_plain(engine.model.optimizer),
     }
-
-
-def progress_of(checkpoint: Checkpoint, first: int = 0) -> Progress:
-    """Return the point that `fit` had reached at a checkpoint, or the start of epoch `first` outside of `fit`."""
-    own = checkpoint.state["progress"]
-    if own is None:
-        return Progress(first)
-    return Progress(**{name: decode(own[name], checkpoint.training) for name in _FIELDS if name in own})
 
 
 class CheckpointManager:
@@ -263,21 +240,21 @@ class CheckpointManager:
 
         Raises:
             CheckpointMismatchError: The checkpoint is of another net, optimizer or data.
+            CheckpointDamagedError: Its state can't be loaded.
         """
         state = checkpoint.state
         restore(self._engine, checkpoint)  # before the callbacks, which count steps from the model's own
-        if self._objects is not None:
-            self._objects.load_state_dict(state["objects"])
+        with _loading(checkpoint):
+            if self._objects is not None:
+                self._objects.load_state_dict(state["objects"])
         self._load_callbacks(checkpoint, first=False)
-        try:
+        with _loading(checkpoint):
             batches = self._train.load_state_dict(state["data"])
             if self._held_out is not None:
                 self._held_out.load_state_dict(state["validation"])
             if run is not None:
                 own = {n.removeprefix("metric/"): t for n, t in checkpoint.training.items() if n.startswith("metric/")}
                 run.load_sums(state["metrics"], own, batches)
-        except DataError as error:
-            raise CheckpointMismatchError(f"{error}. resume='next_epoch' leaves out the rest of that epoch") from error
         _warn_of_differences(checkpoint, self._engine)
         RNGState.of(state["draws"]).restore()  # last: everything above may draw random numbers
         return batches
@@ -299,7 +276,7 @@ class CheckpointManager:
         assert progress is not None
         extra: dict[str, Tensor] = {}
         state = outside_of_fit(self._engine) | {
-            "progress": {name: encode(getattr(progress, name), name, extra) for name in _FIELDS},
+            "progress": {name: encode(getattr(progress, name), name, extra) for name in PROGRESS},
             "data": self._train.state_dict(progress.batches if run is not None else None),
             "validation": {} if self._held_out is None else self._held_out.state_dict(None),
             "callbacks": self._callback_states(extra),
@@ -330,7 +307,12 @@ class CheckpointManager:
             if own is not None and hasattr(callback, "load_state_dict"):
                 waiting.remove(own)
                 if getattr(callback, "loads_first", False) == first:
-                    callback.load_state_dict(decode(own["state"], checkpoint.training))
+                    state = decode(own["state"], checkpoint.training)
+                    try:
+                        callback.load_state_dict(state)
+                    except Exception as error:  # as in its hooks
+                        name = f"{type(callback).__name__}.load_state_dict"
+                        raise CallbackError(f"{name} raised {type(error).__name__}: {error}") from error
         if waiting and not first:
             names = ", ".join(state["class"] for state in waiting)
             warn(f"the checkpoint has the state of callbacks that are no longer there: {names}")
@@ -340,10 +322,24 @@ class CheckpointManager:
             self._callbacks.call("on_save", step_of(written.name), {"path": str(written)})
 
 
+@contextmanager
+def _loading(checkpoint: Checkpoint) -> Iterator[None]:
+    """A context in which a part of a checkpoint's state is loaded."""
+    try:
+        yield
+    except DataError as error:
+        raise CheckpointMismatchError(f"{error}. resume='next_epoch' leaves out the rest of that epoch") from error
+    except MALFORMED as error:
+        raise CheckpointDamagedError(
+            f"the state of the checkpoint of step {checkpoint.step} can't be loaded ({type(error).__name__}: "
+            f"{str(error)[:200]}): resume from another one, by its path"
+        ) from error
+
+
 def _warn_of_differences(checkpoint: Checkpoint, engine: Engine) -> None:
     """Warn if the results will differ from those of a run that was never broken off."""
     before = {**checkpoint.mesh, **checkpoint.state["settings"], **checkpoint.versions}
     now = {"cores": engine.state.placement.count, **settings(engine), **runtime_versions()}
-    others = [f"{name}: {before[name]} -> {value}" for name, value in now.items() if before[name] != value]
+    others = [f"{name}: {before.get(name)} -> {value}" for name, value in now.items() if before.get(name) != value]
     if others:
         warn(f"going on from step {checkpoint.step} is not bit-exact: {', '.join(others)}")

@@ -1,7 +1,8 @@
 """The checkpoint that `fit(resume=...)` or `tpufit.load` asks for."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from ..errors import ArgumentError, CheckpointMissingError
 from ..utils.urls import is_url
 from .directory import CheckpointDirectory
 from .format import Checkpoint, is_checkpoint, read
+from .state import check_state
 from .writer import AsyncCheckpointWriter
 
 
@@ -29,7 +31,7 @@ def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[o
         cure = "none does. Pass callbacks=[ModelCheckpoint('a_folder')], or the path of a folder as resume"
         raise ArgumentError(f"resume={resume!r} looks for checkpoints where a callback keeps them: {cure}")
     # Where several callbacks keep checkpoints, the one that has come the furthest counts.
-    found = [run.best() if resume == "best" else run.newest() for run in runs]
+    found = [run.best(check_state) if resume == "best" else run.newest(check_state) for run in runs]
     newest = max((one for one in found if one is not None), key=lambda one: one.step, default=None)
     return _at_next_epoch(newest) if newest is not None and resume == "next_epoch" else newest
 
@@ -41,8 +43,10 @@ def named_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: There is no checkpoint, or it is damaged.
     """
     if is_checkpoint(path) or not (is_url(path) or Path(path).is_dir()):
-        return read(path)
-    newest = CheckpointDirectory(path).newest()
+        found = read(path)
+        check_state(found)
+        return found
+    newest = CheckpointDirectory(path).newest(check_state)
     if newest is None:
         raise CheckpointMissingError(f"there is no checkpoint in {path}: it has no folder such as step-0000000010")
     return newest
@@ -52,6 +56,21 @@ def checkpoint_callbacks(callbacks: Iterable[Any]) -> list[tuple[Any, AsyncCheck
     """Return the callbacks that keep checkpoints, as `Callback` declares it, each with its writer."""
     found = [(callback, getattr(callback, "checkpoints", None)) for callback in callbacks]
     return [(callback, writer) for callback, writer in found if isinstance(writer, AsyncCheckpointWriter)]
+
+
+@contextmanager
+def closing_runs(callbacks: Iterable[Any]) -> Iterator[None]:
+    """A context that leaves each run directory as open as it was, however the callbacks' end is cut short.
+
+    Else its lock would refuse the next `fit` of a notebook.
+    """
+    runs = [(writer.run, writer.run.opened) for _, writer in checkpoint_callbacks(callbacks)]
+    try:
+        yield
+    finally:
+        for run, before in runs:
+            while run.opened > before:
+                run.close()
 
 
 def _at_next_epoch(checkpoint: Checkpoint) -> Checkpoint:

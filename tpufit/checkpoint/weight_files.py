@@ -106,9 +106,9 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         with safetensors.safe_open(source, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             tied = json.loads((file.metadata() or {}).get("tied", "{}"))
-    except safetensors.SafetensorError as error:
+        return weights | {name: weights[owner] for name, owner in tied.items() if owner in weights}
+    except (safetensors.SafetensorError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{source} is not a safetensors file, or it is damaged ({error}). {NO_PICKLES}") from error
-    return weights | {name: weights[owner] for name, owner in tied.items() if owner in weights}
 
 
 def untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -33,7 +33,7 @@ from time import perf_counter
 from typing import Any
 
 from ..callbacks.callback_list import CallbackList
-from ..checkpoint import Checkpoint, CheckpointManager, Progress, progress_of
+from ..checkpoint import Checkpoint, CheckpointManager, Progress, closing_runs, progress_of
 from ..data import Stream
 from ..diagnostics import messages
 from ..diagnostics.report import Pass
@@ -70,7 +70,7 @@ def fit(
     model.stop_training = model.out_of_time = False
     engine.state.swap_ema(to=False)  # a callback may have left the averages in the weights' place
     model.module.eval()  # `closing` restores this mode at the end, ready for use
-    with closing(callbacks, engine), Interruption() as interruption:
+    with closing_runs(callbacks), closing(callbacks, engine), Interruption() as interruption:
         training = _Training(engine, train, validation, callbacks, epochs.stop, limits, interruption)
         if resumed is not None:
             training.manager.load_first(resumed)

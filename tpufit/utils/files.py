@@ -6,10 +6,11 @@ import json
 import os
 import re
 import socket
+import stat
 import struct
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ LOCK = ".lock"  # the file in a folder that is locked
 # The errors of a file system that has no room for more, and of one that has no locks.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_HOLDER = re.compile(rb"process \d+ on .+")  # the content of a lock
 
 
 @contextmanager
@@ -53,10 +55,11 @@ def replacing(target: Path) -> Iterator[Path]:
     """Give a draft to write beside a file; it takes the file's place when the block ends without an error.
 
     Whenever the process may die, the file is the old one or the new one. After an error nothing of the draft is left;
-    only a killed process leaves one, which `drop_drafts` removes. The folder must exist.
+    only a killed process leaves one, which `drop_drafts` removes. The folder must exist. A link is replaced, and not
+    the file that it leads to.
 
     Raises:
-        OSError: The file system refused.
+        OSError: The file system refused, or the path is a folder, a device or a pipe, which no file may replace.
 
     Example:
         >>> import tempfile
@@ -66,6 +69,7 @@ def replacing(target: Path) -> Iterator[Path]:
         ...     os.listdir(folder)
         ['a.txt']
     """
+    require_replaceable(target)
     draft = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
         yield draft
@@ -74,6 +78,12 @@ def replacing(target: Path) -> Iterator[Path]:
     finally:
         draft.unlink(missing_ok=True)
     flush(target.parent)  # else the rename itself may be lost with the power
+
+
+def require_replaceable(target: Path) -> None:
+    """Raise an `OSError` if something is there that isn't a file: a folder, a device, a pipe, or a link to one."""
+    if target.exists() and not target.is_file():
+        raise FileExistsError(errno.EEXIST, "It isn't a file, and can't be replaced by one", str(target))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -130,10 +140,15 @@ def write_one_by_one(
             del value  # before the next one comes
 
 
-def drop_drafts(folder: Path) -> None:
-    """Remove the drafts that killed processes left. The caller makes sure that no other process is writing there."""
+def drop_drafts(folder: Path, names: str) -> None:
+    """Remove the drafts that killed processes left of files whose names match a pattern.
+
+    The caller makes sure that no other process is writing there.
+    """
+    form = re.compile(rf"\.({names})\.tmp-\d+")
     for draft in folder.glob(".*.tmp-*"):
-        draft.unlink(missing_ok=True)
+        if form.fullmatch(draft.name) and draft.is_file() and not draft.is_symlink():
+            draft.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
@@ -146,18 +161,26 @@ def flush(path: Path) -> None:
 
 
 class HeldError(Exception):
-    """Another process holds a lock; the message is what it wrote into it."""
+    """A lock is held; the message is what its holder wrote into it.
+
+    Attributes:
+        here: True if this process holds it.
+    """
+
+    def __init__(self, holder: str, here: bool) -> None:
+        self.here = here
+        super().__init__(holder)
 
 
 class Lock:
-    """A folder's lock against other processes. It ends with this process if not before, however that dies.
+    """A folder's lock against other processes, and against other locks of this one. It ends with its process.
 
-    Processes that this one forks, such as a loader's workers, don't have it: they may live on when this one is killed.
+    A process that this one forks, such as a loader's worker, doesn't have it: it may live on when this one is killed.
     To `release` it again is no error.
 
     Raises:
-        HeldError: Another process holds it.
-        OSError: The file system refused.
+        HeldError: The folder is locked.
+        OSError: The file system refused, or the folder's `.lock` is a link or another program's.
 
     Example:
         >>> import tempfile
@@ -167,14 +190,16 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        self.release = weakref.finalize(self, os.close, descriptor)
+        self._descriptor = _opened(folder / LOCK)
+        self.release = weakref.finalize(self, _unlock, self._descriptor)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Of this open file, unlike `lockf`, whose locks end when any other descriptor of the file is closed.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            holder = os.read(descriptor, 1000).decode(errors="replace")
+            holder = os.read(self._descriptor, 1000).decode(errors="replace")
+            here = any(lock.is_of(self._descriptor) for lock in list(_held))
             self.release()
-            raise HeldError(holder) from None
+            raise HeldError(holder, here) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 self.release()
@@ -183,5 +208,48 @@ class Lock:
                 f"the file system of {folder} has no locks ({error.strerror}): make sure that no other process is at "
                 "work there",
             )
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        _held.add(self)
+        os.truncate(self._descriptor, 0)
+        os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+    def is_of(self, descriptor: int) -> bool:
+        """True if this is a lock on the same file, and isn't released."""
+        return self.release.alive and os.path.samestat(os.fstat(self._descriptor), os.fstat(descriptor))
+
+    def forget(self) -> None:
+        """Leave the lock to the process that this one was forked from."""
+        if self.release.detach() is not None:
+            os.close(self._descriptor)
+
+
+def _opened(path: Path) -> int:
+    """Open a file for a lock, and make it if it isn't there."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(error.errno, f"Its {LOCK} is a link, which is never followed: remove it", str(path)) from None
+    content = os.pread(descriptor, 1000, 0) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    if content is None or (content and not _HOLDER.fullmatch(content)):
+        os.close(descriptor)
+        raise FileExistsError(errno.EEXIST, f"Its {LOCK} is another program's", str(path))
+    return descriptor
+
+
+def _unlock(descriptor: int) -> None:
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process that was forked this moment
+    os.close(descriptor)
+
+
+# The locks of this process, to be left to it by those that it forks.
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_held):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -33,6 +33,7 @@ What the process is, or how it ends:
 | `runtime/recorder.py` | `PJRT_DEVICE` | operations are traced as for a TPU | the end of `tracing_for` |
 | `runtime/release.py` | torch_xla's handler for the exit is taken out | of 2.8, where no runtime has started: it would start one | for good |
 | `trainer/interruption.py` | the handlers of SIGINT and SIGTERM, where they are the usual ones | `fit` saves before it leaves | the first signal, or the end of `fit` |
+| `utils/files.py` | a handler for forks | a child that lives on mustn't keep the locks on its parent's folders | for good, one for all |
 | `data/workers.py` | PyTorch's handler of SIGCHLD; the garbage collector's generations | it raises in whatever runs; a worker mustn't touch the device's objects | the end of a pass; the start of the workers |
 | `data/prefetch.py` | a handler for the exit | threads that read must end before the device's | for good, one for all |
 | `data/cache/maker.py` | PyTorch's number of threads | a sum's last digits depend on it | the end of `alone` |

@@ -120,11 +120,22 @@ class RNGState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RNGState:
-        """Make a state of the plain values that `state_dict` gave."""
+        """Make a state of the plain values that `state_dict` gave.
+
+        Raises:
+            ValueError, or another error: They aren't, and no generator can have such a state.
+        """
         version, words, gauss = state["python"]
         kind, keys, *rest = state["numpy"]
         numpy = (kind, np.array(keys, dtype=np.uint32), *rest)
-        return cls((version, tuple(words), gauss), numpy, _of_hex(state["torch"]), tuple(map(_of_hex, state["own"])))
+        found = cls((version, tuple(words), gauss), numpy, _of_hex(state["torch"]), tuple(map(_of_hex, state["own"])))
+        random.Random().setstate(found.python)
+        np.random.RandomState().set_state(found.numpy)
+        try:
+            torch.Generator().set_state(found.pytorch)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        return found
 
 
 def _hex(state: Tensor) -> str:

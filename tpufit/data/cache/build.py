@@ -28,7 +28,7 @@ from ...utils.hardware import cpus
 from ...utils.terminal import standard_output
 from ...utils.users_code import warn
 from .maker import Maker, alone
-from .manifest import Manifest
+from .manifest import DRAFTED, Manifest
 
 Workers = int | Literal["auto"]
 
@@ -53,11 +53,11 @@ def exclusive(folder: Path) -> Iterator[None]:
             raise
         cure = "Make the cache where that is possible, then read it from wherever it lies with CachedDataset.open"
         raise CacheError(f"{folder} can't be written to ({error.strerror}). {cure}") from error
-    drop_drafts(folder)
+    drop_drafts(folder, DRAFTED)
     try:
         yield
     finally:
-        drop_drafts(folder)
+        drop_drafts(folder, DRAFTED)
         lock.release()
 
 

@@ -13,10 +13,11 @@ import torch
 from ...errors import CacheDamagedError, CacheError
 from ...utils.files import replacing
 from ...utils.text import dtype_name
-from .schema import Field
+from .schema import Field, nest
 
 _FORMAT = 1
 _META = "meta.json"
+DRAFTED = r"meta\.json|shard-\d{5,}-of-\d{5,}\.safetensors"  # the files of a cache, of which there may be drafts
 _CURE = "Copy the folder again from where it is good, or delete it and make the cache again"
 _MIB = 1 << 20
 # The size of a block, which has a checksum of its own.
@@ -69,14 +70,21 @@ class Manifest:
             plain = json.loads(path.read_bytes())
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise CacheDamagedError(f"{path} is damaged ({error}). {_CURE}") from error
+        except OSError as error:
+            raise CacheDamagedError(f"{path} can't be read ({error.strerror}). {_CURE}") from error
+        except (ValueError, RecursionError) as error:
+            raise CacheDamagedError(f"{path} is damaged ({str(error)[:200]}). {_CURE}") from error
         if isinstance(plain, dict) and plain.pop("format", _FORMAT) != _FORMAT:
             raise CacheError(f"{path} has a format that this version of tpufit doesn't know. Make another cache")
         if not isinstance(plain, dict) or plain.pop("fingerprint", None) != _hash(plain):
             raise CacheDamagedError(f"{path} is damaged: its fingerprint doesn't fit. {_CURE}")
-        fields = [Field(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in plain["fields"]]
-        return cls(**plain | {"fields": tuple(fields)})
+        try:
+            fields = [Field(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in plain["fields"]]
+            found = cls(**plain | {"fields": tuple(fields)})
+            _check(found)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CacheDamagedError(f"{path} can't be what was written ({str(error)[:200]}). {_CURE}") from error
+        return found
 
     def write(self, folder: Path) -> None:
         """Write `meta.json` into a folder."""
@@ -141,6 +149,18 @@ def cut(rows: int, row_bytes: int, file_mb: float) -> tuple[int, int]:
     shared = -(-rows // max(1, min(_FILES, rows // _ROWS)))
     rows_per_file = min(fitting, shared)
     return rows_per_file, min(rows_per_file, max(1, _BLOCK // max(1, row_bytes)))
+
+
+def _check(found: Manifest) -> None:
+    """Raise a `ValueError`, or another error, if a part is of another kind than it must be."""
+    counts = (found.rows + 1, found.copies, found.rows_per_file, found.rows_per_block)
+    texts = (found.version, found.source, found.transform, *(field.name for field in found.fields))
+    if not all(type(count) is int and count >= 1 for count in counts) or not all(type(text) is str for text in texts):
+        raise ValueError("a number or a text is of another kind")
+    for field in found.fields:
+        if not isinstance(field.dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in field.shape):
+            raise ValueError(f"the form of {field.name} is unknown")
+    nest(found.structure, {field.name: field for field in found.fields})
 
 
 def _hash(plain: Any) -> str:
