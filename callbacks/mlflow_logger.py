@@ -96,6 +96,13 @@ class MLflowLogger(TrackerCallback):
         new = [self.library.entities.Param(name, str(value)) for name, value in values.items() if name not in known]
         self._try(self._client.log_batch, self.run_id, params=new)
 
+    def last_steps(self) -> dict[str, int]:
+        """The last step of each log that the run has."""
+        found: dict[str, int] = {}
+        for name in self._client.get_run(self.run_id).data.metrics:
+            found[name] = max(point.step for point in self._client.get_metric_history(self.run_id, name))
+        return found
+
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers."""
         now = int(time.time() * 1000)

@@ -65,7 +65,8 @@ class TrackerCallback(Callback):
         self._every = batches("update_freq", update_freq, {"epoch": 0, "batch": 1})
         self._known: dict[str, Any] = {}  # what is told of the last `fit`
         self._before = 0  # the steps before the batch under way
-        self._open = self._trains = self._failed = False
+        self._open = self._trains = self._failed = self._resumes = False
+        self._logged: dict[str, int] = {}  # of the run that is gone on with: the last step of each log, by name
 
     @property
     def library(self) -> Any:
@@ -92,6 +93,13 @@ class TrackerCallback(Callback):
             values: Numbers, bools and texts by name.
         """
         raise NotImplementedError
+
+    def last_steps(self) -> dict[str, int]:
+        """The last step of each log in the run that has been opened, by name; none if the tracker doesn't tell.
+
+        A training that is resumed has them from before it was broken off: they may be further than its checkpoint.
+        """
+        return {}
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers.
@@ -175,6 +183,7 @@ class TrackerCallback(Callback):
             state: The dict that `state_dict` returned.
         """
         self.run_id = state["run_id"] or self.run_id
+        self._resumes = state["run_id"] is not None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Begin the run, or go on with it: nothing is compiled yet."""
@@ -182,6 +191,7 @@ class TrackerCallback(Callback):
         self._trains = True
         self._known = self._described()
         self._begin()
+        self._logged = self.last_steps() if self._resumes else {}
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Note the steps so far."""
@@ -191,11 +201,11 @@ class TrackerCallback(Callback):
         """Log the running means, if it is time to."""
         steps = self.model.steps_taken
         if self._every and steps // self._every > self._before // self._every:
-            self.write({f"batch_{name}": value for name, value in (scalars(logs) | self._rate()).items()}, steps)
+            self._write_new({f"batch_{name}": value for name, value in (scalars(logs) | self._rate()).items()}, steps)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Log the epoch."""
-        self.write(self._rate() | scalars(logs) | {"epoch": epoch}, self.model.steps_taken)
+        self._write_new(self._rate() | scalars(logs) | {"epoch": epoch}, self.model.steps_taken)
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         """Log an `evaluate` outside of `fit`, as `test_loss` and so on."""
@@ -216,8 +226,15 @@ class TrackerCallback(Callback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """End the run."""
-        self._trains = False
+        self._trains = self._resumes = False
+        self._logged = {}
         self._end()
+
+    def _write_new(self, values: Mapping[str, float], step: int) -> None:
+        """Log the numbers that the run doesn't have yet."""
+        new = {name: value for name, value in values.items() if self._logged.get(name, -1) < step}
+        if new:
+            self.write(new, step)
 
     def _begin(self) -> None:
         with _draws_of_its_own():

@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import pickle
 import random
@@ -391,6 +393,49 @@ def test_a_format_of_the_future(tmp_path):
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(CacheError, match="a format that this version of tpufit doesn't know"):
         CachedDataset.open(tmp_path)
+
+
+ABSURD = {
+    "a list": "[]",
+    "nested": "[" * 10_000 + "]" * 10_000,
+    "no UTF-8": b"\xff\xfe\x00{}",
+    "no rows": lambda m: m.pop("rows"),
+    "rows of text": lambda m: m.update(rows="64"),
+    "rows below zero": lambda m: m.update(rows=-3),
+    "no rows in a file": lambda m: m.update(rows_per_file=0),
+    "an unknown dtype": lambda m: m["fields"][0].__setitem__(1, "nothing"),
+    "a dtype that is a function": lambda m: m["fields"][0].__setitem__(1, "ones"),
+    "a shape of text": lambda m: m["fields"][0].__setitem__(2, ["a"]),
+    "fields of numbers": lambda m: m.update(fields=[1, 2]),
+    "a structure of other leaves": lambda m: m.update(structure=["tuple", "sample[7]"]),
+    "something more": lambda m: m.update(more=1),
+}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_an_absurd_meta_json_is_a_damaged_cache(tmp_path, name):
+    warmed(tmp_path, count=16)
+    path = tmp_path / "meta.json"
+    text = ABSURD[name]
+    if callable(text):
+        plain = json.loads(path.read_text())
+        del plain["fingerprint"], plain["format"]
+        text(plain)
+        fingerprint = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+        text = json.dumps({"format": 1, "fingerprint": fingerprint, **plain})
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    for use in (CachedDataset.open, rows):
+        with pytest.raises(CacheDamagedError, match=r"meta\.json .*Copy the folder again"):
+            use(tmp_path)
+
+
+def test_the_users_own_drafts_stay(tmp_path):
+    names = [".notes.tmp-7", ".meta.json.tmp-mine", ".shard-1.safetensors.tmp-7"]
+    for name in names:
+        (tmp_path / name).write_text("years of work")
+    (tmp_path / ".meta.json.tmp-77").write_text("left by a killed process")
+    warmed(tmp_path, count=16)
+    assert sorted(path.name for path in tmp_path.glob(".*.tmp-*")) == sorted(names)
 
 
 def test_meta_json_is_missing(tmp_path):

@@ -32,6 +32,7 @@ from .diagnostics.report import Report
 from .diagnostics.summary import memory, noting_outputs, table
 from .errors import (
     ArgumentError,
+    CheckpointDamagedError,
     CheckpointMismatchError,
     NotPicklableError,
     WeightsError,
@@ -1194,11 +1195,16 @@ def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> 
         model.load_state_dict(weights)
         return model
     # Before `compile`, so that a refused net is as it was; "bf16-true" has to change its dtypes first.
-    if arguments["precision"] != "bf16-true":
+    if arguments.get("precision") != "bf16-true":
         check_weights(own, weights)
-    options = checkpoint.state["optimizers"]["optimizer"]
     as_saved = {"exclude_from_weight_decay": None, "layer_decay": None}  # the saved groups are split already
-    model.compile(optimizer=lambda parameters: _rebuilt(net, options), **(arguments | as_saved))
+    try:
+        options = checkpoint.state["optimizers"]["optimizer"]
+        model.compile(optimizer=lambda parameters: _rebuilt(net, options), **(arguments | as_saved))
+    except (TypeError, LookupError) as error:
+        raise CheckpointDamagedError(
+            f"{path} can't be what was written: compile refuses its arguments ({str(error)[:200]})"
+        ) from error
     model.to_cpu()
     restore(model._engine, checkpoint)
     return model

@@ -1,7 +1,9 @@
 """Callbacks that count, in a new process: they go on where they were."""
 
 import json
+import random
 import signal
+import textwrap
 
 import children
 import pytest
@@ -79,3 +81,60 @@ def test_tensorboard_has_each_step_once_after_a_kill(tmp_path, run_python):
     assert steps["train/batch_loss"] == [*range(1, 17)], read.stderr
     assert steps["train/epoch_loss"] == steps["validation/epoch_loss"] == [0, 1, 2, 3]
     assert steps["validation/evaluation_loss_vs_iterations"] == [4, 8, 12, 16]
+
+
+LOGGED = """
+    import json
+    from training import *
+    from tpufit.callbacks import CSVLogger, MLflowLogger, TensorBoard
+    model = compiled()
+    mlflow = MLflowLogger(tracking_uri="sqlite:///mlflow.db", update_freq=1)
+    logs = [CSVLogger("log.csv"), TensorBoard("logs", update_freq=1), mlflow, ModelCheckpoint("run", save_freq=3)]
+    fit(model, 1, *logs, Say(), resume=True, validation_data=(X[:30], Y[:30]))
+    say("history", json.dumps([model.history.epoch, model.history.history]))
+    say("plotted", [len(line.get_xdata()) for line in model.history.plot().axes[0].lines])
+    client = mlflow.library.MlflowClient(mlflow.tracking_uri)
+    names = ("loss", "val_loss", "epoch", "batch_loss")
+    found = {name: client.get_metric_history(mlflow.run_id, name) for name in names}
+    say("mlflow", json.dumps({name: [(point.step, point.value) for point in own] for name, own in found.items()}))
+    """
+SHOWN = """
+    import json
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    found = {}
+    for run in ("train", "validation"):
+        events = EventAccumulator(f"logs/{run}")
+        events.Reload()
+        for tag in sorted(events.Tags()["scalars"]):
+            found[f"{run}/{tag}"] = [(event.step, event.value) for event in events.Scalars(tag)]
+    print(json.dumps(found))
+    """
+
+
+@pytest.mark.soak
+def test_what_callbacks_write_is_as_if_nothing_had_happened(tmp_path, run_python):
+    pytest.importorskip("mlflow")
+    found = {}
+    draws = random.Random()
+    # At random steps after a checkpoint: without one a training begins anew.
+    faults = [(signal.SIGTERM, 143, 3, draws.randint(4, 7)), (signal.SIGKILL, -9, 9, draws.randint(10, 13))]
+    for name in ("whole", "broken off"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for number, status, saved, step in () if name == "whole" else faults:
+            with children.started(LOGGED, folder) as child:
+                child.wait_for(f"saved {saved}")
+                child.wait_for(f"done {step}")
+                child.send(number)
+                assert child.end() == status, child.errors
+        with children.started(LOGGED, folder) as child:
+            assert child.end() == 0, child.errors
+            said = [line for line in child.output.splitlines() if line.startswith(("history", "plotted", "mlflow"))]
+        shown = run_python(f"import os; os.chdir({str(folder)!r})\n" + textwrap.dedent(SHOWN))
+        assert shown.returncode == 0, shown.stderr
+        curves = json.loads(shown.stdout)
+        timed = ("input_bound", "steps_per_second")
+        curves = {tag: points for tag, points in curves.items() if not tag.endswith(timed)}
+        found[name] = (folder / "log.csv").read_text(), said, curves
+    assert found["broken off"] == found["whole"], faults
+    assert [step for step, _ in found["whole"][2]["train/batch_loss"]] == [*range(1, 17)]

@@ -1,5 +1,7 @@
 """Disks that are full, folders that can't be written to or belong to somebody else, and checkpoints that don't fit."""
 
+import hashlib
+import json
 import os
 import re
 import textwrap
@@ -7,11 +9,13 @@ import textwrap
 import children
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import tpufit
 from tpufit.callbacks import ModelCheckpoint
 from tpufit.checkpoint import CheckpointDirectory
+from tpufit.checkpoint.store import sealed
 from tpufit.errors import ArgumentError, CheckpointDamagedError, CheckpointMismatchError
 
 X, Y = torch.ones(8, 4), torch.tensor([0, 1] * 4)
@@ -96,6 +100,67 @@ def test_a_disk_that_fills_up(tmp_path, run_python):
     assert newest == (str(kept) if kept else "None")
 
 
+# Each write beyond a limit is refused, after a part of it: as on a full disk, but for the words.
+FULL_FILES = """
+    import os, resource, sys, warnings
+    sys.path.insert(0, {tests!r})
+    from fake_model import FakeModel
+    from tpufit.callbacks import CSVLogger, ModelCheckpoint, TensorBoard
+
+    one, file = {{
+        "csv": (CSVLogger("log.csv"), "log.csv"),
+        "board": (TensorBoard("logs", write_graph=False), None),
+        "weights": (ModelCheckpoint("w.safetensors", "val_loss", save_best_only=True), None),
+    }}[{kind!r}]
+    said = []  # printed at last: standard output is a file too
+    one.set_model(FakeModel())
+    one.on_train_begin()
+    for epoch, full in enumerate([0, 1, 1, 0, 1, 1, 1]):
+        one.on_epoch_begin(epoch)
+        one.model.weight = epoch
+        room = resource.RLIM_INFINITY if not full else 5 + (os.path.getsize(file) if file else 0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                one.on_epoch_end(epoch, {{"loss": 9.0 - epoch, "val_loss": 9.0 - epoch}})
+            except OSError as error:
+                said.append(f"{{epoch}} error {{error.strerror}}")
+        for warning in caught:
+            said.append(f"{{epoch}} {{warning.message}}")
+        if epoch == 3:
+            kept = open(file).read() if file else None
+    half = open(file).read() if file else None
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    one.on_train_end()
+    for line in said:
+        print(line)
+    assert half == kept, half
+    """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["csv", "board", "weights"])
+def test_a_full_disk_is_a_warning_and_the_third_in_a_row_an_error(tmp_path, run_python, kind):
+    code = FULL_FILES.format(kind=kind, tests=str(children.FAULTS.parent))
+    ended = run_python(code, env=children.ENV)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    assert [line[0] for line in lines] == ["1", "2", "4", "5", "6"], ended.stdout
+    assert all("File too large" in line and "Training goes on" in line for line in lines[:-1])
+    assert lines[-1] == "6 error File too large"
+    assert "Traceback" not in ended.stderr
+    if kind == "csv":  # what waited is written, once
+        text = "".join(f"{epoch},{9.0 - epoch},{9.0 - epoch}\n" for epoch in range(7))
+        assert (tmp_path / "log.csv").read_text() == f"epoch,loss,val_loss\n{text}"
+    elif kind == "weights":
+        assert float(tpufit.checkpoint.read_weights(tmp_path / "w.safetensors")["weight"]) == 3
+    else:
+        events = EventAccumulator(str(tmp_path / "logs" / "train"))
+        events.Reload()
+        assert [event.step for event in events.Scalars("epoch_loss")] == [*range(7)]
+
+
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_written_to(tmp_path, run_python):
     ended = run_python(
@@ -172,6 +237,19 @@ def test_a_checkpoint_of_another_net_is_refused_and_changes_nothing(tmp_path, ma
     with pytest.raises(CheckpointMismatchError, match=message):
         tpufit.load(tmp_path / "saved", net)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.parametrize("change", [{"more": 1}, {"jit_compile": {}}, {"metrics": 7}])
+def test_arguments_of_compile_that_cannot_be_are_one_sentence(tmp_path, change):
+    model().save(tmp_path / "saved")
+    state = json.loads((tmp_path / "saved" / "state.json").read_text())
+    content = json.dumps(state | {"compile": state["compile"] | change}).encode()
+    (tmp_path / "saved" / "state.json").write_bytes(content)
+    manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (tmp_path / "saved" / "manifest.json").write_text(sealed(manifest))
+    with pytest.raises((CheckpointDamagedError, ArgumentError)):
+        tpufit.load(tmp_path / "saved", model().module)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     except HeldError:
         raise CacheBusyError(f"another warm-up is at work in {folder}. Wait for its end, then read it") from None
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ELOOP):
             raise
         cure = "Make the cache where that is possible, then read it from wherever it lies with CachedDataset.open"
         raise CacheError(f"{folder} can't be written to ({error.strerror}). {cure}") from error
