@@ -9,7 +9,7 @@ from ..errors import ArgumentError, CallbackError
 from ..hosts import is_first
 from ..utils.counters import timing
 from ..utils.users_code import warn
-from .base import Callback, TrainedModel
+from .base import Callback, RateCallback, TrainedModel
 from .history import History
 from .progbar_logger import ProgbarLogger
 
@@ -144,6 +144,7 @@ class CallbackList(Callback):
         self._users = {
             hook for hook, listeners in self._listeners.items() if any(_is_users(one) for one, _ in listeners)
         }
+        self._sets_rate = any(isinstance(one, RateCallback) for one in heard)
         self.measures = any(getattr(callback, "measures_time", False) for callback in self.callbacks)
         if self.measures:
             self.call = timing("callbacks", partial(CallbackList.call, self))  # type: ignore[method-assign]
@@ -181,6 +182,8 @@ class CallbackList(Callback):
                 self.expose()
             if len(args) == _HOOKS[hook]:
                 args = (*args, {})
+            if hook == "on_epoch_end" and self._sets_rate and isinstance(args[1], dict):
+                args[1]["learning_rate"] = self.model.learning_rate  # also for callbacks before the one that sets it
             for position, (callback, method) in enumerate(listeners):
                 try:
                     self._run(callback, method, hook, *args)

@@ -8,8 +8,9 @@ import os
 import numpy as np
 import pytest
 import torch
+from fake_model import FakeModel
 
-from tpufit.callbacks import CSVLogger
+from tpufit.callbacks import CallbackList, CSVLogger, LearningRateScheduler
 from tpufit.errors import ArgumentError
 
 
@@ -107,6 +108,19 @@ def test_a_resumed_training_has_each_epoch_once(tmp_path, append, killed_while_w
     before = [0, 1, 2] if append else []
     assert epochs(path) == [*before, 0, 1, 2, 3]
     assert [row["loss"] for row in rows(path)][len(before) :] == ["0.5", "0.4", "0.31", "0.21"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_rate_is_logged_in_any_order_of_callbacks(tmp_path, first):
+    logger, schedule = CSVLogger(tmp_path / "log.csv"), LearningRateScheduler(lambda epoch, rate: rate / 2)
+    model = FakeModel()
+    model.learning_rate = 0.5
+    hooks = CallbackList([logger, schedule] if first else [schedule, logger], model=model)
+    hooks.on_train_begin()
+    for epoch in range(2):
+        hooks.on_epoch_begin(epoch)
+        hooks.on_epoch_end(epoch, {"loss": 1.0})
+    assert (tmp_path / "log.csv").read_text() == "epoch,learning_rate,loss\n0,0.25,1.0\n1,0.125,1.0\n"
 
 
 @pytest.mark.parametrize("text", ["epoch,loss\n0,0.5", "epoch,loss\r\n0,0.5"])

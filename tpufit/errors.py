@@ -19,7 +19,7 @@ TpufitError
 |   |-- CheckpointDamagedError          a file of it is not what was written
 |   |-- CheckpointMismatchError         it is of another net, optimizer or data
 |   |-- CheckpointNotWrittenError       no room, no permission, or weights that aren't finite
-|   `-- CheckpointBusyError             another process trains into the same folder
+|   `-- CheckpointBusyError             another process or callback writes into the same folder
 |-- StartError (RuntimeError)           the device runtime can't be started as asked
 |   |-- CoresError                      a number of cores that this host or process can't give
 |   |-- DeviceBusyError                 another process holds the TPU
@@ -205,7 +205,7 @@ class CheckpointNotWrittenError(CheckpointError):
 
 
 class CheckpointBusyError(CheckpointError):
-    """Another process trains into the same folder."""
+    """Another process, or another callback of this one, writes into the same folder."""
 
 
 class StartError(TpufitError, RuntimeError):
