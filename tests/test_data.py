@@ -193,7 +193,7 @@ def test_a_generator_can_be_read_once_and_says_so():
         (lambda: targets(stream([])), "no batches"),
         (lambda: stream(7), "arrays, tensors, a Dataset"),
         (lambda: stream(np.array(7)), "single number"),
-        (lambda: stream(np.array(["a", "b"])), "arrays of numbers"),
+        (lambda: stream(np.array(["a", "b"])), "x must be an array of numbers, got text"),
         (lambda: unpack((1, 2, 3, 4)), "got 4 items"),
     ],
 )

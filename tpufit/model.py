@@ -303,7 +303,7 @@ class Model(StepMethods):
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
-        validation_batch_size: int | None = None,
+        validation_batch_size: int | str | None = None,
         validation_freq: int | Container[int] = 1,
         *,
         validation_step_freq: int | float | None = None,
@@ -320,12 +320,16 @@ class Model(StepMethods):
         """Train for a number of epochs.
 
         Args:
-            x: Arrays, tensors or tables (or a tuple or dict of them), a map-style or iterable `Dataset`, a
-                `DataLoader`, or any iterable of batches `(x, y)`. A table of pandas, polars or pyarrow is an array of
-                shape (rows, columns), a series one of shape (rows,); a missing value in one is an error.
+            x: Arrays, tensors or tables (or a tuple or dict of them), a map-style or iterable `Dataset`, a list of
+                rows, a `DataLoader`, or any iterable of batches `(x, y)`. What has `__len__` and `__getitem__`, such
+                as a data set of Hugging Face, counts as map-style, as for PyTorch's `DataLoader`. A table of pandas,
+                polars or pyarrow is an array of shape (rows, columns), a series one of shape (rows,); a missing value
+                in one is an error.
             y: Targets, with arrays.
             batch_size: Rows per core (default 32): the global batch is `batch_size * cores`. From a `DataLoader` or an
-                iterable, each core gets one of its batches. `"auto"`, for arrays and map-style datasets: the most that
+                iterable, `cores` batches are joined row by row to one step's, a batch for each core; with
+                `batch_size="global"` each of its batches is for all cores together, which it is split over, and the
+                learning rate isn't scaled. `"auto"`, for arrays and map-style datasets: the most that
                 fit into a core's memory, by the TPU's compiler if `tpufit[preflight]` is installed, else by trial,
                 which trains a step at several sizes and puts everything back. On a CPU, which has no memory of its own
                 to fill, that is 32. It is printed, and in `report()`.
@@ -348,7 +352,7 @@ class Model(StepMethods):
                 the last one left off, and ends with the data, with a warning: 10 batches give epochs of 9, 1, 9, 1,
                 ... steps if 9 are asked for.
             validation_steps: Batches a validation (default: all), each time from the start of its data.
-            validation_batch_size: Rows per core when validating (default: `batch_size`).
+            validation_batch_size: Rows per core when validating, or `"global"` (default: `batch_size`).
             validation_freq: The number of epochs from one validation to the next (default 1), or a container of the
                 epochs (from 1) after which to validate.
             validation_step_freq: Validate inside each epoch too: the number of its steps from one validation to the
@@ -459,7 +463,7 @@ class Model(StepMethods):
         self,
         x: Any = None,
         y: Any = None,
-        batch_size: int | None = None,
+        batch_size: int | str | None = None,
         verbose: str | int = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
@@ -473,7 +477,7 @@ class Model(StepMethods):
         Args:
             x: As in `fit`.
             y: Targets, with arrays.
-            batch_size: Rows per core (default 32).
+            batch_size: Rows per core (default 32), or `"global"`, as in `fit`.
             verbose: As in `fit`.
             sample_weight: As in `fit`.
             steps: Batches to evaluate (default: all).
@@ -508,7 +512,7 @@ class Model(StepMethods):
     def predict(
         self,
         x: Any,
-        batch_size: int | None = None,
+        batch_size: int | str | None = None,
         verbose: str | int = "auto",
         steps: int | None = None,
         callbacks: Callbacks = None,
@@ -525,7 +529,7 @@ class Model(StepMethods):
 
         Args:
             x: As in `fit`; targets in the data are ignored.
-            batch_size: Rows per core (default 32).
+            batch_size: Rows per core (default 32), or `"global"`, as in `fit`.
             verbose: As in `fit`.
             steps: Batches to predict (default: all).
             callbacks: `Callback` objects.
@@ -582,7 +586,7 @@ class Model(StepMethods):
         self,
         x: Any = None,
         y: Any = None,
-        batch_size: int | None = None,
+        batch_size: int | str | None = None,
         sample_weight: Any = None,
         start_lr: float = 1e-7,
         end_lr: float = 10.0,
@@ -603,7 +607,7 @@ class Model(StepMethods):
         Args:
             x: As in `fit`.
             y: Targets, with arrays.
-            batch_size: Rows per core (default 32).
+            batch_size: Rows per core (default 32), or `"global"`, as in `fit`.
             sample_weight: One weight a row, with arrays.
             start_lr: The first rate (default 1e-7). Both limits are actual rates, which the cores don't scale; with
                 several groups the first group gets them, and the others theirs in proportion.
@@ -722,7 +726,7 @@ class Model(StepMethods):
         x: Any,
         y: Any = None,
         sample_weight: Any = None,
-        batch_size: int | None = None,
+        batch_size: int | str | None = None,
         shuffle: bool | str = True,
         epoch: int = 0,
         *,
@@ -734,7 +738,7 @@ class Model(StepMethods):
             x: As in `fit`.
             y: Targets, with arrays.
             sample_weight: One weight a row, with arrays.
-            batch_size: Rows per core (default 32).
+            batch_size: Rows per core (default 32), or `"global"`, as in `fit`.
             shuffle: As in `fit`.
             epoch: The epoch's number, from 0 (default 0). With PyTorch's seed it determines the order.
             cores: As in `fit`.

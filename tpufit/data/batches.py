@@ -1,16 +1,24 @@
 """One batch: a nest (tuples, lists, dicts) of host tensors, made of tensors, arrays and numbers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from ..errors import DataError, counted
+from ..errors import BatchError, DataError, counted
 from ..utils.text import dtype_name
 from .tables import is_foreign, numbers_of
+
+_NUMBERS = "biufc"  # the kinds of NumPy's dtypes of numbers
+_PACKED = (
+    "{} holds a PackedSequence, whose rows can't be told apart: pass the padded rows and their lengths, ((x, lengths), "
+    "y), see torch.nn.utils.rnn.pad_sequence and tpufit.data.PadToBuckets"
+)
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
@@ -54,10 +62,27 @@ def count_rows(leaves: Iterable[Any]) -> int:
 
 
 def as_tensors(batch: Any) -> Any:
-    """The batch with its arrays, tables and numbers as tensors. Strings and other objects stay as they are."""
+    """The batch with its arrays, tables, numbers and lists of numbers as tensors. All else stays as it is."""
     if is_flat(batch):
         return type(batch)([leaf.float() if leaf.dtype is torch.float64 else leaf for leaf in batch])
-    return tree_map(_as_tensor, batch)
+    # A list at the top is (x, y), or a module's arguments.
+    return tree_map(_as_tensor, batch, is_leaf=lambda value: value is not batch and is_leaf(value))
+
+
+def is_leaf(value: Any) -> bool:
+    """True for what is one tensor, although PyTorch takes it for a nest: a list of numbers, or of such lists."""
+    return (type(value) is list and holds_numbers(value)) or isinstance(value, PackedSequence)
+
+
+def holds_numbers(values: Any, rows: Any = (list, tuple)) -> bool:
+    """True for a list that begins with a number, or with a row of numbers, which is one of these types."""
+    while isinstance(values, (list, tuple)) and values:
+        values = values[0]
+        if isinstance(values, (list, tuple)) and not isinstance(values, rows):
+            return False
+    if isinstance(values, (np.ndarray, np.generic)):
+        return values.ndim == 0 and values.dtype.kind in _NUMBERS
+    return isinstance(values, (bool, int, float)) or (isinstance(values, Tensor) and values.dim() == 0)
 
 
 def is_flat(batch: Any) -> bool:
@@ -73,9 +98,13 @@ def is_flat(batch: Any) -> bool:
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, Mapping):  # a tokenizer's, which PyTorch doesn't know as a nest
         return as_tensors(dict(leaf))
+    if isinstance(leaf, PackedSequence):
+        raise BatchError(_PACKED.format("a batch"))
+    if isinstance(leaf, list):
+        return _of_list(leaf)
     if is_foreign(leaf):
         leaf = numbers_of(leaf)
-    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
+    if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in _NUMBERS:
         leaf = _from_numpy(np.ascontiguousarray(leaf)) if isinstance(leaf, np.ndarray) else torch.tensor(leaf)
     elif isinstance(leaf, (bool, int, float)):
         leaf = torch.tensor(leaf)
@@ -84,21 +113,103 @@ def _as_tensor(leaf: Any) -> Any:
     return leaf
 
 
-def host_array(leaf: Any) -> Any:
-    """Make an array or table a tensor with rows. It shares the array's memory where it can."""
+def _of_list(values: list[Any]) -> Any:
+    """A tensor of a list of numbers; rows of different lengths stay in lists."""
+    try:
+        tensor = _array_of(values)
+    except ValueError:
+        return tree_map(_as_tensor, values)
+    return _as_tensor(tensor)
+
+
+def _array_of(values: list[Any]) -> Any:
+    """A list of numbers, or of such lists, as an array or a tensor. `ValueError`: the rows have different lengths."""
+    if isinstance(values[0], Tensor):
+        return torch.stack(values)
+    return np.array(values)
+
+
+def host_array(leaf: Any, name: str = "an array") -> Any:
+    """Make an array, a table or a list of numbers a tensor with rows. It shares the array's memory where it can.
+
+    Raises:
+        DataError: It holds no numbers, or has no rows. The error calls it by `name`.
+    """
     if leaf is None:
         return None
     if isinstance(leaf, Mapping):
-        return tree_map(host_array, dict(leaf))
-    if is_foreign(leaf):
-        leaf = numbers_of(leaf)
+        return tree_map(partial(host_array, name=name), dict(leaf), is_leaf=is_leaf)
+    if isinstance(leaf, PackedSequence):
+        raise DataError(_PACKED.format(name))
     try:
+        if is_foreign(leaf):
+            leaf = numbers_of(leaf)
+        if isinstance(leaf, list):
+            leaf = _array_of(leaf)
         tensor = leaf if isinstance(leaf, Tensor) else _from_numpy(np.array(leaf, copy=None, order="C"))
     except (TypeError, ValueError) as error:
-        raise DataError(f"arrays of numbers are needed, got {type(leaf).__name__}: {error}") from error
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{name} must be an array of numbers, got {_kind(leaf)}") from error
+    require_dense([tensor], name)
     if not tensor.dim():
-        raise DataError(f"arrays must have rows, got a single number ({leaf!r})")
+        raise DataError(f"{name} must be an array with rows, got a single number ({leaf!r})")
     return tensor.detach().cpu()
+
+
+def require_dense(tensors: Iterable[Tensor], name: str = "a batch") -> None:
+    """Check that tensors are of the one form that can be split by rows and sent to a device.
+
+    Raises:
+        BatchError: One is sparse, nested, quantized or on the device `meta`. The error calls it by `name`.
+    """
+    for tensor in tensors:
+        if tensor.is_nested:
+            kind, cure = "nested", "pad it, torch.nested.to_padded_tensor(x, 0)"
+        elif tensor.layout is not torch.strided:
+            kind, cure = f"sparse ({tensor.layout})", "pass x.to_dense()"
+        elif tensor.is_quantized:
+            kind, cure = f"quantized ({dtype_name(tensor.dtype)})", "pass x.dequantize()"
+        elif tensor.is_meta:
+            kind, cure = "meta, which has no values", "load its values first"
+        else:
+            continue
+        raise BatchError(f"{name} must be dense tensors, got one that is {kind}: {cure}")
+
+
+def kind_of(value: Any) -> str:
+    """What a value is that is no tensor, for an error.
+
+    Example:
+        >>> kind_of(None), kind_of("abc"), kind_of(["a", "b"]), kind_of(object)
+        ('None', "text ('abc')", "a list of 2, the first of which is text ('a')", 'a type')
+    """
+    if value is None:
+        return "None"
+    if isinstance(value, (str, bytes)):
+        return f"text ({value[:20]!r})"
+    if isinstance(value, (tuple, list)):
+        first = f", the first of which is {kind_of(value[0])}" if value else ""
+        return f"a {type(value).__name__} of {len(value)}{first}"
+    if isinstance(value, np.ndarray):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    if isinstance(value, (int, float)):
+        return f"the number {value}"
+    name = type(value).__name__
+    return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _kind(leaf: Any) -> str:
+    """What an array holds that isn't numbers, and the cure."""
+    array = leaf if isinstance(leaf, np.ndarray) else None
+    first = array.flat[0] if array is not None and array.size else leaf
+    if isinstance(first, (str, bytes)):
+        return f"{kind_of(first)}: give text as numbers, e.g. each word's or each class's"
+    if isinstance(leaf, list) or (array is not None and isinstance(first, (list, tuple, np.ndarray, Tensor))):
+        return "rows of different lengths: pad them to one, see tpufit.data.PadToBuckets"
+    if array is not None and array.dtype.kind == "O":
+        return f"{kind_of(leaf)}, whose first item is {first!r:.40}: convert it, e.g. by .astype('float32')"
+    return f"{kind_of(leaf)}{': convert it to numbers' if array is not None else ''}"
 
 
 # Integers of each size, in bytes. NumPy lacks some of PyTorch's dtypes, but a copy needs only the bits.
@@ -124,31 +235,6 @@ class _Writable:
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array  # kept alive
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
-
-
-def join(parts: Sequence[Any]) -> Any:
-    """Join batches to one. They must be alike but for their rows."""
-    first = parts[0]
-    if any(type(part) is not type(first) for part in parts):
-        raise DataError(
-            f"batches must all be of one structure, got {[type(part).__name__ for part in parts]} in one place"
-        )
-    if isinstance(first, Tensor):
-        rows = [part if part.dim() else part[None] for part in parts]
-        if any(part.shape[1:] != rows[0].shape[1:] for part in rows):
-            raise DataError(
-                "the batches that make one step must have rows of one shape, got batches of shapes "
-                f"{[tuple(part.shape) for part in rows]}. Pad them to a few lengths, see tpufit.data.PadToBuckets"
-            )
-        return torch.cat(rows)
-    if isinstance(first, dict):
-        return type(first)((key, join([part[key] for part in parts])) for key in first)
-    if isinstance(first, list) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(first)):
-        return [item for part in parts for item in part]  # a list of strings or objects, one a row
-    if isinstance(first, (tuple, list)):
-        columns = [join(column) for column in zip(*parts, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    return first
 
 
 def fields(batch: Any) -> dict[str, Any]:

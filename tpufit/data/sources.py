@@ -17,13 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, default_collate
 
 from ..errors import DataError
 from ..utils.random import RNGState
 from ..utils.users_code import warn
-from .batches import as_tensors, count_rows, is_flat, join, rows_in
+from .batches import as_tensors, count_rows, is_flat, require_dense, rows_in
 from .cache import CachedDataset
+from .forms import require_batch
+from .joining import Joiner
 from .per_host import LocalBatch, PerHost, Share, without_rows
 from .sampling import order
 from .texts import RowsOfTokens
@@ -91,6 +93,10 @@ class Source(ABC):
     def batches_before(self, offset: int) -> int:
         """The number of global batches of a pass before an offset."""
         return -(-offset // self.stride)
+
+    def rows(self) -> Any:
+        """All rows, of data that are in memory."""
+        return None
 
     def steps(self) -> int | None:
         """The number of batches in a pass, or None if only reading them all can tell."""
@@ -194,22 +200,18 @@ class _Rows(Source):
 
 
 class Arrays(_Rows):
-    """Tensors of equal length, in a nest, with None where a part is left out."""
+    """Tensors with equally many rows, in a nest, with None where a part is left out."""
 
     def __init__(self, nest: Any, plan: BatchPlan, in_memory: bool = True) -> None:
         self.leaves, self.spec = tree_flatten(nest)
         self.in_memory = in_memory  # False if they are mapped from files
-        shapes = [tuple(leaf.shape) for leaf in self.leaves if leaf is not None]
-        lengths = [shape[0] for shape in shapes]
-        if len(set(lengths)) > 1:
-            raise DataError(
-                f"{plan.name} and what goes with it must have equally many rows, got {lengths}; their shapes are "
-                f"{shapes}"
-            )
-        super().__init__(lengths[0], plan)
+        super().__init__(next(len(leaf) for leaf in self.leaves if leaf is not None), plan)
         row = sum(leaf[:1].nbytes for leaf in self.leaves if leaf is not None)
         self._at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(1, row * plan.rows)))
         self._is_flat = type(nest) is tuple and is_flat(nest)
+
+    def rows(self) -> Any:
+        return tree_unflatten(self.leaves, self.spec)
 
     def take(self, rows: Rows, index: int) -> Any:
         leaves = [None if leaf is None else rows_in(leaf, rows) for leaf in self.leaves]
@@ -228,13 +230,13 @@ class Arrays(_Rows):
 
 
 class Samples(_Rows):
-    """A map-style data set, read a sample at a time."""
+    """A map-style data set or a list of rows, read a sample at a time."""
 
     runs_users_code = True
 
-    def __init__(self, dataset: Dataset[Any], plan: BatchPlan) -> None:
-        super().__init__(len(dataset), plan)  # type: ignore[arg-type]
-        self.dataset: Any = dataset
+    def __init__(self, dataset: Any, plan: BatchPlan) -> None:
+        super().__init__(len(dataset), plan)
+        self.dataset = dataset
         self.device_transform = _transform_of(dataset)
 
     def objects(self) -> dict[str, Any]:
@@ -248,6 +250,8 @@ class Samples(_Rows):
             return default_collate(samples)
         except RuntimeError as error:  # PyTorch's message names no field
             raise DataError(_unequal(samples, self.plan.name)) from error
+        except TypeError as error:
+            raise DataError(f"the rows of {self.plan.name} can't be made a batch: {error}") from error
 
     def _sample(self, i: int) -> Any:
         try:
@@ -378,17 +382,20 @@ class Loader(Source):
 
 
 class Iteration(Source):
-    """Any iterable of batches, `cores` of them joined to one. Its offsets count its own batches."""
+    """Any iterable of batches, some of them joined to one. Its offsets count its own batches."""
 
     runs_users_code = True
 
-    def __init__(self, batches: Iterable[Any], cores: int, share: Share | None = None) -> None:
+    def __init__(self, batches: Iterable[Any], joined: int, name: str, share: Share | None = None) -> None:
         self._share = share
+        self._name = name
+        self._join = Joiner(name)
+        self._looked = False  # at the first batch
         self.per_host = isinstance(batches, PerHost)
         if isinstance(batches, PerHost):
             batches = batches.data
         # Batches of its own go to a host's own cores.
-        self.stride = len(share.shards) if share is not None and self.per_host else cores
+        self.stride = len(share.shards) if share is not None and self.per_host and joined > 1 else joined
         self.iterable = batches
         self.batch_size = batches.batch_size if isinstance(batches, DataLoader) else None
         self.device_transform = _transform_of(getattr(batches, "dataset", batches))
@@ -407,7 +414,9 @@ class Iteration(Source):
     def sizes(self) -> tuple[int, int] | None:
         if not isinstance(self.iterable, (list, tuple)) or not self.iterable:
             return None
-        rows = [count_rows(tree_leaves(as_tensors(batch))) for batch in self.iterable]
+        batches = [tree_leaves(as_tensors(batch)) for batch in self.iterable]
+        require_dense(leaf for leaves in batches for leaf in leaves if isinstance(leaf, Tensor))
+        rows = [count_rows(leaves) for leaves in batches]
         whole = sum(rows[: self.stride])
         last = sum(rows[(len(rows) - 1) // self.stride * self.stride :])
         return whole, 0 if last == whole else last
@@ -429,7 +438,10 @@ class Iteration(Source):
         offset = start
         while group := list(islice(batches, self.stride)):
             offset += len(group)
-            batch = group[0] if len(group) == 1 else join([as_tensors(batch) for batch in group])
+            if not self._looked:
+                self._looked = True
+                require_batch(group[0], self.iterable, self._name)
+            batch = group[0] if len(group) == 1 else self._join(group)
             yield offset, batch if self._share is None else self._local(batch, self._share)
 
     def _local(self, batch: Any, share: Share) -> LocalBatch:
@@ -508,7 +520,7 @@ def of_loader(loader: DataLoader[Any], cores: int, name: str, share: Share | Non
     if _length(loader) == 0:
         raise DataError(f"{name} is empty: the loader has no batches")
     as_it_is = _is_stateful(loader) or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)
-    return Iteration(loader, cores, share) if as_it_is else Loader(loader, cores, share)
+    return Iteration(loader, cores, name, share) if as_it_is else Loader(loader, cores, share)
 
 
 # The arguments of a loader that one with other batches keeps.

@@ -13,23 +13,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from ..errors import ArgumentError, DataError, counted, require_whole
 from ..utils.kept import Kept
 from ..utils.random import RNGState
 from ..utils.users_code import warn
-from .batches import as_tensors, count_rows, host_array
+from .batches import as_tensors, count_rows, host_array, kind_of
 from .cache import CachedDataset
+from .forms import host_arrays, is_arrays, is_keras_dataset, is_map_style, is_sparse_matrix
 from .inline import Pace
+from .nan import NaNWatch
 from .per_host import PerHost, Share
 from .position import Position, PositionLog
 from .sources import Arrays, BatchPlan, Cached, Iteration, Samples, Source, Transform, of_loader
 from .texts import RowsOfTokens
 
 DEFAULT_BATCH_SIZE = 32  # Keras's
+GLOBAL = "global"  # the batch size of data whose batches are for all cores together
 
 
 def stream(
@@ -37,7 +40,7 @@ def stream(
     y: Any = None,
     sample_weight: Any = None,
     *,
-    batch_size: int | None = None,
+    batch_size: int | str | None = None,
     cores: int = 1,
     shuffle: bool | str = False,
     seed: int = 0,
@@ -49,11 +52,12 @@ def stream(
     """Make a stream of global batches from any data.
 
     Args:
-        x: Arrays, tensors or tables (or a nest of them), a map-style or iterable `Dataset`, a `DataLoader`, or any
-            iterable of batches.
+        x: Arrays, tensors or tables (or a nest of them), a map-style or iterable `Dataset`, another object with
+            `__len__` and `__getitem__`, a list of rows, a `DataLoader`, or any iterable of batches.
         y: Targets, with arrays only: the other forms yield them with `x`.
         sample_weight: One weight a row, with arrays only.
-        batch_size: Rows per core (default 32). Loaders and iterables bring their own.
+        batch_size: Rows per core (default 32). Loaders and iterables bring their own batches, one for each core, or
+            with `"global"` one for all cores together.
         cores: The number of cores that share a global batch of `batch_size * cores` rows.
         shuffle: True to put arrays and map-style data sets in a new order each epoch, `"batch"` to do so only within
             each `batch_size` rows; loaders and iterables never are.
@@ -78,23 +82,38 @@ def stream(
         >>> data.steps, [len(x) for x, y in data.epoch(0)]
         (3, [4, 4, 2])
     """
-    for argument, value in (("batch_size", batch_size), ("steps", steps)):
-        if value is not None:
-            require_whole(argument, value)
+    whole = isinstance(batch_size, str) and batch_size == GLOBAL
+    rows = None if isinstance(batch_size, str) and whole else batch_size
+    if rows is not None:
+        require_whole("batch_size", rows, otherwise=repr(GLOBAL))
+    if steps is not None:
+        require_whole("steps", steps)
     if shuffle not in (True, False, "batch"):
         raise ArgumentError(f"shuffle must be True, False or 'batch', got {shuffle!r}")
     share = None if local_shards is None or len(local_shards) == cores else Share(tuple(local_shards), cores)
-    plan = BatchPlan(batch_size or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, share)
+    plan = BatchPlan(int(rows or DEFAULT_BATCH_SIZE), cores, shuffle, seed, name, share)
     source: Source
+    if whole and (is_arrays(x, y) or is_map_style(x)):
+        raise ArgumentError(
+            f"batch_size={GLOBAL!r} goes with a DataLoader or an iterable of batches, and {name} is "
+            f"{kind_of(x)}: give the number of rows per core"
+        )
     if isinstance(x, TensorDataset) and y is None:  # collating its rows one by one would give the same, slower
         source = Arrays(tree_map(host_array, x.tensors), plan)
-    elif _is_arrays(x, y):
+    elif is_arrays(x, y):
         if y is None and sample_weight is None:
             nest: tuple[Any, ...] = (x,)
         else:
             nest = (x, y) if sample_weight is None else (x, y, sample_weight)
         in_memory = not any(isinstance(leaf, np.memmap) for leaf in tree_leaves(nest))
-        source = Arrays(tree_map(host_array, nest), plan, in_memory)
+        source = Arrays(host_arrays(nest, name), plan, in_memory)
+    elif is_keras_dataset(x):
+        raise DataError(
+            f"{name} is a {type(x).__name__} of Keras, whose items are batches: pass a generator of them, or a Dataset "
+            "or a DataLoader of its rows"
+        )
+    elif is_sparse_matrix(x):
+        raise DataError(f"{name} is a sparse matrix ({type(x).__name__}): pass {name}.toarray()")
     elif y is not None or sample_weight is not None:
         raise ArgumentError(
             f"y and sample_weight go with arrays; {name} is a {type(x).__name__}, which must yield them itself, "
@@ -104,11 +123,11 @@ def stream(
         source = Cached(x, plan)
     elif isinstance(x, Subset) and isinstance(x.dataset, (CachedDataset, RowsOfTokens)):
         source = Cached(x.dataset, plan, x.indices)
-    elif isinstance(x, Dataset) and not isinstance(x, IterableDataset):
+    elif is_map_style(x):
         source = Samples(x, plan)
     else:
-        source = _of_batches(x, batch_size, plan)
-    return Stream(source, steps, restart, name, cores)
+        source = _of_batches(x, rows, plan, whole)
+    return Stream(source, steps, restart, name, cores, whole)
 
 
 def train_validation_split(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any, Any, Any]:
@@ -130,15 +149,15 @@ def train_validation_split(x: Any, y: Any, sample_weight: Any, share: float) -> 
     """
     if not 0 < share < 1:
         raise ArgumentError(f"validation_split must be between 0 and 1, got {share!r}")
-    if y is None and isinstance(x, Dataset) and not isinstance(x, IterableDataset):
-        rows = len(x)  # type: ignore[arg-type]
+    if y is None and is_map_style(x):
+        rows = len(x)
         first = _rows_to_train_on(rows, share)
         return Subset(x, range(first)), None, None, Subset(x, range(first, rows))
-    if not _is_arrays(x, y):
+    if not is_arrays(x, y):
         raise ArgumentError(
             f"validation_split needs arrays or a map-style dataset, got {type(x).__name__}; use validation_data"
         )
-    nest = tree_map(host_array, (x, y, sample_weight))
+    nest = host_arrays((x, y, sample_weight), "x")
     first = _rows_to_train_on(count_rows(tree_leaves(nest)), share)
     train = tree_map(lambda leaf: None if leaf is None else leaf[:first], nest)
     held = tree_map(lambda leaf: None if leaf is None else leaf[first:], nest)
@@ -151,13 +170,17 @@ class Stream:
     Attributes:
         steps: The number of batches in an epoch, or None if only reading them all can tell.
         batch_size: Rows per core, or None if the data make their own batches.
+        is_global: True if each batch of the data is for all cores together.
         device_transform: The data's own function of a batch, to be run on the device; or None.
         pace: Decides if the data are read without a thread.
         keeps_draws: True to keep the host's random numbers in positions, if reading the data may draw some.
     """
 
-    def __init__(self, source: Source, steps: int | None, restart: bool, name: str, cores: int = 1) -> None:
-        self.batch_size = source.batch_size
+    def __init__(
+        self, source: Source, steps: int | None, restart: bool, name: str, cores: int = 1, is_global: bool = False
+    ) -> None:
+        self.batch_size = None if is_global else source.batch_size
+        self.is_global = is_global
         self.device_transform: Transform | None = source.device_transform
         self.steps = steps if steps is not None else source.steps()
         self._source = source
@@ -167,6 +190,7 @@ class Stream:
         self._goes_on = steps is not None and not restart
         self.pace = Pace(source.in_memory, source.any_thread and not self._goes_on)
         self.keeps_draws = False
+        self._nan = NaNWatch(name)
         self._log = PositionLog(source)
         self._rest: Iterator[Any] | None = None  # of the pass that an epoch of `steps` left unfinished
 
@@ -205,7 +229,10 @@ class Stream:
             DataError: The data gave nothing at all, or ended for good before the epoch did.
         """
         begin = self._log.begin_epoch(replace(self._log.last, batches=0) if self._goes_on else Position(0, index))
-        return self._next_batches(begin) if self._goes_on else self._one_pass(begin)
+        batches = self._next_batches(begin) if self._goes_on else self._one_pass(begin)
+        if not self._nan.over and self._source.in_memory:
+            self._nan.look_at(self._source.rows())
+        return batches if self._nan.over else self._nan.through(batches)
 
     def keep(self) -> None:
         """Note from now on what the user's objects that read the data keep: counts, random generators and the like."""
@@ -371,45 +398,32 @@ class Stream:
             )
 
 
-def _of_batches(data: Any, batch_size: int | None, plan: BatchPlan) -> Source:
+def _of_batches(data: Any, batch_size: int | str | None, plan: BatchPlan, whole: bool) -> Source:
+    """The source of data that bring their own batches: `whole` ones, or one for each core."""
+    joined = 1 if whole else plan.cores
     name = plan.name
-    cores = plan.cores
     share = plan.share
     if isinstance(data, PerHost):
-        return Iteration(data, cores, share)
+        return Iteration(data, joined, name, share)
     if isinstance(data, DataLoader) and batch_size is not None:
         raise ArgumentError(
             f"batch_size={batch_size} given, but {name} is a DataLoader, whose own batch_size "
-            f"({data.batch_size}) is the size of a batch per core. Leave batch_size out"
+            f"({data.batch_size}) is the size of a batch per core. Leave batch_size out, or pass batch_size={GLOBAL!r} "
+            "if its batches are for all cores together"
         )
-    if isinstance(data, IterableDataset):  # by PyTorch's convention it yields rows, not batches
-        data = DataLoader(data, batch_size=batch_size or DEFAULT_BATCH_SIZE)
+    if isinstance(data, IterableDataset) and not whole:  # by PyTorch's convention it yields rows
+        data = DataLoader(data, batch_size=plan.batch_size)
     if isinstance(data, DataLoader):
-        return of_loader(data, cores, name, share)
+        return of_loader(data, joined, name, share)
     if isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
         if batch_size is not None:
             warn(
                 f"batch_size={batch_size} has no effect: {name} is an iterable, which makes its own batches",
             )
-        return Iteration(data, cores, share)
+        return Iteration(data, joined, name, share)
     raise DataError(
-        f"{name} must be arrays, tensors, a Dataset, a DataLoader or an iterable of batches, got {type(data).__name__}"
+        f"{name} must be arrays, tensors, a Dataset, a DataLoader or an iterable of batches, got {kind_of(data)}"
     )
-
-
-def brings_batches(data: Any) -> bool:
-    """True for data that make their own batches: a loader, or an iterable of them."""
-    return isinstance(data, DataLoader) or not (isinstance(data, Dataset) or _is_arrays(data, None))
-
-
-def _is_arrays(x: Any, y: Any) -> bool:
-    """True for arrays, False for an object that yields batches."""
-    if isinstance(x, (Tensor, Mapping, tuple)) or hasattr(type(x), "__array__"):
-        return True
-    if y is not None:
-        return isinstance(x, (tuple, list))
-    kinds = ((int, float), (Tensor, np.ndarray))
-    return isinstance(x, list) and bool(x) and any(all(isinstance(leaf, kind) for leaf in x) for kind in kinds)
 
 
 def _rows_to_train_on(rows: int, share: float) -> int:

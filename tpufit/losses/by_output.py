@@ -130,6 +130,8 @@ class SharedLoss(Loss):
         if not is_nest(y):
             return self
         outputs = outputs_of(y)
+        if not any(isinstance(target, Tensor) for target in outputs.values()):
+            return self  # which refuses them
         if self._by_output is None or self._by_output.outputs != list(outputs):
             self._by_output = LossByOutput(_mapped(y, self._loss), like="the targets are")
         return self._by_output
@@ -143,7 +145,8 @@ class SharedLoss(Loss):
         """Find the range of host labels, by output if there are several."""
         if isinstance(y, Tensor) or not is_nest(y):
             return super().label_range(y)
-        return self.of(y).label_range(y)
+        loss = self.of(y)
+        return super().label_range(y) if loss is self else loss.label_range(y)
 
     def check_labels(self, found: Any, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of its output."""

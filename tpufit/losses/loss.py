@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from ..data.batches import listed
+from ..data.batches import kind_of, listed
 from ..errors import ArgumentError, BatchError, LabelError, UnknownNameError
 from ..utils.text import dtype_name
 from .outputs import Output, aligned, described
@@ -173,6 +173,10 @@ class Loss:
         """Give output and targets one shape and type where they are compared element by element, and refuse targets of
         classes that PyTorch refuses: XLA takes some of them, and computes NaN.
         """
+        if not isinstance(y, Tensor) and (self._name or type(self._module).__module__.startswith("torch.nn.")):
+            raise BatchError(
+                f"{self._of}the targets must be tensors or arrays of numbers, but the data gave {kind_of(y)}"
+            )
         if not isinstance(y_pred, Tensor) or not isinstance(y, Tensor):
             return y_pred, y
         if not self.ignored:

@@ -132,7 +132,7 @@ def _pass(engine: Engine, role: str, given: _Data, joined: int) -> PlannedPass:
     if engine.config.loss is not None:
         x, y, _ = unpack(first)
         labels = engine.config.loss.label_range(targets_of(x, y))
-    whole, last = data.sizes() or (count_rows(tree_leaves(first)) * given.cores, 0)
+    whole, last = data.sizes() or (count_rows(tree_leaves(first)) * (1 if data.is_global else given.cores), 0)
     batch = _of_size(first, labels, whole)
     steps = data.steps
     anywhere = "restart" not in given.how and given.how["steps"] is not None  # of an epoch that goes on in the data

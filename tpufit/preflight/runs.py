@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import errors
 from ..backend import Cores
-from ..data.stream import DEFAULT_BATCH_SIZE
+from ..data.stream import DEFAULT_BATCH_SIZE, GLOBAL
 from ..errors import ArgumentError, PreflightError, counted
 from ..runtime import has_flash, keeps_bfloat16
 from ..step import Engine, policies_for
@@ -89,7 +89,8 @@ class PreflightRun:
         Each has as many cores as the plan is for, and its steps are traced alike.
         """
         rows = plan.passes[0].groups[0][0].rows
-        size = self.train.batch_size or -(-rows // plan.cores)
+        given = self.train.batch_size
+        size = -(-rows // plan.cores) if given in (None, GLOBAL) else given
         config = plan.config
         with tempfile.TemporaryDirectory(prefix="tpufit-preflight-") as name:
             folder = Path(name)
@@ -157,13 +158,13 @@ class PreflightRun:
                 raise PreflightError(f"the compiler for {on.name} refuses the {facts['role']} step: {error}") from None
         return found
 
-    def batch_size_on(self, on: Slice) -> int | None:
-        """The rows per core on a slice, by the argument of `fit`."""
+    def batch_size_on(self, on: Slice) -> int | str | None:
+        """The batch size on a slice, by the argument of `fit`."""
         size: int | str | None = self.train.batch_size
-        if not isinstance(size, str):
+        if not isinstance(size, str) or size == GLOBAL:
             return size
         if size != "auto":
-            raise ArgumentError(f"batch_size must be a whole number or 'auto', got {size!r}")
+            raise ArgumentError(f"batch_size must be a whole number, 'auto' or 'global', got {size!r}")
         return self._largest(on)
 
     def _largest(self, on: Slice) -> int:
@@ -229,7 +230,8 @@ def largest_batch(engine: Engine, train: TrainingData, cores: Cores, memory: int
     if on is None or releases.missing(releases.compiler()):
         return None
     run = PreflightRun(engine, replace(train, batch_size="auto"), ValidationData(), None, 3600.0, True, checked())
-    return run.batch_size_on(on)
+    size = run.batch_size_on(on)
+    return None if isinstance(size, str) else size
 
 
 def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightRun:

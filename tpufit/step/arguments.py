@@ -21,7 +21,7 @@ def call(module: nn.Module, x: Any) -> Any:
     args, named = arguments_of(module, x)
     try:
         return module(*args, **named)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         reason = misfit(module, args, named, error)
         if not reason:
             raise

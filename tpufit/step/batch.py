@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backend import Placement, Sharding
-from ..data.batches import count_rows, fields, is_flat, is_row_of_parts, listed, unpack
+from ..data.batches import count_rows, fields, is_flat, is_row_of_parts, kind_of, listed, require_dense, unpack
 from ..data.per_host import LocalBatch
 from ..errors import BatchError
 from ..losses import targets_of
@@ -83,10 +83,20 @@ class BatchSender:
         sent as one group if they are small and of one form. Their `labels` are looked for unless given.
 
         Raises:
-            BatchError: A batch has no rows.
+            BatchError: A batch has no rows, or no tensors that can be sent.
             StrictError: A batch's shape is new, and the pass is strict.
         """
         found = [self._examined(batch) for batch in batches]
+        try:
+            return self._groups(batches, found, join, labels)
+        except RuntimeError:
+            for tensors, _ in found:
+                require_dense(tensors)
+            raise
+
+    def _groups(
+        self, batches: Sequence[Any], found: list[tuple[list[Tensor], BatchForm]], join: bool, labels: Any
+    ) -> list[DeviceGroup]:
         # A transfer takes as long as a short step, however small the batch. A pod's hosts send their rows otherwise.
         first = found[0][1].signature
         small = found[0][1].nbytes <= _SMALL
@@ -126,6 +136,12 @@ class BatchSender:
         batch = batch if local is None else local.batch
         leaves, spec = _flatten(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise BatchError(
+                f"a batch must have a tensor or an array, but the data gave {kind_of(batch)}: give text and other "
+                "objects as numbers"
+            )
+        require_dense(tensor for tensor in tensors if not tensor.is_meta)  # a preflight's have no values
         facts = [(t.shape, t.dtype) for t in tensors]
         signature = self._keys.signature((spec, local and local.rows, facts))
         # Before the transfer, so that a refused batch never reaches the device.

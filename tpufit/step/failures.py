@@ -5,15 +5,20 @@ from collections.abc import Mapping, Sequence
 from traceback import walk_tb
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from ..data.batches import listed
+from ..data.batches import kind_of, listed
 from ..losses import described
 from ..runtime import message_of
 
 
-def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any], error: TypeError) -> str:
+def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any], error: TypeError | AttributeError) -> str:
     """Explain why a module's `forward` doesn't accept the arguments that a batch gives; empty if it does."""
+    if args and not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, named))):
+        return f"x must be tensors or arrays of numbers, but the data gave {kind_of(args[0])}"
+    if isinstance(error, AttributeError):
+        return ""
     signature = inspect.signature(module.forward)
     try:
         signature.bind(*args, **named)

@@ -24,7 +24,8 @@ from .. import losses
 from ..backend import Cores, Placement
 from ..callbacks import Callback, CallbackList
 from ..data import Compose, Stream, Transform, stream, train_validation_split
-from ..data.stream import brings_batches
+from ..data.forms import brings_batches, is_arrays
+from ..data.stream import GLOBAL
 from ..errors import ArgumentError, NotCompiledError, counted, require_whole
 from ..losses import ClassWeight, LossByOutput
 from ..step import Engine, StepMethods
@@ -99,7 +100,7 @@ class ValidationData:
     split: float = 0.0
     data: Any = None
     steps: int | None = None
-    batch_size: int | None = None
+    batch_size: int | str | None = None
     freq: int | Container[int] = 1
     step_freq: int | float | None = None
     limit: int | float | None = None
@@ -110,18 +111,34 @@ class ValidationData:
         return bool(self.split) or self.data is not None
 
     def split_off(self, train: TrainingData) -> tuple[TrainingData, ValidationData]:
-        """Take the last rows of the training data to validate on, if `validation_split` asks for it."""
+        """Take the last rows of the training data to validate on, if `validation_split` asks for it.
+
+        Raises:
+            ArgumentError: `validation_data` are arrays in a list, which would be several inputs without targets.
+        """
+        data = self.data
+        meant = isinstance(data, list) and 2 <= len(data) <= 3 and not isinstance(train.x, list)
+        if meant and all(is_arrays(part) for part in data) and not isinstance(data[-1], (tuple, Mapping)):
+            parts = "(x, y)" if len(data) == 2 else "(x, y, sample_weight)"
+            raise ArgumentError(
+                f"validation_data is a list of {counted(len(data), 'array')}, which would be as many inputs: pass a "
+                f"tuple, {parts}"
+            )
         if not self.split or self.data is not None:
             return train, self
         x, y, weight, held = train_validation_split(train.x, train.y, train.sample_weight, self.split)
         return replace(train, x=x, y=y, sample_weight=weight), replace(self, data=held)
 
-    def rows_per_core(self, batch_size: int | None) -> int | None:
-        """Return the rows per core, by default those of training; None for data that bring their own batches."""
-        return batch_size if self.batch_size is None and not brings_batches(self.data) else self.batch_size
+    def rows_per_core(self, batch_size: int | str | None) -> int | str | None:
+        """Return the batch size, by default that of training, as far as the data go with it."""
+        if self.batch_size is not None:
+            return self.batch_size
+        if brings_batches(self.data):
+            return GLOBAL if batch_size == GLOBAL else None
+        return None if batch_size == GLOBAL else batch_size
 
     def build(
-        self, placement: Placement, cores: Cores, batch_size: int | None, train_steps: int | None
+        self, placement: Placement, cores: Cores, batch_size: int | str | None, train_steps: int | None
     ) -> Validation | None:
         """Return the data to validate on and the schedule; None if there is nothing to validate on.
 
@@ -218,7 +235,7 @@ class Schedule:
 
 def evaluation_stream(
     data: Any,
-    batch_size: int | None,
+    batch_size: int | str | None,
     placement: Placement,
     cores: Cores,
     steps: int | None,
@@ -233,7 +250,7 @@ def parts_of(data: Any) -> tuple[Any, ...]:
     return data if isinstance(data, tuple) and 2 <= len(data) <= 3 else (data,)
 
 
-def _stream(data: Any, batch_size: int | None, placement: Placement, cores: Cores, **how: Any) -> Stream:
+def _stream(data: Any, batch_size: int | str | None, placement: Placement, cores: Cores, **how: Any) -> Stream:
     return stream(*data, batch_size=batch_size, cores=cores.count, local_shards=placement.local_shards, **how)
 
 

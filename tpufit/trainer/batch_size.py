@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 from torch.utils.data import IterableDataset
 
 from ..backend import Cores, Placement
-from ..data.stream import DEFAULT_BATCH_SIZE, brings_batches
+from ..data.forms import brings_batches
+from ..data.stream import DEFAULT_BATCH_SIZE
 from ..errors import ArgumentError, OutOfMemoryError, PreflightError, StateLostError
 from ..runtime import device_memory, fetch, translate
 from ..step import Engine, StepRunner, joined

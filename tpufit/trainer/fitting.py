@@ -95,11 +95,11 @@ def run_fit(
         rate=optimizers.rates(optimizers.required(engine.model.optimizer)),
     )
     consistency.move(engine, placement, compared=True)
-    before = engine.scale_rates(settled.count)
+    before = engine.scale_rates(1 if data.is_global else settled.count)
     if verbosity and is_first():
         if chosen is not None:
             print(f"batch_size='auto': {chosen.why}", flush=True)
-        print(_headline(engine, settled, data.batch_size, before), flush=True)
+        print(_headline(engine, settled, data, before), flush=True)
         if resumed is not None:
             print(f"going on from step {resumed.step}", flush=True)
     history = History()
@@ -118,16 +118,21 @@ def run_fit(
     return history
 
 
-def _headline(engine: Engine, cores: Cores, size: int | None, before: list[float]) -> str:
+def _headline(engine: Engine, cores: Cores, data: Stream, before: list[float]) -> str:
     """Return the line that says how `fit` scales: cores, batch, learning rate and precision."""
+    size = data.batch_size
     batch = (
         f"batch {size} x {cores.count} = {size * cores.count}" if size else f"{counted(cores.count, 'batch')} a step"
     )
+    if data.is_global:
+        batch = f"1 batch a step, split over {counted(cores.count, 'core')}"
     assert engine.model.optimizer is not None
     after = optimizers.rates(engine.model.optimizer)
     rate = f"lr {after[0]:g}"
     if before != after:
         rate = f"lr {before[0]:g} x {after[0] / before[0]:.4g} = {after[0]:g} ({engine.config.scale_lr})"
+    elif data.is_global and cores.count > 1:
+        rate = f"{rate}, not scaled"
     return " | ".join(filter(None, [str(cores), batch, rate, engine.config.precision, _split(engine)]))
 
 
