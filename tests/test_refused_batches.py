@@ -189,3 +189,39 @@ def test_parts_of_a_batch_that_only_a_step_of_ones_own_knows_are_no_labels(cores
     batches = list(zip(*(part.split(rows) for part in parts), strict=True))
     history = model.fit(batches, epochs=1, verbose=0, cores=cores).history
     assert history["number"] == [7 * 16]
+
+
+REFUSED = {
+    "None": ([None, None], "must have a tensor or an array, but the data gave None"),
+    "text": (["abc", "de"], r"but the data gave text \('abc'\)"),
+    "nothing": ([(), ()], "but the data gave a tuple of 0"),
+    "no x": ([(None, Y)] * 2, "x must be tensors or arrays of numbers, but the data gave None"),
+    "an object": ([(object(), torch.from_numpy(Y))] * 2, "the data gave an object"),
+    "x of objects": ([(X.astype(object), Y)] * 2, "the data gave an array of dtype object"),
+    "y of objects": ([(X, Y.astype(object))] * 2, "the targets must be .* gave an array of dtype object"),
+    "y of texts": ([(X, ["a"] * 48)] * 2, r"the targets must be .* gave a list of \d+, the first of which is text"),
+    "sparse": ([(torch.tensor(X).to_sparse(), Y)] * 2, r"sparse \(torch.sparse_coo\): pass x.to_dense\(\)"),
+    "nested": (
+        [(torch.nested.nested_tensor([*torch.tensor(X[:2])], layout=torch.jagged), Y[:2])] * 2,
+        "nested: pad it",
+    ),
+    "quantized": ([(torch.quantize_per_tensor(torch.tensor(X), 0.1, 0, torch.qint8), Y)] * 2, "quantized"),
+    "meta": ([(torch.tensor(X).to("meta"), Y)] * 2, "meta, which has no values"),
+    "packed": ([(nn.utils.rnn.pack_sequence([torch.tensor(X[:2])]), Y[:1])] * 2, "PackedSequence, whose rows"),
+}
+
+
+@pytest.mark.parametrize(("batches", "says"), REFUSED.values(), ids=REFUSED)
+def test_batches_that_hold_no_numbers_or_no_dense_ones(cores, batches, says):
+    model = compiled()
+    for data in (batches, iter(batches)):
+        with pytest.raises(BatchError, match=says) as refusal:
+            model.fit(data, verbose=0, cores=cores)
+        assert len(str(refusal.value)) < 300
+    assert np.isfinite(fit(model, cores)).all()
+
+
+def test_a_sparse_batch_after_dense_ones_of_its_shape(cores):
+    x, y = torch.tensor(X), torch.tensor(Y)
+    with pytest.raises(BatchError, match="sparse"):
+        compiled().fit(iter([(x, y)] * 2 * cores + [(x.to_sparse(), y)]), verbose=0, cores=cores)

@@ -55,6 +55,12 @@ def test_no_step_is_taken(cores, held_out, kind, says):
     assert set(fit(model, (X, Y), cores)) == {"loss", "accuracy", "val_loss", "val_accuracy"}
 
 
+def test_arrays_in_a_list_are_no_validation_data(cores):
+    for held_out, parts in (([X, Y], r"\(x, y\)"), ([X, Y.tolist(), X[:, 0]], r"\(x, y, sample_weight\)")):
+        with pytest.raises(ArgumentError, match=f"validation_data is a list of . arrays, .* pass a tuple, {parts}"):
+            fit(compiled(), held_out, cores)
+
+
 def test_the_trial_does_not_repeat_what_the_module_warns_of(cores):
     class Warns(nn.Linear):
         def forward(self, x):

@@ -14,7 +14,10 @@ from tpufit import runtime
 from tpufit.callbacks import Callback, CSVLogger, TerminateOnNaN
 from tpufit.errors import CallbackError
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
+pytestmark = [
+    pytest.mark.cores(1, 8, timeout=300, quick=False),
+    pytest.mark.filterwarnings("ignore:.* has NaN, first in row"),  # of data, see tests/test_nan.py
+]
 
 STEPS, BAD = 150, 7
 X = np.random.default_rng(0).normal(size=(8 * STEPS, 4)).astype("float32")
