@@ -242,3 +242,11 @@ def test_misaligned_batches_are_refused_as_on_one_core(cores):
     with pytest.raises(BatchError, match="equally many rows"):
         model.fit(iter([(x[:8], y[:7]), (x[8:], y[7:])]), verbose=0, cores=cores)
     assert model.steps_taken == 0
+
+
+@pytest.mark.parametrize(("own", "expected"), [(False, [(2, 4), (2, 2)]), (True, [(4, 8), (2, 4)])])
+def test_global_batches_of_two_hosts(own, expected):
+    batches = [(zeros(4, 3), zeros(4)), (zeros(2, 3), zeros(2))]
+    data = tpufit.data.PerHost(batches) if own else batches
+    made = stream(data, batch_size="global", cores=4, local_shards=[0, 1])
+    assert [(len(local.batch[0]), local.rows) for local in made.epoch(0)] == expected

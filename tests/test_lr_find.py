@@ -362,6 +362,7 @@ def test_a_loss_that_is_no_number_ends_the_curve(cores):
     assert all(torch.equal(v, before.state[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:y has NaN")
 @on_cores
 def test_a_loss_that_never_was_a_number(cores):
     with pytest.warns(UserWarning, match="never fell"):

@@ -17,7 +17,7 @@ from .. import losses
 from ..backend import Sharding
 from ..data import unpack
 from ..data.batches import as_tensors
-from ..errors import ArgumentError, DataError, NotCompiledError
+from ..errors import ArgumentError, BatchError, DataError, NotCompiledError
 from ..optimizers import drop_gradients, parameters
 from ..runtime import fetch, to_device, tracing
 from ..utils.users_code import warn
@@ -147,7 +147,14 @@ class StepMethods:
         What a Hugging Face model returns is reduced to its logits, if it has some.
         """
         x, _, _ = unpack(batch)
-        return losses.logits_of(self(x))
+        y_pred = losses.logits_of(self(x))
+        # A vector alone may be a batch of numbers, but then each of them has an output.
+        if isinstance(x, Tensor) and isinstance(y_pred, Tensor) and x.dim() == 1 and y_pred.shape[:1] != x.shape:
+            raise BatchError(
+                f"x gives single rows, not batches: of x of shape {tuple(x.shape)} the module makes an output of shape "
+                f"{tuple(y_pred.shape)}. Pass one array with all rows, a Dataset, or batches of shape (rows, ...)"
+            )
+        return y_pred
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
