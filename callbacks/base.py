@@ -100,7 +100,7 @@ class Callback:
         model: The model, from the start of `fit`, `evaluate` or `predict` on; None before.
         params: None before, then `"epochs"`, `"steps"` (batches an epoch, None if unknown) and `"verbose"` (0, 1 or 2);
             in `fit` also the numbers of the optimizer's steps in an epoch, `"updates"`, and in all, `"total_steps"`
-            (None if unknown), and `"max_steps"`.
+            (None if unknown), and `"max_steps"`; and `"validates"`, True if an epoch will validate.
         reads_weights: True (default) puts the weights back into the module before each of its hooks. A callback that
             leaves the module alone, or only uses the model's own methods (`state_dict`, `save_weights`, ...) and the
             optimizer, may say False, and save that time.

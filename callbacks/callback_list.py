@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import ArgumentError, CallbackError
 from ..hosts import is_first
+from ..step import warn_of_uncalled_hooks
 from ..utils.counters import timing
 from ..utils.users_code import warn
 from .base import Callback, RateCallback, TrainedModel
@@ -263,6 +264,17 @@ def _check(callback: object) -> None:
             f"callbacks must be Callback objects, or have hooks such as on_epoch_end as methods, got {callback!r} of "
             f"type {type(callback).__name__}"
         )
+    library = next((kind.__module__.partition(".")[0] for kind in type(callback).__mro__ if _is_lightnings(kind)), "")
+    if library:
+        raise ArgumentError(
+            f"{type(callback).__name__} is a callback of {library}, whose hooks take a trainer: derive it from "
+            "tpufit.callbacks.Callback, whose hooks take (self, epoch, logs) or (self, batch, logs)"
+        )
+    warn_of_uncalled_hooks(type(callback), Callback if isinstance(callback, Callback) else object)
+
+
+def _is_lightnings(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def _is_users(callback: object) -> bool:

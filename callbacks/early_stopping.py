@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from ..step import explaining
 from ..utils.terminal import say
 from .base import Logs
 from .monitor_callback import MonitorCallback
@@ -55,6 +56,7 @@ class EarlyStopping(MonitorCallback):
     Source: `keras.callbacks.EarlyStopping`.
     """
 
+    @explaining
     def __init__(
         self,
         monitor: str = "val_loss",

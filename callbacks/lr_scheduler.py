@@ -196,7 +196,7 @@ class LRScheduler(RateCallback):
             self.scheduler.step()
             if self._named is not None:
                 note_scheduled(self.scheduler.optimizer)
-        elif (value := self._monitor.read(logs, type(self).__name__)) is not None:
+        elif (value := self._monitor.read(logs, type(self).__name__, self.params)) is not None:
             follower.step(value)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoint import AsyncCheckpointWriter, CheckpointDirectory, Score
 from ..errors import ArgumentError, CheckpointNotWrittenError
+from ..step import explaining
 from ..utils.terminal import say
 from ..utils.users_code import warn
 from ._support.checkpoint_path import CheckpointPath
@@ -71,6 +72,7 @@ class ModelCheckpoint(MonitorCallback):
     Source: `keras.callbacks.ModelCheckpoint`.
     """
 
+    @explaining
     def __init__(
         self,
         filepath: str | os.PathLike[str],

@@ -109,7 +109,7 @@ class MonitorCallback(Callback):
         Args:
             logs: The logs of an epoch or a batch; if they are lazy and have it, this waits for the device.
         """
-        return self._followed.read(logs, type(self).__name__)
+        return self._followed.read(logs, type(self).__name__, self.params)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Learn from the metric which values are better."""

@@ -370,3 +370,29 @@ def test_when_the_end_itself_raises_the_rest_end_once():
         hooks.call("on_train_end", {"loss": 1.0})
     hooks.close_after_error(caught.value)
     assert [(name, logs) for name, _, logs in calls] == [("Before", {"loss": 1.0}), ("After", {})]
+
+
+def test_hooks_with_other_libraries_names_are_named():
+    class Foreign(Callback):
+        def on_train_epoch_end(self, trainer, pl_module): ...
+
+        def on_fit_start(self, trainer, pl_module): ...
+
+    class Helping(Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.on_train_epoch_end()
+
+        def on_train_epoch_end(self): ...
+
+    with pytest.warns(UserWarning, match=r"on_train_epoch_end \(use on_epoch_end\), on_fit_start \(use on_train_begin"):
+        listed(Foreign())
+    listed(Helping())  # which calls it itself
+
+
+def test_a_callback_of_lightning_is_refused():
+    class Theirs:
+        def on_train_end(self, trainer, pl_module): ...
+
+    Theirs.__module__ = "lightning.pytorch.callbacks.callback"
+    with pytest.raises(ArgumentError, match="Theirs is a callback of lightning.*tpufit.callbacks.Callback"):
+        listed(Theirs())

@@ -237,7 +237,8 @@ def test_fit_takes_a_list_of_keras_as_keras_does(job, capsys):
     history = model.fit(X, Y, size, verbose=2, callbacks=callbacks.CallbackList([own, other]))
     assert other.history == history.history and own.ended == [["accuracy", "loss"]]
     keras = {"epochs": 1, "steps": 5, "verbose": 2}
-    assert (own.model, own.params) == (model, keras | {"updates": 5, "max_steps": None, "total_steps": 5})
+    ours = {"updates": 5, "max_steps": None, "total_steps": 5, "validates": False}
+    assert (own.model, own.params) == (model, keras | ours)
     assert "Epoch" not in capsys.readouterr().out  # its progress bar is up to it
     shown = callbacks.CallbackList([own], add_progbar=True)
     history = model.fit(X, Y, size, 2, verbose=2, callbacks=[shown])

@@ -320,3 +320,11 @@ def test_verbose_says_what_it_does(tmp_path, capsys):
         "Epoch 2: val_loss is 0.7000, the best so far was 0.5000: not saved",
         f"Epoch 3: val_loss is 0.2500, the best so far was 0.5000: saved {path}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"), [({"dirpath": "a"}, "filepath is the place"), ({"save_top_k": 3}, "keep_best=3 keeps")]
+)
+def test_arguments_of_lightning(argument, says):
+    with pytest.raises(TypeError, match=rf"ModelCheckpoint\(\) has no argument '{next(iter(argument))}': {says}"):
+        ModelCheckpoint(**argument)

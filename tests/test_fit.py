@@ -15,8 +15,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import tpufit
-from tpufit.callbacks import Callback, CSVLogger, TensorBoard
-from tpufit.errors import CallbackError, DataError, LabelError, NotCompiledError, PlacementError
+from tpufit.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    ModelCheckpoint,
+    ReduceLROnPlateau,
+    TensorBoard,
+    TerminateOnNaN,
+)
+from tpufit.errors import ArgumentError, CallbackError, DataError, LabelError, NotCompiledError, PlacementError
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=True)
 
@@ -569,3 +577,75 @@ def test_a_module_with_nothing_to_train(cores, module, options):
     assert history["loss"][0] == pytest.approx(model.evaluate(IMAGES, LABELS, verbose=0)[0], rel=1e-5)
     assert len(model.predict(IMAGES, verbose=0)) == 1797
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def _returning(value):
+    class Returning(tpufit.Model):
+        def train_step(self, batch):
+            x, y = batch
+            loss = self.compute_loss(x, y, self(x))
+            self.apply_gradients(loss)
+            return loss if value == "loss" else None
+
+    return Returning
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize(("value", "got"), [("None", "None"), ("loss", r"a tensor of shape \(\)")])
+def test_train_step_must_return_logs(cores, eager, value, got):
+    model = _returning(value)(mlp())
+    model.compile("sgd", "cross_entropy", run_eagerly=eager)
+    with pytest.raises(ArgumentError, match=f'train_step must return a dict of scalars, got {got}.*return {{"loss"'):
+        fit(model, cores)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_train_step_without_an_update_is_noticed(cores, eager):
+    class Forgetful(tpufit.Model):
+        def train_step(self, batch):
+            x, y = batch
+            return {"loss": self.compute_loss(x, y, self(x))}
+
+    class ByHand(tpufit.Model):
+        def train_step(self, batch):
+            x, y = batch
+            loss = self.compute_loss(x, y, self(x))
+            weights = list(self.parameters())
+            with torch.no_grad():
+                for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                    weight -= 0.1 * gradient
+            return {"loss": loss}
+
+    model = Forgetful(mlp())
+    model.compile("sgd", "cross_entropy", run_eagerly=eager)
+    with pytest.warns(UserWarning, match="takes no step of an optimizer.*self.apply_gradients"):
+        fit(model, cores)
+    model = ByHand(mlp())
+    model.compile("sgd", "cross_entropy", run_eagerly=eager)
+    losses = fit(model, cores, epochs=2).history["loss"]
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_epochs_without_a_validation_are_no_fault(cores, tmp_path):
+    best = ModelCheckpoint(tmp_path / "best.safetensors", monitor="val_loss", save_best_only=True)
+    watching = [EarlyStopping("val_loss", patience=3), ReduceLROnPlateau("val_loss"), best]
+    fit(compiled(), cores, epochs=4, validation_split=0.2, validation_freq=2, callbacks=watching)
+    assert (tmp_path / "best.safetensors").exists()
+    for missing in ({"validation_freq": 5, "validation_split": 0.2}, {}):
+        with pytest.warns(UserWarning, match="EarlyStopping can't find 'val_loss'"):
+            fit(compiled(), cores, epochs=2, callbacks=EarlyStopping("val_loss"), **missing)
+
+
+@pytest.mark.parametrize("name", ["limit", "validation_limit"])
+def test_a_limit_of_no_batches_names_its_argument(cores, name):
+    with pytest.raises(ArgumentError, match=f"^{name} must be a number of batches"):
+        fit(compiled(), cores, validation_split=0.2, **{name: 0})
+
+
+def test_training_that_ends_on_nan_keeps_its_history(cores, tmp_path):
+    model = compiled(optimizer=lambda p: torch.optim.SGD(p, float("inf")))
+    guards = [TerminateOnNaN(), ModelCheckpoint(tmp_path / "run")]
+    with pytest.warns(UserWarning, match="the checkpoint of step .* was not written.*holds NaN or infinities"):
+        history = fit(model, cores, epochs=3, callbacks=guards)
+    assert len(history.history["loss"]) == 1

@@ -504,3 +504,93 @@ def test_who_uses_no_metric_imports_neither_torchmetrics_nor_torch_xla(run_pytho
         fresh=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+ROWS = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+HALVES = (ROWS[:, 0] > 0).long()
+THIRDS = torch.arange(48) % 3
+C = torchmetrics.classification
+
+
+def _sum_of(pred, target):
+    return pred.mean() + 0 * target.sum()
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("how", [{"run_eagerly": True}, {}, {"steps_per_execution": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("metric", "outputs", "y", "says"),
+    [
+        (C.BinaryAccuracy(), 2, HALVES, "expected to have the same shape"),
+        (C.MulticlassAccuracy(5), 2, HALVES, "equal to number of classes"),
+        (C.MultilabelF1Score(3), 4, torch.ones(48, 4), "equal to the number of labels"),
+        (C.MulticlassAUROC(4), 3, THIRDS, "equal to the number of classes but got 3 and 4"),
+        (torchmetrics.wrappers.ClasswiseWrapper(C.MulticlassAccuracy(5, average=None)), 2, HALVES, "number of classes"),
+        (C.BinaryAccuracy(), 1, THIRDS, r"values in `target`: tensor\(\[0, 1, 2\]\)"),
+        (C.BinaryAccuracy(), 1, HALVES * 0.8 + 0.1, r"`target`: tensor\(\[0.1000, 0.9000\]\)"),
+        (C.MulticlassAccuracy(3), 3, torch.arange(48) % 5, "classes are from 0 to 4, and num_classes=3"),
+        (C.MulticlassAccuracy(3), 3, THIRDS - 1, "classes are from -1 to 1"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, torchmetrics.Metric) else "",
+)
+def test_batches_that_torchmetrics_refuses(cores, how, metric, outputs, y, says):
+    model = tpufit.Model(nn.Linear(4, outputs))
+    model.compile("sgd", _sum_of, metrics=[metric], **how)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ArgumentError, match=f"{type(metric).__name__}, can't take an output and targets.*{says}"):
+        model.fit(ROWS, y, batch_size=16 // cores, verbose=0, cores=cores)
+    same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same or "run_eagerly" in how  # an eager step has already changed the weights when it comes to the metrics
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("how", [{"run_eagerly": True}, {}, {"steps_per_execution": 2}], ids=str)
+def test_batches_that_torchmetrics_takes_after_a_look(cores, how):
+    """Labels in floating point, ignored labels, and collections beside other metrics."""
+    several = torchmetrics.MetricCollection({"f1": C.MulticlassF1Score(2), "top": C.MulticlassAccuracy(2)}, prefix="c_")
+    for metrics_, outputs, y, loss in (
+        ([C.BinaryAccuracy()], 1, HALVES.float(), "binary_cross_entropy_with_logits"),
+        (["accuracy", several], 2, HALVES, "cross_entropy"),
+        ([C.MulticlassAccuracy(3, ignore_index=-100)], 3, torch.where(ROWS[:, 1] > 1, -100, THIRDS), "cross_entropy"),
+    ):
+        torch.manual_seed(0)
+        net = nn.Linear(4, outputs)
+        model = tpufit.Model(net)
+        model.compile("sgd", loss, metrics=metrics_, **how)
+        logs = model.evaluate(ROWS, y, batch_size=16 // cores, verbose=0, cores=cores, return_dict=True)
+        pred = model.predict(ROWS, verbose=0)
+        pred = torch.as_tensor(pred).squeeze(-1)
+        for theirs in metrics_:
+            if isinstance(theirs, torchmetrics.MetricCollection):
+                for name, value in theirs(pred, y.long()).items():
+                    assert logs[name] == pytest.approx(float(value), abs=1e-6)
+            elif theirs != "accuracy":
+                name = {"BinaryAccuracy": "binary_accuracy"}.get(type(theirs).__name__, "multiclass_accuracy")
+                assert logs[name] == pytest.approx(float(theirs(pred, y.long())), abs=1e-6)
+
+
+@pytest.mark.cores(1, 8)
+def test_a_metric_of_a_step_is_checked_too(cores):
+    class Own(tpufit.Model):
+        def __init__(self, module):
+            super().__init__(module)
+            self.score = C.MulticlassAccuracy(5)
+
+        def train_step(self, batch):
+            x, y = batch
+            y_pred = self(x)
+            self.score.update(y_pred, y)
+            loss = self.compute_loss(x, y, y_pred)
+            self.apply_gradients(loss)
+            return {"loss": loss}
+
+    model = Own(nn.Linear(4, 2))
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(ArgumentError, match="'score', MulticlassAccuracy, can't take"):
+        model.fit(ROWS, HALVES, batch_size=16 // cores, verbose=0, cores=cores)
+
+
+def test_collections_by_name():
+    scores = torchmetrics.MetricCollection([C.BinaryAccuracy(), C.BinaryF1Score()])
+    assert [m.name for m in metrics.build(["mae", scores])] == ["mae", "BinaryAccuracy", "BinaryF1Score"]
+    assert [m.name for m in metrics.build({"all": scores})] == ["all_BinaryAccuracy", "all_BinaryF1Score"]

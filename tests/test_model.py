@@ -368,3 +368,53 @@ def compiled_in_place(net):
 def test_modules_that_cant_be_traced_are_refused(make, said):
     with pytest.raises(ArgumentError, match=said):
         tpufit.Model(make())
+
+
+def test_methods_with_lightnings_names_are_named():
+    class Lightning(tpufit.Model):
+        def training_step(self, batch, index): ...
+
+        def configure_optimizers(self): ...
+
+        def on_train_epoch_end(self): ...
+
+    class Calling(tpufit.Model):
+        def train_step(self, batch):
+            return self.training_step(batch, 0)
+
+        def training_step(self, batch, index): ...
+
+    class Numbered(tpufit.Model):
+        def test_step(self, batch, batch_idx): ...
+
+    with pytest.warns(UserWarning) as warned:
+        Lightning(nn.Linear(2, 3))
+    assert "training_step (use train_step(self, batch)), configure_optimizers (use compile(" in str(warned[0].message)
+    assert "on_train_epoch_end (use a Callback with on_epoch_end)" in str(warned[0].message)
+    Calling(nn.Linear(2, 3))
+    with pytest.raises(ArgumentError, match=r"Numbered.test_step must take \(self, batch\)"):
+        Numbered(nn.Linear(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("bf16-mixed", "'bf16'"), ("mixed_bfloat16", "'bf16'"), ("bfloat16", "'bf16-true'"), ("32-true", "'fp32'")],
+)
+def test_precisions_by_other_libraries_names(name, meant):
+    with pytest.raises(ArgumentError, match=f"got '{name}': write {meant} for it"):
+        model().compile("adam", "mse", precision=name)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("w.pt", r"load_state_dict\(torch.load\('w.pt', map_location='cpu', weights_only=True\)\)"),
+        ("w.ckpt", r"weights_only=True\)\['state_dict'\]\)"),
+        ("run", r"'run' is a folder: tpufit.load\('run', net\)"),
+    ],
+)
+def test_weights_in_other_files(path, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ArgumentError, match=says):
+        model().load_weights(path)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import tpufit
-from tpufit.errors import BatchError, DataError
+from tpufit.errors import ArgumentError, BatchError, DataError, PlacementError
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
@@ -225,3 +225,121 @@ def test_a_sparse_batch_after_dense_ones_of_its_shape(cores):
     x, y = torch.tensor(X), torch.tensor(Y)
     with pytest.raises(BatchError, match="sparse"):
         compiled().fit(iter([(x, y)] * 2 * cores + [(x.to_sparse(), y)]), verbose=0, cores=cores)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0].mean(1)
+
+
+IMAGES = GENERATOR.integers(0, 255, (16, 2, 6, 6))
+LAYERS = {
+    "linear": (lambda: nn.Linear(6, 3), IMAGES[:, 0, 0]),
+    "linear of images": (lambda: nn.Sequential(nn.Linear(6, 3, bias=False), nn.Flatten()), IMAGES),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Flatten()), IMAGES),
+    "convolution that keeps its size": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3, padding="same"), nn.Flatten()),
+        IMAGES[:, 0, :2],
+    ),
+    "transposed convolution": (lambda: nn.Sequential(nn.ConvTranspose2d(2, 1, 2), nn.Flatten()), IMAGES),
+    "batch norm": (lambda: nn.Sequential(nn.BatchNorm2d(2), nn.Flatten()), IMAGES),
+    "layer norm": (lambda: nn.LayerNorm(6), IMAGES[:, 0, 0]),
+    "attention": (Attending, IMAGES[:, 0, :, :4]),
+}
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("uint8", "fp32"), ("int64", "bf16"), ("float64", "fp32")])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_dtypes_that_pytorch_refuses(cores, layer, dtype, precision):
+    make, x = LAYERS[layer]
+    net = make()
+    net = nn.Sequential(Double(), net) if dtype == "float64" else net
+    model = tpufit.Model(net)
+    model.compile("sgd", lambda pred, y: (pred[0] if isinstance(pred, tuple) else pred).mean(), precision=precision)
+    with pytest.raises(BatchError, match="Give it rows of the dtype that its weights have"):
+        model.fit(x.astype(dtype), np.zeros(16), 16 // cores, verbose=0, cores=cores)
+
+
+class Double(nn.Module):
+    """What the data never are: they come as float32."""
+
+    def forward(self, x):
+        return x.double()
+
+
+def test_a_batch_norm_of_one_row(cores):
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model = tpufit.Model(net)
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(BatchError, match=r"a batch norm can't train on a batch of one row.*drop_last=True"):
+        model.fit(X[:33], Y[:33], 32 // cores, verbose=0, cores=cores)
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_sparse_embeddings(cores, bag):
+    kind = nn.EmbeddingBag if bag else nn.Embedding
+    model = tpufit.Model(nn.Sequential(kind(9, 3, sparse=True), nn.Flatten()))
+    model.compile("sgd", lambda pred, y: pred.mean())
+    with pytest.raises(ArgumentError, match="has sparse gradients.*sparse=False") as refusal:
+        model.fit(torch.ones(16, 2, dtype=torch.int64), np.zeros(16), 16 // cores, verbose=0, cores=cores)
+    assert len(str(refusal.value)) < 300
+
+
+def test_the_module_itself_on_host_data_after_fit(cores):
+    model = compiled()
+    fit(model, cores)
+    with pytest.raises(PlacementError, match=r"Net is on the device.*model\(x\).*model.to_cpu\(\)"):
+        model.module(torch.as_tensor(X))
+    expected = model(torch.as_tensor(X))
+    torch.testing.assert_close(model.to_cpu()(torch.as_tensor(X)), expected, rtol=0, atol=1e-6)
+    assert not model.module._forward_pre_hooks
+
+
+class Spectrum(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.head, self.how = nn.Linear(9, 1), how
+
+    def forward(self, x):
+        signal = (
+            torch.fft.rfft(x)
+            if self.how != "stft"
+            else torch.stft(x, 16, 4, window=torch.hann_window(16, device=x.device), return_complex=True)
+        )
+        if self.how == "zero":
+            signal = signal * 0
+        size = abs(signal) if self.how == "operator" else torch.abs(signal) if self.how == "function" else signal.abs()
+        return self.head(size if self.how != "stft" else size.mean(-1))
+
+
+@pytest.mark.filterwarnings("ignore:the train step is traced anew")  # torch_xla's transforms run on the host
+@pytest.mark.parametrize("how", ["method", "operator", "function", "zero", "stft"])
+def test_sizes_of_complex_numbers(cores, how):
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 16), torch.randn(16, 1)
+    net, plain = (nn.Sequential(Scaled(), Spectrum(how)) for _ in range(2))
+    plain.load_state_dict(net.state_dict())
+    model = tpufit.Model(net)
+    model.compile(lambda p: torch.optim.SGD(p, 0.001), "mse", scale_lr=None)
+    model.fit(x, y, 8 // cores, 2, verbose=0, cores=cores, shuffle=False)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.001)
+    for _ in range(2):
+        for rows in (slice(0, 8), slice(8, 16)):
+            optimizer.zero_grad()
+            F.mse_loss(plain(x[rows]), y[rows]).backward()
+            optimizer.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-5)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x):
+        return x * self.scale

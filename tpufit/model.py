@@ -56,6 +56,7 @@ from .step import (
     named_tensors,
     suggestion_for,
     usable,
+    warn_of_uncalled_methods,
 )
 from .step.precision import to_bfloat16
 from .trainer import consistency, on_batch, passes
@@ -128,6 +129,7 @@ class Model(StepMethods):
     jit_compile = CompileOption()
 
     def __init__(self, module: nn.Module) -> None:
+        warn_of_uncalled_methods(type(self), Model)
         self.module = usable(module)
         self.optimizer: Optimizer | None = None
         self.history: History | None = None

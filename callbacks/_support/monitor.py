@@ -99,16 +99,18 @@ class Monitor:
         self.best = best
         self.wait = 0
 
-    def read(self, logs: Mapping[str, Any] | None, asker: str) -> float | None:
+    def read(self, logs: Mapping[str, Any] | None, asker: str, params: Mapping[str, Any] | None = None) -> float | None:
         """Find the value in logs, for the callback that asks. If they are lazy and have it, this waits for the device.
 
-        The first time that it is missing, a warning lists the logs that there are.
+        The first time that it is missing, a warning lists the logs that there are. By the `params` of the callback, the
+        logs of a validation may be missing after an epoch that doesn't validate.
 
         Raises:
             ArgumentError: The log is not a single number.
         """
         if not logs or self.name not in logs:
-            if not self._warned:
+            later = (params or {}).get("validates") and self.name.startswith("val_")
+            if not self._warned and not (later and not any(log.startswith("val_") for log in logs or ())):
                 self._warned = True
                 known = sorted(logs or {})
                 warn(

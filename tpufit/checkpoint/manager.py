@@ -225,10 +225,17 @@ class CheckpointManager:
         """Wait until everything is written.
 
         Raises:
-            CheckpointNotWrittenError: The last checkpoint could not be written.
+            CheckpointNotWrittenError: The last checkpoint could not be written. If a callback has ended training
+                because the loss isn't finite, that is a warning.
         """
+        ended = self._engine.model.stop_training and self._engine.log.first_bad_step is not None
         for writer in self._taken:
-            self._tell(writer.finish())
+            try:
+                self._tell(writer.finish())
+            except CheckpointNotWrittenError as error:
+                if not ended:
+                    raise
+                warn(str(error))
 
     def go_on(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
         """Resume from a checkpoint, after the callbacks have begun: it overrides what they begin with.

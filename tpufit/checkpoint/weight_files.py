@@ -18,6 +18,7 @@ from ..utils.urls import Mirror
 
 NO_PICKLES = "Only safetensors are read; a pickle made by torch.save is not, because it could run any code"
 _SUFFIX = ".safetensors"
+_PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")  # of torch.save
 
 
 def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], finite: Collection[str] = ()) -> None:
@@ -93,10 +94,22 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file, by tpufit or by others, by name; tied ones under each of their names.
 
     Raises:
-        ArgumentError: The path has another suffix.
+        ArgumentError: The path has another suffix, or is a folder.
         FileNotFoundError: There is no such file.
         WeightsError: The file is not a safetensors file.
     """
+    suffix = Path(path).suffix
+    if suffix in _PICKLES:
+        part = "['state_dict']" if suffix == ".ckpt" else ""
+        raise ArgumentError(
+            f"weights must be in a file '*{_SUFFIX}', got {str(path)!r}. If torch.save has made it: "
+            f"model.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True){part})"
+        )
+    if Path(path).is_dir():
+        raise ArgumentError(
+            f"weights must be in a file '*{_SUFFIX}', and {str(path)!r} is a folder: tpufit.load({str(path)!r}, net) "
+            "loads what model.save or ModelCheckpoint keeps there"
+        )
     mirror = Mirror(weights_path(path), file=True)
     mirror.pull()
     source = mirror.path

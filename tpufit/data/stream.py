@@ -264,11 +264,12 @@ class Stream:
             return sizes
         return sizes if self._limit >= steps else (sizes[0], 0)
 
-    def limit(self, limit: int | float) -> None:
+    def limit(self, limit: int | float, name: str = "limit") -> None:
         """Read only the first batches of each epoch.
 
         Args:
             limit: Their number, or as a float their share.
+            name: The name of the argument, for errors (default `"limit"`).
 
         Raises:
             ArgumentError: The limit is neither a number of at least 1 nor a share between 0 and 1, or it is a share of
@@ -276,10 +277,10 @@ class Stream:
         """
         if isinstance(limit, float) and 0 < limit <= 1:
             if self.steps is None:
-                raise ArgumentError(f"limit={limit}: {self._name} doesn't say how many batches it has; give a number")
+                raise ArgumentError(f"{name}={limit}: {self._name} doesn't say how many batches it has; give a number")
             limit = max(1, round(limit * self.steps))
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise ArgumentError(f"limit must be a number of batches from 1, or a share such as 0.1, got {limit!r}")
+            raise ArgumentError(f"{name} must be a number of batches from 1, or a share such as 0.1, got {limit!r}")
         self._limit = limit if self.steps is None else min(limit, self.steps)
         self.steps = self.steps and self._limit  # of data that may have fewer, nobody knows
 

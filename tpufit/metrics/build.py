@@ -69,11 +69,14 @@ def build(
 def _each(metrics: Any, outputs: Sequence[Output] | None, argument: str) -> Iterator[tuple[Any, str | None, Any]]:
     """Each metric of an argument of `compile`, with its output and the name that a dict gives it."""
     for output, own in _by_output(metrics, outputs, argument):
-        if isinstance(own, Mapping) or is_collection(own):
-            yield from ((output, name, metric) for name, metric in own.items())
-        else:
-            several = own if isinstance(own, (list, tuple)) else [own]
-            yield from ((output, None, metric) for metric in several if metric is not None)
+        named = isinstance(own, Mapping) or is_collection(own)
+        several = own if isinstance(own, (list, tuple)) else [own]
+        for name, metric in own.items() if named else ((None, one) for one in several if one is not None):
+            if is_collection(metric):
+                prefix = "" if name is None else f"{name}_"
+                yield from ((output, f"{prefix}{key}", part) for key, part in metric.items())
+            else:
+                yield output, name, metric
 
 
 def _by_output(metrics: Any, outputs: Sequence[Output] | None, argument: str) -> list[tuple[Any, Any]]:

@@ -18,11 +18,15 @@ from ..losses import Output, aligned, described, output_name, pick, spread, weig
 from ..runtime import has_kernel, move
 from ..utils.kept import Kept
 from ..utils.python_state import facts
+from ..utils.random import RNGState
 from ..utils.text import dtype_name
 from .library import MetricArgument
 from .named import TABLE, MetricName
 from .sums import SumTable
 from .weighted import RowMean
+
+# The most elements of a tensor that a metric is tried on.
+_CHECKED_ELEMENTS = 1 << 24
 
 # The names that torchmetrics' classes give the weights that some of their `update`s take.
 _WEIGHTS = ("sample_weight", "sample_weights", "weight", "weights")
@@ -107,6 +111,8 @@ class Metric:
             ArgumentError: There is no such output or target, or the shapes don't go together.
         """
         y_pred, y = self._pair(y_pred, y)
+        if self._device_metric is not None and self._by_name is None:
+            self._device_metric.check(self.name, sums, [y_pred, y])
         y_pred = y_pred.detach()
         y_pred = y_pred.float() if y_pred.dtype is torch.bfloat16 else y_pred
         y_pred, y = compared = aligned(y_pred, y.long() if y.dtype is torch.bool else y)
@@ -185,6 +191,10 @@ class DeviceMetric:
 
     def __init__(self, metric: torchmetrics.Metric, weight: str, is_traceable: bool = False) -> None:
         metric.reset()
+        # Those of torchmetrics' own classes, which its checks are for; a wrapper has others inside.
+        of_torchmetrics = type(metric).update.__module__.startswith("torchmetrics.")
+        self._checks = of_torchmetrics and any(getattr(part, "validate_args", False) for part in metric.modules())
+        self._checked: set[Any] = set()  # the shapes and dtypes of the batches that were checked
         if hasattr(metric, "validate_args"):
             metric.validate_args = False  # it would read every batch back to the host; labels are checked there anyway
         self._metric = metric
@@ -196,6 +206,65 @@ class DeviceMetric:
         # Without sums of its own (it collects whole batches, or wraps other metrics) it is updated on the host.
         own_sums = bool(metric._defaults) and not any(isinstance(v, list) for v in metric._defaults.values())
         self.keeps_batches = not own_sums or any(isinstance(m, torchmetrics.Metric) for m in metric.children())
+
+    def check(self, name: str, sums: SumTable, arguments: Sequence[Tensor]) -> None:
+        """Let torchmetrics check the first batch of each shape, before anything is compiled.
+
+        What came with the batch, such as labels, is checked with its values, on the host. What the step computes has
+        none yet; of scores torchmetrics checks only shape and dtype.
+
+        Raises:
+            ArgumentError: torchmetrics refuses the batch.
+        """
+        form = tuple((argument.shape, argument.dtype) for argument in arguments)
+        if not self._checks or form in self._checked:
+            return
+        self._checked.add(form)
+        rows = min(len(argument) if argument.dim() else 1 for argument in arguments)
+        most = max(1, _CHECKED_ELEMENTS // max(argument.shape[1:].numel() for argument in arguments))
+        before = RNGState.now()
+        given = [_on_host(argument, sums, min(rows, most)) for argument in arguments]
+        given[:2] = aligned(*given[:2]) if len(given) > 1 else given
+        fault = self._fault(given)
+        # Losses such as binary_cross_entropy need targets in floating point, in which torchmetrics takes no labels.
+        whole = [t if i == 0 or not t.is_floating_point() else t.long() for i, t in enumerate(given)]
+        if fault is not None and all(bool((a == b).all()) for a, b in zip(given, whole, strict=True)):
+            fault = self._fault(whole)
+        before.restore()
+        if fault is not None:
+            shapes = " and ".join(f"{dtype_name(dtype)} {tuple(shape)}" for shape, dtype in form)
+            raise ArgumentError(
+                f"the metric {name!r}, {type(self._metric).__name__}, can't take an output and targets of {shapes}: "
+                f"{str(fault).strip()}"
+            ) from fault
+
+    def _fault(self, arguments: Sequence[Tensor]) -> Exception | None:
+        """The error that torchmetrics raises for a batch on the host, if it raises one."""
+        trial = self._metric.clone()
+        if hasattr(trial, "validate_args"):
+            trial.validate_args = True
+        weights = [torch.ones(len(arguments[0]))] if self._weight else []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self._add(trial, [*arguments, *weights])
+                self._check_classes(arguments)
+            except (ValueError, RuntimeError, TypeError, IndexError) as error:  # all that its checks raise
+                return error
+        return None
+
+    def _check_classes(self, arguments: Sequence[Tensor]) -> None:
+        """Refuse classes that a metric has no place for: torchmetrics (1.9) counts them as another, or not at all."""
+        classes = getattr(self._metric, "num_classes", None)
+        if not type(self._metric).update.__module__.startswith("torchmetrics.classification") or classes is None:
+            return
+        ignored = getattr(self._metric, "ignore_index", None)
+        for argument in arguments:
+            if not argument.is_floating_point():
+                counted = argument if ignored is None else argument[argument != ignored]
+                least, most = (int(counted.min()), int(counted.max())) if counted.numel() else (0, 0)
+                if not 0 <= least <= most < classes:
+                    raise ValueError(f"the classes are from {least} to {most}, and num_classes={classes}")
 
     def update(self, sums: SumTable, slot: int, arguments: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """Add a batch, inside a step: the output, the target, and the weights if it takes them.
@@ -270,6 +339,16 @@ class DeviceMetric:
     def _add(self, metric: torchmetrics.Metric, arguments: Sequence[Tensor]) -> None:
         plain = arguments[:2] if self._weight else arguments
         metric.update(*plain, **dict(zip([self._weight], arguments[len(plain) :], strict=False)))
+
+
+def _on_host(tensor: Tensor, sums: SumTable, rows: int) -> Tensor:
+    """The first rows of a tensor on the host, as a metric is given them; zeros for what isn't known yet."""
+    known = None if tensor.is_floating_point() and tensor.requires_grad else sums.known(tensor)
+    value = torch.zeros(tensor.shape[:1] and (rows, *tensor.shape[1:]), dtype=tensor.dtype) if known is None else known
+    value = value[:rows] if value.dim() else value
+    if value.dtype is torch.bool:
+        return value.long()
+    return value.float() if value.dtype is torch.bfloat16 else value
 
 
 class _OnlyLowered(TorchDispatchMode):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..backend import Placement
-from ..runtime import to_device
+from ..runtime import to_device, value_of
 
 # The owner of a sum, a mean's name or a metric's slot, and the sum's name.
 Key = tuple[str | int | None, str]
@@ -23,6 +23,8 @@ class SumTable:
         self.tensors: list[Tensor] = []  # as they stand
         # With these the step being traced began; those that it made itself are among them.
         self.begun: list[Tensor] = []
+        # Of the step being traced, the tensors of its batch that are parts of larger ones: these and the part's number.
+        self.parts: dict[int, tuple[Tensor, int]] = {}
         self._index: dict[Key, int] = {}  # the place of each sum in the lists
         self._defaults: list[Tensor] = []
 
@@ -55,6 +57,12 @@ class SumTable:
         if tensor.dtype in (torch.bfloat16, torch.float64):
             tensor = tensor.float()
         return to_device([tensor], self.placement)[0] if tensor.device.type == "cpu" else tensor
+
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor on the host, if it came with the batch; None if the step has to compute it."""
+        whole, part = self.parts.get(id(tensor), (tensor, None))
+        value = value_of(whole, self.placement)
+        return value if value is None or part is None else value[part]
 
     def reset(self) -> None:
         """Return every sum to its default."""

@@ -100,6 +100,8 @@ class TrackedMetric:
     def update(self, sums: SumTable, slot: int, arguments: Sequence[Any]) -> Sequence[Tensor] | None:
         """Add a batch, inside a step; see `Metric.update`."""
         tensors = [sums.placed(argument) for argument in arguments]
+        if len(tensors) > 1:
+            self._device_metric.check(self.name, sums, tensors)
         # A scalar is whole on every core as it is, and can't be gathered.
         whole = [sums.placement.gather(tensor) if tensor.dim() else tensor for tensor in tensors]
         return self._device_metric.update(sums, slot, whole)

@@ -60,7 +60,7 @@ from .profiler import scope, start_profile, stop_profile
 from .recompute import recomputing
 from .recorder import Recorded, Recorder, tracing_for
 from .release import message_of
-from .rows import fetch_rows, gather_rows, send_rows
+from .rows import fetch_rows, gather_rows, send_rows, value_of
 from .trace_watch import cure_for
 from .transfer import copies, copy_into, fetch, fetch_each, move, reshard, swap_value, to_device, to_host
 from .unsharding import without_unsharding

@@ -25,6 +25,8 @@ _LOST = re.compile(
 _MESH = re.compile(r"device IDs|match mesh (?:size|dimensions)|mesh_shape", re.IGNORECASE)
 _PARTITION = re.compile(r"spmd_partitioner|SPMD partition|GSPMD|hlo_sharding|[Ss]harding.propagation|tile_assignment")
 
+_NO_KERNEL = re.compile(r"Could not run '(?:aten::)?(\S+?)' with arguments from the '(\S+?)' backend")
+
 _OTHERS: tuple[tuple[re.Pattern[str], type[TpufitError], str], ...] = (
     (
         _LOST,
@@ -61,6 +63,12 @@ def translate(error: BaseException, load: Load | None = None) -> TpufitError | N
     if isinstance(error, TpufitError) or not isinstance(error, (RuntimeError, AssertionError)):
         return None
     text = message_of(error)
+    if (missing := _NO_KERNEL.search(text)) is not None:
+        kind = "sparse tensors" if missing[2].startswith("Sparse") else f"tensors of {missing[2]}"
+        return errors.DeviceError(
+            f"torch_xla has no operation {missing[1]} for {kind}. Make the tensor dense (to_dense(), sparse=False), do "
+            "this in the data set, or in a callback"
+        )
     if _SCRATCH.search(text):  # before `_FULL`, whose words are in it too
         sentence = (
             "an operation needs more of a core's scratch memory than there is, a fault of the compiler, not of the "

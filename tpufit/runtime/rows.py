@@ -15,6 +15,7 @@ from ..errors import BatchError, PlacementError
 from ..utils.counters import waiting
 from . import counters
 from .bindings import xla
+from .lazy import pending
 from .placement import CorePlacement
 from .transfer import to_device, to_host
 
@@ -68,6 +69,23 @@ def gather_rows(nest: Any, placement: Placement) -> Any:
     with counters.role("transfer"):
         xla()._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=False)
     return gathered
+
+
+def value_of(tensor: Tensor, placement: Placement) -> Tensor | None:
+    """The value of a tensor on the host, if it is computed; None for one that waits, as what a step's trace makes.
+
+    Nothing is compiled or run for it. **This waits**. On a pod, and for cores that aren't there, it is None.
+    """
+    if tensor.device.type == "cpu":
+        return tensor.detach()
+    if not isinstance(placement, CorePlacement) or not placement.runs or placement.hosts > 1:
+        return None
+    try:
+        if pending([tensor]):
+            return None
+    except RuntimeError:  # it has no value and waits for none
+        return None
+    return to_host([tensor], "capture")[0]
 
 
 def fetch_rows(nest: Any, mine: Sequence[int], reason: str) -> Any:

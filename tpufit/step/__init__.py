@@ -13,5 +13,5 @@ from .named_tensors import check_weights, match_weights, named_tensors
 from .runner import StepRunner
 from .sharding import ShardArgument
 from .state import SavedState
-from .suggestions import explaining, suggestion_for
+from .suggestions import explaining, suggestion_for, warn_of_uncalled_hooks, warn_of_uncalled_methods
 from .trial import fault_of

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import BatchError
 from ..utils.users_code import warn
-from .failures import layer_failure, misfit
+from .failures import layer_failure, misfit, one_row
 
 
 def call(module: nn.Module, x: Any) -> Any:
@@ -23,6 +23,11 @@ def call(module: nn.Module, x: Any) -> Any:
         return module(*args, **named)
     except (TypeError, AttributeError) as error:
         reason = misfit(module, args, named, error)
+        if not reason:
+            raise
+        raise BatchError(reason) from error
+    except ValueError as error:
+        reason = one_row(x, error)
         if not reason:
             raise
         raise BatchError(reason) from error

@@ -8,7 +8,7 @@ from ..metrics import PassMetrics
 from ..optimizers import UpdatePlan
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepContext:
     """The step whose Python is running. Outside any step the defaults apply: nothing is summed or checked."""
 
@@ -16,3 +16,4 @@ class StepContext:
     rows: int = 0  # in the batch, over all cores
     labels: Any = None  # the range of its classes, see `Loss.label_range`
     update: UpdatePlan = field(default_factory=UpdatePlan)
+    stepped: bool = False  # its Python has called apply_gradients or an optimizer's step

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .. import optimizers
 from ..backend import HOST, AttentionForms, Cores, Load, Placement, Program
@@ -38,6 +39,7 @@ from .blocks import blocks
 from .config import UNCOMPILED, CompileConfig
 from .context import StepContext
 from .failures import may_be_of_device, weights_lost
+from .modules import refuse_host_inputs
 from .precision import Formats
 from .role import ROLES, Role
 from .state import SavedState, TrainState
@@ -113,6 +115,7 @@ class Observed:
     shapes: dict[str, str] = field(default_factory=dict)  # of the layers' outputs, by the layer's name
     loss: torch.dtype | None = None  # its dtype
     formats: Formats | None = None
+    learns: bool = False  # a training step has taken a step of an optimizer, or has changed a weight itself
 
 
 class Engine:
@@ -131,6 +134,7 @@ class Engine:
         options: The options of the `fit` under way.
         attention: How attention is to be computed, and how each layer's is.
         roles: The roles by name, each with its program.
+        hook: The module's hook `refuse_host_inputs`, while it is on the device.
         latest: The role that started the last step, or whose logs were read last; None before the first.
         log: The record of the steps that have run.
         observed: The facts about the module that its first step reveals.
@@ -145,6 +149,7 @@ class Engine:
         self.attention = AttentionForms(config.attention)
         self.roles = {name: Role(name, self._python_state, self.attention) for name in ROLES}
         self.latest: Role | None = None
+        self.hook: RemovableHandle | None = None if before is None else before.hook
         self.log: RunLog = RunLog() if before is None else before.log
         self.observed: Observed = Observed() if before is None else Observed(before.observed.shapes)
 
@@ -187,6 +192,11 @@ class Engine:
         # Captured graphs take the old tensors, in their old place.
         if self.state.move_to(placement):
             self._drop_programs()
+        if placement.on_host and self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        elif not placement.on_host and self.hook is None:
+            self.hook = self.model.module.register_forward_pre_hook(refuse_host_inputs, with_kwargs=True)
 
     def begin_fit(self, history: Any, options: FitOptions, seed: int) -> None:
         """Set the history, the options and the seed of a new `fit`."""

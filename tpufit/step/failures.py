@@ -1,6 +1,7 @@
 """The messages of a step's errors: a batch doesn't fit the module, or a step failed on the device."""
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from traceback import walk_tb
 from typing import Any
@@ -11,6 +12,18 @@ from torch.utils._pytree import tree_leaves
 from ..data.batches import kind_of, listed
 from ..losses import described
 from ..runtime import message_of
+
+# The cure by the words of PyTorch's error: the first that has some counts.
+_CURES = (
+    (
+        re.compile(r"dtype|scalar type|element types|[Ii]nput type|not implemented for"),
+        "Give it rows of the dtype that its weights have, such as x.float(), and bytes of pictures divided by 255. ",
+    ),
+    (
+        re.compile(r"shape|size|dim|channel|\d-?D\b|broadcast|subscript|rank|features|elements"),
+        "Compare the shapes of the rows with those that it was made for. ",
+    ),
+)
 
 
 def misfit(module: nn.Module, args: Sequence[Any], named: Mapping[str, Any], error: TypeError | AttributeError) -> str:
@@ -45,9 +58,19 @@ def layer_failure(module: nn.Module, x: Any, error: RuntimeError) -> str:
     layer = next((layer for layer in reversed(running) if id(layer) in names), module)
     kind = type(layer).__name__ if any(layer.children()) else repr(layer)
     which = f"the module's layer {names[id(layer)]!r}, {kind}," if layer is not module else f"the module, {kind},"
+    said = message_of(error)
+    cure = next((cure for words, cure in _CURES if words.search(said)), "")
+    return f"{which} fails on a batch of {listed({'x': x})}. {cure}PyTorch says: {said}"
+
+
+def one_row(x: Any, error: ValueError) -> str:
+    """Explain that a batch norm has no statistics of a single row; empty for another error."""
+    if "more than 1 value per channel" not in str(error):
+        return ""
     return (
-        f"{which} fails on a batch of {listed({'x': x})}. Compare the shapes of the rows with those that it was made "
-        f"for. PyTorch says: {message_of(error)}"
+        f"a batch norm can't train on a batch of one row, and this one is {listed({'x': x})}. Choose a batch_size that "
+        "leaves no single row at the end of an epoch, or leave that row out: DataLoader(drop_last=True), or "
+        f"steps_per_epoch. PyTorch says: {error}"
     )
 
 

@@ -206,6 +206,7 @@ class StepMethods:
         if optimizer is None:
             raise NotCompiledError("apply_gradients needs an optimizer: call model.compile(optimizer='adamw', ...)")
         engine = self._engine
+        engine.context.stepped = True
         if not any(parameter.requires_grad for parameter in parameters(optimizer)):
             warn("the optimizer has nothing to train: the module has no parameters, or none that requires a gradient")
             return

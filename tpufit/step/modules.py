@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, PlacementError
 from ..utils.users_code import warn
 
 
@@ -30,6 +32,24 @@ def usable(module: object) -> nn.Module:
             what = what.replace("._orig_mod", "")
             raise ArgumentError(f"{what} was compiled by torch.compile, which knows no XLA device: pass it uncompiled")
     return module
+
+
+def refuse_host_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuse inputs on the host for a module on the device: a forward pre-hook of the user's module while it is there.
+
+    Raises:
+        PlacementError: There are some.
+    """
+    parameter = next(module.parameters(), None)
+    if parameter is None or parameter.device.type != "xla":
+        return
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if any(tensor.device.type == "cpu" and tensor.dim() for tensor in given):
+        raise PlacementError(
+            f"{type(module).__name__} is on the device since it was trained, and its input is on the host. Call the "
+            "tpufit.Model instead, model(x), which takes both, or model.predict(x); or bring the module back with "
+            "model.to_cpu()"
+        )
 
 
 @contextmanager

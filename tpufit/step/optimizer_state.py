@@ -128,6 +128,7 @@ class OptimizerState:
         Raises:
             ArgumentError: There is a closure, and `accumulate_steps` is above 1.
         """
+        context.stepped = True
         with without_unsharding():
             return self._step(context, closure)
 

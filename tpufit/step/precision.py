@@ -17,6 +17,12 @@ from ..utils.text import dtype_name
 from ..utils.users_code import warn
 
 PRECISIONS = ("bf16", "bf16-true", "fp32")
+# What Lightning, Keras, Accelerate and PyTorch call them.
+_MEANT = {
+    "bf16": ("bf16-mixed", "mixed_bfloat16", "amp", "mixed"),
+    "bf16-true": ("bfloat16", "torch.bfloat16"),
+    "fp32": ("32", "32-true", "float32", "torch.float32", "no", "none"),
+}
 MATMUL_PRECISIONS = ("default", "high", "highest")
 
 
@@ -77,6 +83,9 @@ def check(name: str) -> str:
             f"precision={name!r}: TPUs have no float16 arithmetic. Use precision='bf16', which has float32's range and "
             "so needs no loss scaling either"
         )
+    meant = next((known for known, names in _MEANT.items() if str(name).lower() in names), None)
+    if meant is not None:
+        raise ArgumentError(f"precision must be 'bf16', 'bf16-true' or 'fp32', got {name!r}: write {meant!r} for it")
     raise UnknownNameError("precision", name, PRECISIONS)
 
 

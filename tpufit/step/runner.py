@@ -10,16 +10,18 @@ optimizer its learning rates, a vector a step; last the numbers of `GroupNumbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .. import optimizers
 from ..diagnostics.summary import noting_outputs
+from ..errors import ArgumentError
 from ..metrics import LazyLogs, first_bad, metrics_in
 from ..optimizers import UpdatePlan
 from ..runtime import recomputing, to_host
@@ -351,6 +353,9 @@ class StepRunner:
             for i, (batch, form, labels) in enumerate(group.unpack(inputs[:sent])):
                 if only not in (None, i):
                     continue
+                if group.stacked:
+                    parts = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+                    self._metrics.parts = {id(p): (whole, i) for p, whole in zip(parts, inputs[:sent], strict=True)}
                 seed(i)  # first, because the transform may draw random numbers
                 if self._transform is not None:
                     batch = self._transform(batch)
@@ -372,18 +377,38 @@ class StepRunner:
         engine = self._engine
         metrics = self._metrics
         if self._role.learns:
+            weights = [] if engine.observed.learns else engine.state.trainable
+            versions = [weight._version for weight in weights]
             with metrics.tracking(vars(engine.model)):
-                logs = engine.model.train_step(batch)
+                logs = self._logs(engine.model.train_step(batch))
+            if engine.context.stepped or versions != [weight._version for weight in weights]:
+                engine.observed.learns = True
+            elif weights and all(weight.grad is None for weight in weights):  # else a later step may use the gradients
+                warn(
+                    f"{type(engine.model).__name__}.train_step takes no step of an optimizer, so that the weights stay "
+                    "as they are: call self.apply_gradients(loss), or loss.backward() and optimizer.step()"
+                )
             engine.observed.loss = getattr(logs.get("loss"), "dtype", None)
             metrics.add_means(logs, rows)
             return None
         with torch.no_grad():
             if not self._role.logs:
-                return engine.model.predict_step(batch)
+                outputs = engine.model.predict_step(batch)
+                if outputs is None:
+                    raise ArgumentError(f"{type(engine.model).__name__}.predict_step must return outputs, got None")
+                return outputs
             with metrics.tracking(vars(engine.model)):
-                logs = engine.model.test_step(batch)
+                logs = self._logs(engine.model.test_step(batch))
             metrics.add_means(logs, rows)
             return None
+
+    def _logs(self, returned: Any) -> Mapping[str, Any]:
+        """Return what a step has returned, if it is logs by name."""
+        if isinstance(returned, Mapping):
+            return returned
+        step = f"{type(self._engine.model).__name__}.{self._role.name}_step"
+        what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+        raise ArgumentError(f'{step} must return a dict of scalars, got {what}: end it with return {{"loss": loss}}')
 
     def _hold_back(self, group: DeviceGroup) -> None:
         """Limit the steps under way, and note if the logs were finite up to the step that was waited for."""

@@ -131,6 +131,11 @@ class TrainState:
             yield
 
     @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that learn, of all modules."""
+        return [p for module in self.modules for p in module.parameters() if p.requires_grad]
+
+    @property
     def attached(self) -> list[tuple[Optimizer, DeviceRates]]:
         """The optimizers with rates on the device. Each step takes a vector of rates for each, in this order."""
         return [(optimizer, own.rates) for optimizer, own in self.optimizers.items() if own.rates is not None]

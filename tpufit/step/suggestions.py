@@ -1,10 +1,14 @@
 """What a `tpufit.Model` has in the place of a method, attribute or argument of `nn.Module`, Keras and others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 from torch import nn
+
+from ..errors import ArgumentError, few
+from ..utils.users_code import warn
 
 _MOVES = "fit, evaluate and predict move the module to the cores, and model.to_cpu() brings it back"
 _MODES = "fit, evaluate and predict set the mode; within a step model(x, training=False) does for one call"
@@ -52,7 +56,66 @@ _ARGUMENTS = {
     "clipvalue": "compile(clip_value=1.0) does it",
     "global_clipnorm": "compile(global_clip_norm=1.0) does it",
     "max_epochs": "fit(epochs=10) trains for 10 epochs",
+    # of callbacks
+    "dirpath": "filepath is the place: ModelCheckpoint('runs/a') keeps a folder of checkpoints",
+    "filename": "filepath is the place: ModelCheckpoint('runs/a/{epoch:02d}-{val_loss:.2f}.safetensors')",
+    "save_top_k": "keep_best=3 keeps the three best checkpoints of a folder",
+    "save_last": "a folder keeps the newest checkpoints: keep_last=3 says how many",
+    **dict.fromkeys(
+        ("every_n_epochs", "every_n_train_steps", "train_time_interval", "period", "save_every"),
+        "save_freq is 'epoch', a number of training steps or a timedelta",
+    ),
+    "stopping_threshold": "a callback of your own can set self.model.stop_training = True in on_epoch_end",
+    "check_finite": "TerminateOnNaN() ends training when the loss isn't finite",
 }
+# Lightning's methods and hooks, and those of transformers' callbacks, that are never called here; and what is.
+_HOOKS = {
+    "on_fit_start": "on_train_begin",
+    "on_fit_end": "on_train_end",
+    "on_train_start": "on_train_begin",
+    "on_train_epoch_start": "on_epoch_begin",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_epoch_start": "on_epoch_begin",
+    "on_train_batch_start": "on_train_batch_begin",
+    "on_batch_start": "on_train_batch_begin",
+    "on_step_begin": "on_train_batch_begin",
+    "on_step_end": "on_train_batch_end",
+    "training_epoch_end": "on_epoch_end",
+    "on_training_epoch_end": "on_epoch_end",
+    "validation_epoch_end": "on_test_end",
+    "test_epoch_end": "on_test_end",
+    "on_evaluate": "on_test_end",
+    "on_save_checkpoint": "state_dict",
+    "on_load_checkpoint": "load_state_dict",
+    **{
+        f"on_{role}_{moment}": f"on_{'predict' if role == 'predict' else 'test'}_{hook}"
+        for role in ("validation", "test", "predict")
+        for moment, hook in (
+            ("start", "begin"),
+            ("end", "end"),
+            ("epoch_start", "begin"),
+            ("epoch_end", "end"),
+            ("batch_start", "batch_begin"),
+            ("batch_end", "batch_end"),
+        )
+    },
+}
+_CALLED = {"on_test_end", "on_predict_end", "on_test_batch_end", "on_predict_batch_end"}  # the same name in both
+_HOOKS = {name: hook for name, hook in _HOOKS.items() if name not in _CALLED}
+_OF_STEPS = dict.fromkeys(
+    ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step"),
+    "Model.train_step, which does the whole update",
+)
+_METHODS = {
+    "training_step": "train_step(self, batch)",
+    "validation_step": "test_step(self, batch)",
+    "configure_optimizers": "compile(optimizer=...)",
+    "train_dataloader": "fit(data)",
+    "val_dataloader": "fit(validation_data=...)",
+    "forward": "the forward of the module that the model is made of",
+    "call": "the forward of the module that the model is made of",
+}
+_STEPS = ("train_step", "test_step", "predict_step")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -73,10 +136,55 @@ def explaining(method: _F) -> _F:
     def explained(*args: Any, **named: Any) -> Any:
         for name in named:
             if name in _ARGUMENTS:
-                raise TypeError(f"{method.__name__}() has no argument {name!r}: {_ARGUMENTS[name]}")
+                called = method.__qualname__.split(".")[-2] if method.__name__ == "__init__" else method.__name__
+                raise TypeError(f"{called}() has no argument {name!r}: {_ARGUMENTS[name]}")
         return method(*args, **named)
 
     return cast(_F, explained)
+
+
+def warn_of_uncalled_methods(model: type, base: type) -> None:
+    """Warn of methods with Lightning's names in a subclass of `Model`, which nothing calls.
+
+    Raises:
+        ArgumentError: A step takes more than a batch, as Lightning's do.
+    """
+    own = _own_functions(model, base)
+    for name in _STEPS:
+        code = _code_of(own.get(name))
+        if code is not None and code.co_argcount - len(own[name].__defaults__ or ()) > 2:
+            raise ArgumentError(
+                f"{model.__name__}.{name} must take (self, batch), got {code.co_varnames[: code.co_argcount]}: leave "
+                "out the number of the batch"
+            )
+    hooks = {name: f"a Callback with {hook}" for name, hook in _HOOKS.items()}
+    _warn(model, own, _METHODS | hooks | _OF_STEPS, "Model")
+
+
+def warn_of_uncalled_hooks(callback: type, base: type) -> None:
+    """Warn of hooks with the names that other libraries have for them in a class of callbacks, which nothing calls."""
+    _warn(callback, _own_functions(callback, base), _HOOKS | _OF_STEPS, "Callback")
+
+
+def _warn(kind: type, own: Mapping[str, Any], instead: Mapping[str, str], what: str) -> None:
+    # A method whose name others of the class have in their code is called there.
+    called = {name for function in own.values() if (code := _code_of(function)) for name in code.co_names}
+    uncalled = [f"{name} (use {instead[name]})" for name in own if name in instead and name not in called]
+    if uncalled:
+        warn(f"of the {what} {kind.__name__} tpufit never calls {few(uncalled)}")
+
+
+def _own_functions(kind: type, base: type) -> dict[str, Any]:
+    """The functions that the classes between a class and its base define, by name."""
+    between = kind.__mro__[: kind.__mro__.index(base)] if base in kind.__mro__ else [kind]
+    return {
+        name: value for own in reversed(between) for name, value in vars(own).items() if _code_of(value) is not None
+    }
+
+
+def _code_of(function: Any) -> CodeType | None:
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def suggestion_for(name: str) -> str | None:

@@ -151,7 +151,7 @@ class ValidationData:
             return None
         held_out = evaluation_stream(self.data, self.rows_per_core(batch_size), placement, cores, self.steps)
         if self.limit is not None:
-            held_out.limit(self.limit)
+            held_out.limit(self.limit, "validation_limit")
         every = None if self.step_freq is None else steps_between(self.step_freq, train_steps)
         return Validation(held_out, self.freq, every)
 

@@ -71,9 +71,10 @@ def run_fit(
 
     def streams() -> tuple[Stream, Validation | None]:
         data = train.stream(placement, settled, seed)
-        held_out = validation.build(placement, settled, train.batch_size, data.steps)
-        if schedule.limit is not None:
+        steps = data.steps
+        if schedule.limit is not None:  # first, as the validation may have it from here
             data.limit(schedule.limit)
+        held_out = validation.build(placement, settled, train.batch_size, steps)
         return data, held_out
 
     data, held_out = streams()
@@ -104,12 +105,13 @@ def run_fit(
             print(f"going on from step {resumed.step}", flush=True)
     history = History()
     course = schedule.params(data.steps, engine.config.gradients.accumulate_steps)
-    params = {"steps": data.steps, "verbose": verbosity, **course}
+    epochs = range(schedule.initial_epoch, course["epochs"] or 0)
+    validates = held_out is not None and (held_out.every is not None or any(map(held_out.is_due, epochs)))
+    params = {"steps": data.steps, "verbose": verbosity, **course, "validates": validates}
     all_callbacks = callback_list(engine, callbacks, params, history)
     # Last: an error above leaves the history and the report of the `fit` before.
     engine.begin_fit(history, options, seed)
     engine.log.data = {**data.facts, **({} if chosen is None else {"batch size": chosen.why})}
-    epochs = range(schedule.initial_epoch, course["epochs"] or 0)
     limits = loop.Limits(schedule.min_epochs, schedule.max_steps, schedule.seconds)
     try:
         loop.fit(engine, data, held_out, all_callbacks, epochs, limits, resumed)

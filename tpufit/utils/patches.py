@@ -8,7 +8,8 @@ What Python itself runs otherwise, or PyTorch:
 | `runtime/ops/lowerings.py` | a kernel of the device for Huber's loss | torch_xla has none | for good, for the same reason |
 | `runtime/ops/multihead.py` | `torch.nn.functional.multi_head_attention_forward` | PyTorch's merges rows with other dimensions | the end of `own_multihead`, around a traced step |
 | `runtime/ops/flattened.py` | `torch.addmm` | rows that were flattened for it are gathered over the cores, as in transformers' `Conv1D` | the end of `own_addmm`, around a traced step |
-| `runtime/ops/embedding.py` | `torch.nn.functional.embedding` | a TPU emulates numbers of 64 bits | the end of `int32_embedding`, around a traced step |
+| `runtime/ops/embedding.py` | `embedding` and `embedding_bag` of `torch.nn.functional` | a TPU emulates numbers of 64 bits; XLA has no sparse gradients | the end of `int32_embedding`, around a traced step |
+| `runtime/ops/magnitude.py` | `abs` and `absolute` of `torch` and `torch.Tensor`, for complex numbers | torch_xla's are complex | the end of `real_abs`, around a traced step |
 | `runtime/ops/dropout.py` | `torch.Tensor.bernoulli_` | torch_xla draws 7 bits in bfloat16, as for stochastic depth | the end of `float32_bernoulli`, around a traced step |
 | `runtime/devices.py` | `torch.nn.GRU` | torch_xla puts its own there, which needs JAX; this is PyTorch's again | for good: it takes back torch_xla's patch |
 | `runtime/recompute.py` | `torch.xla`, and the `forward` of blocks | `torch.utils.checkpoint` looks for a module by the device's name | the end of the context, around a traced step |

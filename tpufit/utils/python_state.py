@@ -29,6 +29,9 @@ _DEPTH = 4
 _ITEMS = 100
 _FACTS = 10_000
 
+# The beginnings of names that Python gives classes of its own accord, and never changes.
+_OF_PYTHON = ("__", "_is_protocol", "_is_runtime_protocol")
+
 # An array of so many bytes is looked at.
 _LOOKED_AT = 1 << 16
 
@@ -48,7 +51,7 @@ _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _OPTIMIZERS = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "_opt_called", "_step_count"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = "torch torch_geometric torch_xla torchao torchaudio torchdata torchmetrics torchtext torchtune torchvision"
-_LIBRARIES = frozenset(("tpufit", "numpy", "builtins", *_OF_TORCH.split()))
+_LIBRARIES = frozenset(("tpufit", "numpy", "builtins", "typing", "abc", *_OF_TORCH.split()))
 
 _Facts = Iterator[tuple[str, Any]]
 _Named = dict[str, tuple[Mapping[str, Any], str]]
@@ -193,7 +196,7 @@ def _variables_of_class(kind: type) -> _Named:
         for name, value in () if is_a_librarys(base) else vars(base).items():
             if isinstance(value, types.FunctionType):
                 found |= _globals_of(value)
-            elif not name.startswith("__") and not hasattr(value, "__get__"):  # properties and their like
+            elif not name.startswith(_OF_PYTHON) and not hasattr(value, "__get__"):  # properties and their like
                 found[f"{base.__qualname__}.{name}"] = vars(base), name
     return found
 

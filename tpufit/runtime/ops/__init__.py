@@ -8,6 +8,8 @@
 | `flattened` | rows that were flattened for a product |
 | `words` | embeddings, whose Python has to be another too |
 | `residuals` | results that are kept where the rest is computed again |
+| `magnitude` | the absolute value of complex numbers |
+| `dtypes` | dtypes that PyTorch refuses in one operation, and torch_xla doesn't |
 | `views` | the same elements straight from the tensor that a view is of |
 | `lowerings` | which operations the device has, and one that it lacks |
 """

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...errors import ArgumentError
 from ...utils.replaced import replaced
 
 
 @contextmanager
 def int32_embedding() -> Iterator[None]:
-    """A context in which `torch.nn.functional.embedding` takes words as numbers of 32 bits."""
+    """A context in which `torch.nn.functional.embedding` takes words as numbers of 32 bits, and none is sparse."""
     native = F.embedding
 
     def embedding(
@@ -25,6 +26,8 @@ def int32_embedding() -> Iterator[None]:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
+        if sparse and weight.device.type == "xla":
+            raise _no_sparse("embedding")
         rare = max_norm is not None or scale_grad_by_freq or sparse
         if rare or input.dtype not in (torch.int64, torch.int32) or weight.dim() != 2 or not 0 < len(weight) < 2**31:
             return native(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
@@ -33,8 +36,22 @@ def int32_embedding() -> Iterator[None]:
         y: Tensor = _Embedding.apply(input.int(), weight, padding_idx)  # type: ignore[no-untyped-call]
         return y
 
-    with replaced(F, embedding=embedding):
+    native_bag = F.embedding_bag
+
+    def embedding_bag(input: Tensor, weight: Tensor, *others: Any, **named: Any) -> Tensor:
+        if (named.get("sparse") or any(others[5:6])) and weight.device.type == "xla":
+            raise _no_sparse("embedding_bag")
+        return native_bag(input, weight, *others, **named)
+
+    with replaced(F, embedding=embedding, embedding_bag=embedding_bag):
         yield
+
+
+def _no_sparse(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name}(sparse=True) has sparse gradients, which XLA can't compute: build the layer with sparse=False, whose "
+        "gradients are the same"
+    )
 
 
 class _Embedding(torch.autograd.Function):

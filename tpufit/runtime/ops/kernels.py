@@ -11,8 +11,10 @@ from torch import Tensor
 from .attention import attention
 from .classes import cross_entropy, one_hot
 from .dropout import dropout, feature_dropout, float32_bernoulli
+from .dtypes import check
 from .embedding import int32_embedding
 from .flattened import own_addmm
+from .magnitude import real_abs
 from .multihead import own_multihead
 from .norms import batch_norm, group_norm, instance_norm, layer_norm, weight_norm
 from .products import linear, matmul
@@ -35,6 +37,10 @@ _KERNELS: dict[str, Callable[..., Tensor | list[Tensor] | None]] = {
     "scaled_dot_product_attention": attention,
     "unsafe_chunk": chunks,
 }
+
+# The native ones are good enough; only the dtypes of their operands are checked.
+_CONVOLUTIONS = [f"conv{n}d{form}" for n in (1, 2, 3) for form in ("", ".padding")]
+_CONVOLUTIONS += ["conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"]
 
 _depth = 0
 _libraries: dict[str, torch.library.Library] = {}
@@ -60,8 +66,10 @@ def own_kernels(backend: str = "XLA", forms: AbstractContextManager[None] | None
     global _depth
     if backend not in _libraries:  # for good: taking a kernel back while another thread is in it would be a crash
         library = _libraries[backend] = torch.library.Library("aten", "IMPL")
-        for name, own in _KERNELS.items():
-            kernel = _kernel(getattr(torch.ops.aten, name).default, own)
+        for name, own in (_KERNELS | dict.fromkeys(_CONVOLUTIONS, _native)).items():
+            packet, _, form = name.partition(".")
+            native = getattr(getattr(torch.ops.aten, packet), form or "default")
+            kernel = _kernel(packet if backend == "XLA" else "", native, own)
             library.impl(name, kernel, f"Autograd{backend}")
             library.impl(name, kernel, backend)  # of torch.inference_mode
         if backend == "XLA":
@@ -70,14 +78,19 @@ def own_kernels(backend: str = "XLA", forms: AbstractContextManager[None] | None
                 library.impl("batch_norm", _batch_norm_in_autocast, "AutocastXLA")
     _depth += 1
     try:
-        with own_multihead(), own_addmm(), int32_embedding(), float32_bernoulli(), forms or nullcontext():
+        with own_multihead(), own_addmm(), int32_embedding(), float32_bernoulli(), real_abs(), forms or nullcontext():
             yield
     finally:
         _depth -= 1
 
 
-def _kernel(native: Any, own: Callable[..., Tensor | list[Tensor] | None]) -> Callable[..., Any]:
+def _native(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _kernel(name: str, native: Any, own: Callable[..., Tensor | list[Tensor] | None]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if _depth:
+            check(name, args)
         result = own(*args, **kwargs) if _depth else None
         return native.decompose(*args, **kwargs) if result is None else result
 
