@@ -135,10 +135,11 @@ class CheckpointDirectory:
 
     def best(self, check: Check = _unchecked) -> Checkpoint | None:
         """Return the best whole checkpoint by metric, see `newest`; None if there has never been one with a metric."""
-        return self._first_whole(self._by_metric(), check)
+        return self._first_whole(self._by_metric(), check, self._faults())
 
-    def _first_whole(self, names: Sequence[str], check: Check) -> Checkpoint | None:
-        faults = []
+    def _first_whole(self, names: Sequence[str], check: Check, known: Sequence[str] = ()) -> Checkpoint | None:
+        """Return the first that is whole, and warn of the faults of those before, and of others that are known."""
+        faults = list(known)
         for name in names:
             try:
                 found = read(self.path / name)
@@ -162,6 +163,16 @@ class CheckpointDirectory:
             with suppress(CheckpointError):  # damaged, or of a later version: reported when it is read
                 found[name] = read_manifest(self.path / name)
         return dict(sorted(found.items(), key=lambda item: item[1]["number"]))
+
+    def _faults(self) -> list[str]:
+        """Say what is wrong with the manifests that can't be read, whose metrics nobody knows."""
+        faults = []
+        for name in self._store.names():
+            try:
+                read_manifest(self.path / name)
+            except CheckpointError as error:
+                faults.append(str(error))
+        return faults
 
     def _by_metric(self) -> list[str]:
         """Return the names of the checkpoints with a metric, the best first; of equal ones the earlier first."""
