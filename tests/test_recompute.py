@@ -1,12 +1,14 @@
 """`compile(remat=...)`: blocks compute their activations again in the backward pass, and training stays the same."""
 
 import copy
+import functools
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tpufit
 from tpufit.errors import ArgumentError
@@ -97,6 +99,28 @@ class Outside(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         outside, self.outside = self.outside, self.outside
         return self.linear(x * outside)
+
+
+class Checkpointed(nn.Module):
+    """A net whose blocks are computed again because its own code says so, by `torch.utils.checkpoint`."""
+
+    def __init__(self, blocks: nn.ModuleList, **options: object) -> None:
+        super().__init__()
+        self.first, self.blocks, self.head = nn.Linear(16, 16), blocks, nn.Linear(16, 4)
+        self.checkpoint = functools.partial(checkpoint, **options) if options else None  # as transformers' layers do
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if self.checkpoint is None else self.checkpoint(block.__call__, x)
+        return self.head(x)
+
+
+def dropping() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(
+        nn.Sequential(nn.Linear(16, 1024), nn.Tanh(), nn.Dropout(0.3), nn.Linear(1024, 16)) for _ in "ab"
+    )
 
 
 def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -210,6 +234,96 @@ def test_a_custom_step_with_two_forward_passes(net: Net, cores: int) -> None:
     kept, again = run(None), run(True)
     for name, tensor in kept.items():
         torch.testing.assert_close(again[name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_a_net_change_no_number(cores: int, reentrant: bool) -> None:
+    torch.manual_seed(0)
+    plain = Checkpointed(dropping())
+    again = Checkpointed(copy.deepcopy(plain.blocks), use_reentrant=reentrant)
+    again.load_state_dict(plain.state_dict())
+    found = [trained(net, cores, None) for net in (plain, again)]
+    np.testing.assert_allclose(found[1][0]["loss"], found[0][0]["loss"], rtol=3e-6)
+    for name, tensor in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], tensor, rtol=0, atol=2e-6, msg=name)
+    assert found[0][2] == found[1][2] and not hasattr(torch, "xla")
+
+
+@pytest.mark.slow
+@pytest.mark.cores(1)
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"steps_per_execution": 2}, {"remat": True}], ids=str)
+def test_checkpoints_of_a_net_with_other_options(cores: int, options: dict) -> None:
+    torch.manual_seed(0)
+    plain = Checkpointed(dropping())
+    again = Checkpointed(copy.deepcopy(plain.blocks), use_reentrant=False)
+    again.load_state_dict(plain.state_dict())
+    kept, own = (trained(net, cores, **({"remat": None, "optimizer": "sgd"} | options)) for net in (plain, again))
+    for name, tensor in kept[1].items():
+        torch.testing.assert_close(own[1][name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.cores(8)
+def test_checkpoints_of_a_net_whose_weights_are_split(cores: int) -> None:
+    net = Checkpointed(dropping(), use_reentrant=False)
+    whole, split = (trained(net, cores, None, optimizer="sgd", shard=shard) for shard in (None, "fsdp"))
+    for name, tensor in whole[1].items():
+        torch.testing.assert_close(split[1][name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.cores(1)
+def test_checkpoints_do_to_batch_norms_what_they_do_in_pytorch(cores: int) -> None:
+    torch.manual_seed(0)
+    # Without a bias before the norm, whose gradient is zero but for rounding.
+    block = nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh())
+    net = Checkpointed(nn.ModuleList([block]), use_reentrant=False)
+    plain = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.01)
+    x, y = map(torch.from_numpy, rows(24))
+    for i in range(0, 24, 8):
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x[i : i + 8]), y[i : i + 8]).backward()
+        optimizer.step()
+    model = tpufit.Model(net)
+    model.compile(lambda parameters: torch.optim.SGD(parameters, 0.01), "cross_entropy")
+    model.fit(x, y, batch_size=8, shuffle=False, cores=cores, verbose=0)
+    torch.testing.assert_close(model.predict(x, verbose=0), plain.eval()(x).detach().numpy(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(model(x, training=False), plain(x).detach(), rtol=0, atol=2e-6)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=0, atol=2e-6, msg=name)
+    assert plain.blocks[0][1].num_batches_tracked == 6
+
+
+@pytest.mark.cores(1)
+def test_a_checkpoint_of_data_alone_trains_nothing_as_in_pytorch(cores: int) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(16, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(self.body, x, use_reentrant=True))
+
+    net = First()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    model = tpufit.Model(net)
+    model.compile("sgd", "cross_entropy")
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True. Gradients will be None"):
+        model.fit(*rows(16), batch_size=8, cores=cores, verbose=0)
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"head.weight", "head.bias"}
+
+
+@pytest.mark.cores(1)
+def test_a_checkpoint_that_keeps_what_its_context_says(cores: int) -> None:
+    context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    net = Checkpointed(dropping(), use_reentrant=False, context_fn=context)
+    plain = Checkpointed(copy.deepcopy(net.blocks))
+    plain.load_state_dict(net.state_dict())
+    kept, own = (trained(one, cores, None, optimizer="sgd") for one in (plain, net))
+    for name, tensor in kept[1].items():
+        torch.testing.assert_close(own[1][name], tensor, rtol=0, atol=2e-6, msg=name)
 
 
 @pytest.mark.cores(1)

@@ -1,23 +1,33 @@
-"""`recomputing`: blocks of a module keep only some of their activations, and compute the rest again when needed."""
+"""`recomputing`: blocks of a module keep only some of their activations, and compute the rest again when needed.
+
+So do the functions that the user's own code gives to `torch.utils.checkpoint`.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as checkpoints
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from ..utils.replaced import replaced
+from ..utils.users_code import warn
 from . import unsharding
 from .lazy import behind_barrier
 from .ops.attention import attending_in
 from .ops.masks import seeing_again
 from .ops.residuals import Residuals
 from .trace_seeds import TraceSeeds
+
+# PyTorch's function, without the wrapper that callers have. The wrapper calls what it finds in this attribute, so that
+# a reference to it that was taken long ago, as transformers' and timm's layers do, can be given another function.
+_checkpoint: Any = inspect.unwrap(checkpoints.checkpoint)
+_CALLED = "__dynamo_disable"
 
 
 @contextmanager
@@ -28,23 +38,94 @@ def recomputing(blocks: Mapping[nn.Module, str], seeds: object) -> Iterator[None
     buffers as they were before the first, and leaves them alone. Its Python runs twice, unless only its attention is
     computed again.
 
+    Functions that are called by `torch.utils.checkpoint` are computed again likewise. They do to buffers what they do
+    in PyTorch: a batch norm counts each batch twice.
+
     Args:
         blocks: Modules, none of them inside of another, each with the policy on what is kept; see `REMAT_POLICIES`.
-        seeds: The random numbers of the trace, `seed` of its body; on the host it is a function: nothing to do.
+        seeds: The random numbers of the trace, `seed` of its body; on the host it is a function: nothing to do. None
+            outside of traces: functions are called once, as no device could compute them again.
 
     Source: `torch.utils.checkpoint`, and the policies of `jax.checkpoint`.
     """
+    if seeds is None:
+        with _checkpointing(_called_once):
+            yield
+        return
     if not isinstance(seeds, TraceSeeds):
         yield
         return
     import torch_xla
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(torch, xla=torch_xla))  # `checkpoint` looks for a module by the device's name
+        known = replaced(torch, xla=torch_xla)  # `checkpoint` looks for a module by the device's name
+        if blocks:
+            stack.enter_context(known)
         for block, policy in blocks.items():
             forward = _with_attention_in_regions if policy == "attention" else _in_regions
             stack.enter_context(replaced(block, forward=forward(block, seeds, policy)))
+        prepared = bool(blocks)
+
+        def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal prepared
+            if not prepared:  # only where it is needed: PyTorch may look for this name elsewhere too
+                stack.enter_context(known)
+                prepared = True
+            return _users_region(seeds, function, *args, **kwargs)
+
+        stack.enter_context(_checkpointing(checkpointed))
         yield
+
+
+def _checkpointing(call: Callable[..., Any]) -> AbstractContextManager[None]:
+    """A context in which `torch.utils.checkpoint.checkpoint` is this function."""
+    return replaced(_checkpoint, **{_CALLED: call})
+
+
+def _called_once(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Any = None,
+    determinism_check: Any = None,
+    debug: Any = None,
+    early_stop: Any = None,
+    preserve_rng_state: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Call a function given to `checkpoint` as if it were called directly."""
+    return function(*args, **kwargs)
+
+
+def _users_region(
+    seeds: TraceSeeds,
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Any = checkpoints.noop_context_fn,
+    determinism_check: Any = None,
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Call a function given to `checkpoint` as a region. It always draws the same numbers again."""
+    reentrant = use_reentrant in (True, None)  # PyTorch's default, with a warning
+    if reentrant and kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if reentrant and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        warn("None of the inputs have requires_grad=True. Gradients will be None")
+        with torch.no_grad():
+            return function(*args)
+    leaves, spec = tree_flatten((args, kwargs))
+
+    def compute(leaves: Sequence[Any], weights: dict[str, Tensor] | None = None) -> Any:
+        args, kwargs = tree_unflatten(leaves, spec)
+        return function(*args, **kwargs)
+
+    return _Region(compute, {}, seeds, context_fn=context_fn).call(leaves)
 
 
 def _in_regions(block: nn.Module, seeds: TraceSeeds, policy: str) -> Callable[..., Any]:
@@ -106,13 +187,22 @@ class _Region:
     """One computation, and its repetitions in the backward pass.
 
     It is computed of tensors and other arguments, and of other weights than its own, if it is given some. If it
-    `keeps`, its repetitions are given the products, and what attention has come to.
+    `keeps`, its repetitions are given the products, and what attention has come to. `context_fn` is that of
+    `checkpoint`, by which a user chooses what to keep.
     """
 
-    def __init__(self, compute: Callable[..., Any], weights: dict[str, Tensor], seeds: TraceSeeds, keeps: bool) -> None:
+    def __init__(
+        self,
+        compute: Callable[..., Any],
+        weights: dict[str, Tensor],
+        seeds: TraceSeeds,
+        keeps: bool = False,
+        context_fn: Any = checkpoints.noop_context_fn,
+    ) -> None:
         self._compute = compute
         self._weights = weights
         self._seeds = seeds
+        self._context_fn = context_fn
         self._residuals = Residuals() if keeps else None
         self._begun = seeds.position()
         self._called = self._drew = False
@@ -122,12 +212,15 @@ class _Region:
     def call(self, leaves: Sequence[Any]) -> Any:
         """Compute it for the first time."""
         # The random numbers are the region's own matter: PyTorch knows no generator of this device.
-        outputs = checkpoint(self._run, *leaves, use_reentrant=False, preserve_rng_state=False)
+        options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._context_fn}
+        outputs = _checkpoint(self._run, *leaves, **options)
         return tree_map_only(Tensor, self._leave, outputs)
 
     def _run(self, *leaves: Any) -> Any:
-        if self._called:
-            return self._again(leaves)
+        with _checkpointing(_called_once):  # a region inside this one would gain little
+            return self._again(leaves) if self._called else self._first(leaves)
+
+    def _first(self, leaves: Sequence[Any]) -> Any:
         self._called = True
         whole = self._unsharding
         residuals = self._residuals
@@ -144,7 +237,7 @@ class _Region:
         left: Tensor = _Leave.apply(output, self)  # type: ignore[no-untyped-call]
         return left
 
-    def _again(self, leaves: tuple[Any, ...]) -> Any:
+    def _again(self, leaves: Sequence[Any]) -> Any:
         # Behind a barrier, or the compiler would find that it has all of this already, and keep it. The gradients are
         # behind it too, or this could be computed long before it is needed.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(self._weights.values())
@@ -156,7 +249,8 @@ class _Region:
         weights = {name: next(inputs) for name in self._weights}
         with ExitStack() as stack:
             if self._unsharding is not None:
-                stack.enter_context(self._unsharding.computing_again(self._weights, weights))
+                behind = apart[0] if apart and not weights else None
+                stack.enter_context(self._unsharding.computing_again(self._weights, weights, behind))
             if self._residuals is not None:
                 stack.enter_context(self._residuals.giving(apart[len(tensors) : len(tensors) + len(kept)]))
             stack.enter_context(seeing_again(zip(apart, tensors, strict=False)))

@@ -197,6 +197,7 @@ class Unsharding(TorchFunctionMode):
         self._placement = placement
         self._views: Any = WeakIdKeyDictionary()
         self._in_block = False
+        self._behind: Tensor | None = None
 
     @contextmanager
     def in_block(self) -> Iterator[None]:
@@ -209,20 +210,26 @@ class Unsharding(TorchFunctionMode):
             self._in_block = before
 
     @contextmanager
-    def computing_again(self, weights: Mapping[str, Tensor], copies: dict[str, Tensor]) -> Iterator[None]:
+    def computing_again(
+        self, weights: Mapping[str, Tensor], copies: dict[str, Tensor], behind: Tensor | None = None
+    ) -> Iterator[None]:
         """A context in which a block is computed again, in a backward pass, where function modes are off.
 
-        This time it is computed with copies of its weights; those of split ones are laid out like them.
+        This time it is computed with copies of its weights; those of split ones are laid out like them. Where they
+        aren't known, those that it uses are gathered once more, after the tensor that they are to be `behind`.
         """
         split = {name: self._shardings[id(w)] for name, w in weights.items() if id(w) in self._shardings}
         for name, sharding in split.items():
             learns = copies[name].requires_grad
             copies[name] = self._placement.laid_out(copies[name].detach(), sharding).requires_grad_(learns)
             self._shardings[id(copies[name])] = sharding
+        before = self._behind
+        self._behind = behind
         try:
             with self, self.in_block():
                 yield
         finally:
+            self._behind = before
             for name in split:
                 del self._shardings[id(copies[name])]
 
@@ -290,4 +297,4 @@ class Unsharding(TorchFunctionMode):
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if learns and not self._in_block and _GATHERED_AGAIN.fullmatch(name):
             return _GatheredAgain.apply(call, *tensors)  # type: ignore[no-untyped-call]
-        return call(tensors)
+        return call(tensors, self._behind)

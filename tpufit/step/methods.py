@@ -19,7 +19,7 @@ from ..data import unpack
 from ..data.batches import as_tensors
 from ..errors import ArgumentError, BatchError, DataError, NotCompiledError
 from ..optimizers import drop_gradients, parameters
-from ..runtime import fetch, to_device, tracing
+from ..runtime import fetch, recomputing, to_device, tracing
 from ..utils.users_code import warn
 from . import precision
 from .arguments import call
@@ -111,7 +111,8 @@ class StepMethods:
                 leaves[i] = tensor
         x = precision.inputs(name, tree_unflatten(leaves, spec))
         modes = nullcontext() if training is None else modes_kept(self.module, training)
-        with modes, precision.autocast(name, placement.device):
+        once = nullcontext() if placement.on_host or tracing() else recomputing({}, None)
+        with modes, once, precision.autocast(name, placement.device):
             y_pred = call(self.module, x)
         return fetch(y_pred, "outputs") if from_host and not tracing() else y_pred
 

@@ -348,8 +348,7 @@ class StepRunner:
             for rates in attached:
                 stack.enter_context(rates.in_step())
             use = stack.enter_context(engine.state.group_numbers.in_steps(inputs)) if self._role.learns else None
-            if engine.blocks and self._role.learns:
-                stack.enter_context(recomputing(engine.blocks, seed))
+            stack.enter_context(recomputing(engine.blocks if self._role.learns else {}, seed))
             for i, (batch, form, labels) in enumerate(group.unpack(inputs[:sent])):
                 if only not in (None, i):
                     continue

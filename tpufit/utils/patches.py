@@ -12,7 +12,7 @@ What Python itself runs otherwise, or PyTorch:
 | `runtime/ops/magnitude.py` | `abs` and `absolute` of `torch` and `torch.Tensor`, for complex numbers | torch_xla's are complex | the end of `real_abs`, around a traced step |
 | `runtime/ops/dropout.py` | `torch.Tensor.bernoulli_` | torch_xla draws 7 bits in bfloat16, as for stochastic depth | the end of `float32_bernoulli`, around a traced step |
 | `runtime/devices.py` | `torch.nn.GRU` | torch_xla puts its own there, which needs JAX; this is PyTorch's again | for good: it takes back torch_xla's patch |
-| `runtime/recompute.py` | `torch.xla`, and the `forward` of blocks | `torch.utils.checkpoint` looks for a module by the device's name | the end of the context, around a traced step |
+| `runtime/recompute.py` | `torch.xla`, the `forward` of blocks, and what `torch.utils.checkpoint` calls | it looks for a module by the device's name, and the compiler would find that it has the first result already | the end of the context, around a traced step |
 | `runtime/jax_calls.py` | JAX's setting `jax_platforms`, and its devices; in `jax._src.tpu_custom_call` the version of kernels | torch_xla has the TPU, which JAX would start too; libtpu 0.0.17 reads none of JAX 0.7's | the end of `lower`; if JAX has devices before, they stay |
 | `runtime/trace_seeds.py` | `torch.manual_seed` | it seeds the device too, by a constant | the end of `seeded_by_torch`, around a traced step |
 | `runtime/trace_watch.py` | `sys.setprofile`, and the functions of `numpy.random` | to see what a step's Python reads and draws | the end of `Watch`, around a traced step; a profiler that is there stays |
