@@ -99,3 +99,28 @@ def test_the_text_of_the_programs_has_the_precision(cores, run_python, tmp_path)
         if len(products) == 2:  # of a step, forward and back: the input needs no gradient
             steps.append({word for word in ("highest", "high") if all(f"={{{word},{word}}}" in p for p in products)})
     assert steps == [set(), {"highest"}, {"high"}]
+
+
+class Routed(nn.Module):
+    """Layers of one shape, called in some order."""
+
+    def __init__(self, order):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.order = order
+
+    def forward(self, x):
+        for i in self.order:
+            x = self.layers[i](x).tanh()
+        return x
+
+
+@pytest.mark.cores(1, 8)
+def test_layers_called_in_another_order_are_another_program(cores):
+    x = torch.from_numpy(X)
+    for order in ([0, 1, 0], [0, 1, 1], [1, 0, 0]):
+        net = Routed(order)
+        expected = net(x).detach()
+        predicted = tpufit.Model(net).predict(X, verbose=0, cores=cores)
+        torch.testing.assert_close(torch.from_numpy(predicted), expected, rtol=0, atol=1e-6)

@@ -21,6 +21,7 @@ from .bindings import xla
 from .device_state import HeldState
 from .graph import Graph, recognise, template_of
 from .lazy import by_memory, compute, drop, identity, noting_new, pending, pending_elsewhere, same_memory
+from .lowering import tell_apart
 from .operations import operations_in
 from .ops.dropout import drawing
 from .placement import CorePlacement
@@ -259,6 +260,7 @@ class Capture:
             for value, (name, i) in zip(self._values, sources, strict=True) if target.donates else ():
                 if name == "state" and i in changed:
                     xla()._set_buffer_donation(value, True)
+            tell_apart(roots)
             found = xla()._get_graph_hash(roots)
         result = template, spec
         graph = Graph(
