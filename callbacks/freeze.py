@@ -15,7 +15,8 @@ class Freeze(Callback):
     """Keeps parameters as they are, in all epochs or some: they get no gradient, and the step computes none for them.
 
     The step is compiled once more when they begin to learn or end to, and not again when they go back. At the end of
-    `fit` they learn as before. Batch norms go on counting, as in PyTorch.
+    `fit` they learn as before. A layer in eval mode when `fit` began stays in it while it is frozen; otherwise
+    batch norms go on counting, as in PyTorch.
 
     Args:
         layers: A pattern of names of modules or parameters, such as `"encoder"` or `"layers.[0-5].*"`, or several.

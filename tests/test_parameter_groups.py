@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, Freeze, LRScheduler
-from tpufit.errors import ArgumentError, CallbackError
+from tpufit.errors import ArgumentError, CallbackError, LabelError
 
 pytestmark = pytest.mark.cores(1, 8)
 
@@ -221,3 +221,36 @@ def test_wrong_arguments_of_freeze(make, message):
 def test_freeze_names_what_there_is(cores):
     with pytest.raises(CallbackError, match="Net has no parameter of 'encoder'; it has embed.weight"):
         fit(made(), cores, callbacks=[Freeze("encoder")])
+
+
+@pytest.mark.parametrize("replace", [False, True], ids=["appended", "replaced"])
+def test_a_layer_that_came_after_compile_is_in_no_optimizer(cores, replace):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 2))
+    model = tpufit.Model(net)
+    model.compile(ADAMW, "cross_entropy", metrics=["accuracy"])
+    fit(model, cores)
+    if replace:
+        net[0] = nn.Linear(6, 5)
+    else:
+        net.append(nn.Linear(2, 5))
+    labels = Y * 4  # of five classes, where there were two
+    assert model.predict(X, verbose=0).shape == (64, 5) and len(model.evaluate(X, labels, verbose=0)) == 2
+    last = net[-1]
+    for method in (model.fit, model.train_on_batch, model.lr_find):
+        with pytest.raises(
+            ArgumentError, match="weight, .*bias came into the module after compile, and no optimizer has"
+        ):
+            method(X, labels)
+    if not replace:  # else nothing is left to learn
+        last.requires_grad_(False)
+        model.fit(X, labels, verbose=0)
+        last.requires_grad_(True)
+    before = last.weight.detach().cpu()
+    model.optimizer.add_param_group({"params": last.parameters()})
+    model.fit(X, labels, verbose=0, epochs=2)
+    assert not any(model.report().traced.values()) and not torch.equal(last.weight.cpu(), before)
+    with pytest.raises(LabelError, match="label 8 is outside the module's 5 classes"):
+        model.fit(X, Y * 8, verbose=0)
+    del net[1:]
+    model.fit(X, Y, verbose=0)  # what the optimizer has besides does no harm

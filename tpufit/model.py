@@ -52,6 +52,8 @@ from .step import (
     StepMethods,
     check_weights,
     explaining,
+    kept_modules,
+    kept_parameters,
     match_weights,
     named_tensors,
     suggestion_for,
@@ -277,7 +279,9 @@ class Model(StepMethods):
         # Everything is checked and built before the model changes, which a refused compile leaves as it was.
         config = CompileConfig.of(arguments, self.module)
         groups = GroupConfig(exclude_from_weight_decay, layer_decay)
-        built = None if optimizer is None else optimizers.build(optimizer, self.module, groups)
+        others = [*config.loss_modules, *kept_modules(self).values()]
+        known = [*(p for part in others for p in part.parameters()), *kept_parameters(self).values()]
+        built = None if optimizer is None else optimizers.build(optimizer, self.module, groups, known)
         before.expose()  # before dtypes change: held values would keep the old ones
         if precision == "bf16-true":
             to_bfloat16([*self.module.parameters(), *self.module.buffers()])
@@ -643,7 +647,7 @@ class Model(StepMethods):
         seed = torch.initial_seed()
         require_compiled(engine, "lr_find")
         require_gradients("lr_find")
-        require_learning(self.module)
+        require_learning(self._engine)
         require_vocabulary(self.module, x)
         sweep = Sweep(start_lr, end_lr, steps, stop_factor, smoothing)
         now = start(cores, f"lr_find(cores={cores!r})")
@@ -682,7 +686,7 @@ class Model(StepMethods):
         """
         require_compiled(self._engine, "train_on_batch")
         require_gradients("train_on_batch")
-        require_learning(self.module)
+        require_learning(self._engine)
         parts = (x, y, sample_weight)
         run, _ = on_batch.run_on_batch(self._engine, "train", parts, cores, "train_on_batch", class_weight)
         return _returned(run.logs(), self.metrics_names, return_dict)

@@ -137,7 +137,7 @@ def outside_of_fit(engine: Engine) -> dict[str, Any]:
         "objects": {},
         "metrics": None,
         "draws": RNGState.now().state_dict(),
-        "compile": engine.config.as_plain(engine.model.optimizer),
+        "compile": None if engine.state.trains_beside() else engine.config.as_plain(engine.model.optimizer),
     }
 
 

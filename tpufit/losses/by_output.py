@@ -105,6 +105,11 @@ class LossByOutput:
         found = {key: loss.label_range(pick(y, key)) for key, loss in self._losses.items()}
         return {key: labels for key, labels in found.items() if labels is not None} or None
 
+    def forget_classes(self) -> None:
+        """Forget the numbers of classes, see `Loss.forget_classes`."""
+        for loss in self._losses.values():
+            loss.forget_classes()
+
     def check_labels(self, found: Mapping[Output, LabelRange] | None, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of its output, see `Loss.check_labels`."""
         for key, labels in (found or {}).items():
@@ -147,6 +152,12 @@ class SharedLoss(Loss):
             return super().label_range(y)
         loss = self.of(y)
         return super().label_range(y) if loss is self else loss.label_range(y)
+
+    def forget_classes(self) -> None:
+        """Forget the numbers of classes, see `Loss.forget_classes`."""
+        super().forget_classes()
+        if self._by_output is not None:
+            self._by_output.forget_classes()
 
     def check_labels(self, found: Any, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of its output."""

@@ -215,6 +215,10 @@ class Loss:
         found = _range(y, self.ignored[None])
         return None if found is None else LabelRange(*found, shape, dtype)
 
+    def forget_classes(self) -> None:
+        """Forget the number of classes, which the module may have changed: the next step tells it."""
+        self._classes = 0
+
     def check_labels(self, found: LabelRange | None, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of `y_pred`: the device would compute NaN, or nonsense.
 

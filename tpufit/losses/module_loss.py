@@ -47,6 +47,9 @@ class ModuleLoss:
     def label_range(self, y: Any) -> None:
         """Do nothing: only the module knows what its labels are."""
 
+    def forget_classes(self) -> None:
+        """Do nothing."""
+
     def check_labels(self, found: Any, y_pred: Any = None) -> None:
         """Do nothing."""
 

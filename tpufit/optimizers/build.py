@@ -27,7 +27,12 @@ NAMES: dict[str, type[Optimizer]] = {
 }
 
 
-def build(optimizer: OptimizerArgument, module: nn.Module, groups: GroupConfig | None = None) -> Optimizer:
+def build(
+    optimizer: OptimizerArgument,
+    module: nn.Module,
+    groups: GroupConfig | None = None,
+    others: Iterable[nn.Parameter] = (),
+) -> Optimizer:
     """Build an optimizer of the module's parameters.
 
     Args:
@@ -35,6 +40,7 @@ def build(optimizer: OptimizerArgument, module: nn.Module, groups: GroupConfig |
             any function of the parameters that returns an optimizer, or an optimizer of the module's parameters.
         module: The module.
         groups: How to split its groups (default: not at all).
+        others: Further parameters that the optimizer may have, of the loss and of what the model keeps (default: none).
 
     Returns:
         The optimizer; a given one is returned as it is.
@@ -79,13 +85,14 @@ def build(optimizer: OptimizerArgument, module: nn.Module, groups: GroupConfig |
         # The user's own object gets Keras's property, which only a class can have: callbacks write
         # `model.optimizer.learning_rate = 0.01`. The class is a subclass of the same name, so nothing else changes.
         optimizer.__class__ = _as_ours(kind, SharedStepCounters.fits(optimizer))
-    own = {id(p) for p in module.parameters()}
+    own = {id(p) for p in (*module.parameters(), *others)}
     foreign = [p for p in parameters(optimizer) if id(p) not in own]
     if foreign:
         raise ArgumentError(
             f"the optimizer holds {counted(len(foreign), 'parameter')} other than the module's, e.g. one of shape "
             f"{tuple(foreign[0].shape)}. Build it on module.parameters() of the very module given to tpufit.Model, or "
-            "pass a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+            "pass a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1). A further module that it is to "
+            "train must be the loss, or an attribute of the Model"
         )
     if groups is not None and groups.wanted:
         if not made:

@@ -246,7 +246,7 @@ def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightR
     unknown = sorted(arguments.keys() - own - held - _WITHOUT_EFFECT - {"limit", "timeout", "verbose", "remat"})
     if unknown:
         raise ArgumentError(f"preflight takes the arguments of fit, tpu, remat and timeout, got {', '.join(unknown)}")
-    require_learning(engine.model.module)
+    require_learning(engine)
     remat = arguments.get("remat")
     if remat not in (None, "auto"):
         raise ArgumentError(f"preflight's remat must be 'auto' or None, got {remat!r}: compile takes the others")

@@ -44,6 +44,7 @@ class Tracer:
         placement = self._engine.place_on(start(plan.cores, "preflight"), self.recorder)
         self._engine.options = FitOptions(_Refusing("preflight"), plan.class_weight, fitting=True)
         self._engine.move_to(placement)
+        self._engine.note_modes()
         self._groups: list[list[Batch]] = []  # of each program
 
     def trace(self) -> None:
@@ -51,7 +52,10 @@ class Tracer:
         with self._scopes.naming():
             for one in self._plan.passes:
                 run = StepRunner(self._engine, one.role, one.transform)
-                self._plan.model.module.train(one.role == "train")
+                if one.role == "train":
+                    self._engine.train_mode()
+                else:
+                    self._engine.eval_mode()
                 for group in one.groups:
                     (batches,) = joined(run.send([batch.nest for batch in group], group[0].labels), len(group))
                     with tracing_for(self._plan.kind):

@@ -26,6 +26,7 @@ _MESH = re.compile(r"device IDs|match mesh (?:size|dimensions)|mesh_shape", re.I
 _PARTITION = re.compile(r"spmd_partitioner|SPMD partition|GSPMD|hlo_sharding|[Ss]harding.propagation|tile_assignment")
 
 _NO_KERNEL = re.compile(r"Could not run '(?:aten::)?(\S+?)' with arguments from the '(\S+?)' backend")
+_ON_HOST = re.compile(r"Expected XLA tensor|not an XLA tensor")
 
 _OTHERS: tuple[tuple[re.Pattern[str], type[TpufitError], str], ...] = (
     (
@@ -40,6 +41,13 @@ _OTHERS: tuple[tuple[re.Pattern[str], type[TpufitError], str], ...] = (
         "XLA could not divide this step among the cores. Find the operation with cores=1, where nothing is divided, "
         "and fewer layers; unset XLA_AUTO_SPMD and XLA_AUTO_SPMD_MESH if they are set; a metric that causes it can be "
         "computed from model.predict(...) instead",
+    ),
+    (
+        _ON_HOST,
+        errors.PlacementError,
+        "a step computes with a tensor that is on the host. What it uses beside the batch moves to the device if it is "
+        "a module or a parameter among the attributes of the Model, in lists and dicts too (self.teacher = teacher), a "
+        "parameter or buffer of such a module, or part of the loss of compile",
     ),
 )
 

@@ -50,7 +50,8 @@ _CURES = {
         "self.apply_gradients(loss, optimizer) take its step"
     ),
     "leaves gradients": (
-        "Clear them with self.optimizer.zero_grad() before loss.backward(), or let compile(accumulate_steps=n) sum them"
+        "Clear them before loss.backward(): self.module.zero_grad() also clears those of parameters that no optimizer "
+        "has, unlike self.optimizer.zero_grad(). Or let compile(accumulate_steps=n) sum them"
     ),
     "it reads": "Return it from train_step as a log, choose with torch.where instead of if, or leave it out",
     "draws": "Draw on the device (torch.rand(..., device=x.device)) or in the data set",

@@ -7,6 +7,7 @@ from .batch import DeviceGroup, joined
 from .blocks import RematArgument, policies_for
 from .config import CompileConfig
 from .engine import Engine, FitOptions, UserModel
+from .kept_modules import kept_modules, kept_parameters
 from .methods import CompileOption, StepMethods
 from .modules import modes_kept, usable
 from .named_tensors import check_weights, match_weights, named_tensors

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import BatchError
+from ..runtime import translate
 from ..utils.users_code import warn
 from .failures import layer_failure, misfit, one_row
 
@@ -32,7 +33,8 @@ def call(module: nn.Module, x: Any) -> Any:
             raise
         raise BatchError(reason) from error
     except RuntimeError as error:
-        if type(error) is not RuntimeError:  # wrong shapes give a plain RuntimeError
+        # Wrong shapes give a plain RuntimeError; what the runtime says of itself isn't the batch's fault.
+        if type(error) is not RuntimeError or translate(error) is not None:
             raise
         raise BatchError(layer_failure(module, x, error)) from error
 

@@ -39,7 +39,8 @@ from .blocks import blocks
 from .config import UNCOMPILED, CompileConfig
 from .context import StepContext
 from .failures import may_be_of_device, weights_lost
-from .modules import refuse_host_inputs
+from .kept_modules import Holder, kept
+from .modules import Modes, modes_kept, refuse_host_inputs, train
 from .precision import Formats
 from .role import ROLES, Role
 from .state import SavedState, TrainState
@@ -138,6 +139,7 @@ class Engine:
         latest: The role that started the last step, or whose logs were read last; None before the first.
         log: The record of the steps that have run.
         observed: The facts about the module that its first step reveals.
+        modes: The modes of the module's parts, as the user has set them.
     """
 
     def __init__(self, model: UserModel, config: CompileConfig = UNCOMPILED, before: Engine | None = None) -> None:
@@ -152,6 +154,7 @@ class Engine:
         self.hook: RemovableHandle | None = None if before is None else before.hook
         self.log: RunLog = RunLog() if before is None else before.log
         self.observed: Observed = Observed() if before is None else Observed(before.observed.shapes)
+        self.modes: Modes = Modes() if before is None else before.modes
 
     @property
     def compiled(self) -> bool:
@@ -163,7 +166,10 @@ class Engine:
         """The programs that there are."""
         return [role.program for role in self.roles.values() if role.program is not None]
 
-    def _drop_programs(self) -> None:
+    def drop_programs(self) -> None:
+        """Drop what was captured: the module's tensors, or their place, are others."""
+        if self.config.loss is not None:
+            self.config.loss.forget_classes()  # the module may have got another last layer
         for role in self.roles.values():
             role.program = None
 
@@ -188,15 +194,67 @@ class Engine:
         return placement_on(cores, recorder)
 
     def move_to(self, placement: Placement) -> None:
-        """Move the module, the loss and the optimizers' state, each tensor in place."""
+        """Move the module, the loss, what the model keeps and the optimizers' state, each tensor in place."""
+        # First the models that this one keeps: they may hold the values of their modules.
+        for engine in reversed(self._engines()):
+            engine.move_alone(placement)
+
+    def move_alone(self, placement: Placement) -> None:
+        """Do as `move_to`, but leave the engines of models that the model keeps as they are."""
         # Captured graphs take the old tensors, in their old place.
         if self.state.move_to(placement):
-            self._drop_programs()
+            self.drop_programs()
         if placement.on_host and self.hook is not None:
             self.hook.remove()
             self.hook = None
         elif not placement.on_host and self.hook is None:
             self.hook = self.model.module.register_forward_pre_hook(refuse_host_inputs, with_kwargs=True)
+
+    def _engines(self) -> list[Engine]:
+        """This engine, and those of models that the model keeps."""
+        found = [self]
+        for engine in found:  # which grows meanwhile
+            inner = [vars(value).get("_engine") for _, value in kept(engine.model) if isinstance(value, Holder)]
+            found += [one for one in dict.fromkeys(inner) if isinstance(one, Engine) and one not in found]
+        return found
+
+    # Modes
+
+    def _learns(self) -> set[int]:
+        """Return the `id` of each parameter that learns: an optimizer has it, and it requires a gradient."""
+        each = self.state.named_optimizers().values()
+        return {id(p) for optimizer in each for p in optimizers.parameters(optimizer) if p.requires_grad}
+
+    def note_modes(self) -> None:
+        """Note the modes of the module's parts as the user has set them, before training."""
+        self.modes.note(self.model.module, self._learns())
+
+    def train_mode(self) -> None:
+        """Put the module into training mode, but for frozen parts in eval mode, see `modules.train`.
+
+        What the model keeps beside it stays in the modes that the user has set.
+        """
+        self.modes.train(self.model.module, self._learns())
+
+    def leave_mode(self) -> None:
+        """Put the module into the mode that `fit` leaves it in, ready for use."""
+        self.modes.leave(self.model.module, self._learns())
+
+    def eval_mode(self) -> None:
+        """Put the module and what the model keeps beside it into eval mode."""
+        for module in self.state.modules:
+            module.eval()
+
+    @contextmanager
+    def calling(self, training: bool) -> Iterator[None]:
+        """A context in which the module computes as in training or not, with frozen parts as they are."""
+        module = self.model.module
+        with modes_kept(module):
+            if training:
+                train(module, self._learns())
+            else:
+                module.eval()
+            yield
 
     def begin_fit(self, history: Any, options: FitOptions, seed: int) -> None:
         """Set the history, the options and the seed of a new `fit`."""
@@ -229,12 +287,12 @@ class Engine:
     def reset(self, weights: Mapping[int, Tensor]) -> None:
         """Return to the host with other weights, after a failed step lost the old ones; see `TrainState.reset`."""
         self.state.reset(weights)
-        self._drop_programs()
+        self.drop_programs()
 
     def reset_to(self, saved: SavedState) -> None:
         """Return to the host with the weights of a checkpoint; see `TrainState.reset_to`."""
         self.state.reset_to(saved)
-        self._drop_programs()
+        self.drop_programs()
 
     @contextmanager
     def trial(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ them gets a number once, and a key consists of numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
 from .recompiles import ShapeWatch
 
+Parts = Sequence[nn.Module]
+"""The module, those of the loss, and those that the model keeps."""
+
 # The number of captures for one reason at which a warning comes: fewer may be chance, so many are a habit.
 _OFTEN = 4
 
@@ -29,30 +32,31 @@ _OFTEN = 4
 class Guard:
     """A snapshot of the Python that a step's graph depends on. Equal snapshots share one graph per shape of a batch."""
 
-    modes: tuple[bool, ...]  # of each module: is it training?
+    modes: tuple[bool, ...]  # of each part of the modules: is it training?
     learning: tuple[bool, ...]  # `requires_grad` of each parameter
     parameters: tuple[int, ...]  # their `id`
     options: tuple[tuple[str, Any], ...]  # of the optimizers, see `options`
     python: tuple[tuple[str, Any], ...]  # of the user's objects, see `python_state.facts`
 
     @classmethod
-    def of(cls, module: nn.Module, optimizers: Iterable[Optimizer], python: dict[str, Any]) -> Guard:
+    def of(cls, modules: Parts, optimizers: Iterable[Optimizer], python: dict[str, Any]) -> Guard:
         """Take a snapshot."""
+        parameters = [parameter for module in modules for parameter in module.parameters()]
         return cls(
-            tuple(part.training for part in module.modules()),
-            tuple(parameter.requires_grad for parameter in module.parameters()),
-            tuple(map(id, module.parameters())),
+            tuple(part.training for module in modules for part in module.modules()),
+            tuple(parameter.requires_grad for parameter in parameters),
+            tuple(map(id, parameters)),
             options(optimizers),
             tuple(python.items()),
         )
 
-    def change(self, later: Guard, module: nn.Module) -> str:
+    def change(self, later: Guard, modules: Parts) -> str:
         """Name the first difference from a later snapshot, e.g. `"momentum in the optimizer's param_groups"`."""
         if self.parameters != later.parameters or len(self.modes) != len(later.modes):
             return "the module's parameters"
         for kind, ours, theirs, names in (
-            ("the training mode of", self.modes, later.modes, module.named_modules()),
-            ("requires_grad of", self.learning, later.learning, module.named_parameters()),
+            ("the training mode of", self.modes, later.modes, [p for m in modules for p in m.named_modules()]),
+            ("requires_grad of", self.learning, later.learning, [p for m in modules for p in m.named_parameters()]),
         ):
             for one, other, (name, part) in zip(ours, theirs, names, strict=True):
                 if one != other:
@@ -137,14 +141,14 @@ class GraphKeys:
         self._transforms.append(transform)
         return len(self._transforms) - 1
 
-    def _number_guard(self, guard: Guard, module: nn.Module) -> int:
+    def _number_guard(self, guard: Guard, modules: Parts) -> int:
         """Return the number of a snapshot. A new one counts as a capture, under its change."""
         before = self._last
         self._last = guard
         if guard not in self._guards:
             self._guards[guard] = len(self._guards)
             if before is not None and before != guard:
-                change = before.change(guard, module)
+                change = before.change(guard, modules)
                 self.changes[self._guards[guard]] = f"{change} changed{before.values(guard)}"
                 self._note(change)
         return self._guards[guard]
@@ -162,9 +166,7 @@ class GraphKeys:
         """Note that callbacks have run, which may have changed the optimizer's options."""
         self._hooked = True
 
-    def refresh(
-        self, module: nn.Module, optimizers: Iterable[Optimizer], held: bool, known_keys: Iterable[Any]
-    ) -> None:
+    def refresh(self, modules: Parts, optimizers: Iterable[Optimizer], held: bool, known_keys: Iterable[Any]) -> None:
         """Renew the snapshot, unless nothing can have changed since the last one.
 
         If the weights were `held` since the last step, no user code has seen them, and it can only have changed the
@@ -178,8 +180,8 @@ class GraphKeys:
         self._hooked = False
         if self._guard is not None and held and (not hooked or self._guard.options == options(used)):
             return
-        self._guard = Guard.of(module, used, self._python())
-        self._number = self._number_guard(self._guard, module)
+        self._guard = Guard.of(modules, used, self._python())
+        self._number = self._number_guard(self._guard, modules)
         if self._strict and self._number not in {key[0] for key in known_keys}:
             self._strict.refuse(
                 f"after its first pass over the data the {self._role} step needs another graph, because "

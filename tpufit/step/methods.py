@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -24,7 +24,7 @@ from ..utils.users_code import warn
 from . import precision
 from .arguments import call
 from .engine import Engine
-from .modules import modes_kept
+from .kept_modules import Holder
 
 
 class EngineSlot:
@@ -64,10 +64,9 @@ class CompileOption:
         model._engine.config = model._engine.config.with_option(self._name, value)
 
 
-class StepMethods:
+class StepMethods(Holder):
     """The pieces of a step. `Model` adds the loops around them."""
 
-    module: nn.Module
     optimizer: Optimizer | None
     _engine = EngineSlot()
 
@@ -110,7 +109,7 @@ class StepMethods:
             for i, tensor in zip(at, to_device([leaves[i] for i in at], placement, Sharding.ROWS), strict=True):
                 leaves[i] = tensor
         x = precision.inputs(name, tree_unflatten(leaves, spec))
-        modes = nullcontext() if training is None else modes_kept(self.module, training)
+        modes = nullcontext() if training is None else engine.calling(training)
         once = nullcontext() if placement.on_host or tracing() else recomputing({}, None)
         with modes, once, precision.autocast(name, placement.device):
             y_pred = call(self.module, x)
@@ -215,6 +214,7 @@ class StepMethods:
         optimizer.zero_grad()
         loss.backward()
         own.step(engine.context)
+        engine.state.note_unused_gradients()
         if not engine.state.placement.on_host:
             drop_gradients(optimizer)  # kept ones would be outputs of the graph, as large as the weights
             engine.state.drop_unused_gradients()

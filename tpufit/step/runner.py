@@ -128,7 +128,7 @@ class StepRunner:
         seeds = self._seeds(steps)
         if program.captures:
             used = [optimizer for optimizer, _ in state.attached]
-            role.keys.refresh(engine.model.module, used, state.device.held, program.traced_keys)
+            role.keys.refresh(state.modules, used, state.device.held, program.traced_keys)
         # From here on an error may leave the step half done, and nothing is saved: even `count_updates` already counts.
         self.inside = True
         role.group = group

@@ -23,8 +23,10 @@ from ..optimizers import DeviceRates, GroupNumbers, HostCounters, UpdatePlan, cl
 from ..runtime import copies, copy_into, move, reshard, state_at, swap_value, to_host
 from ..utils.random import RNGState
 from ..utils.replaced import replaced
+from ..utils.users_code import warn
 from .config import CompileConfig
 from .context import StepContext
+from .kept_modules import kept_modules, kept_parameters
 from .named_tensors import check_weights, named_tensors
 from .optimizer_state import OptimizerState
 from .sharding import bytes_of_a_core
@@ -42,6 +44,10 @@ class TrainNumbers:
     passes: int = 0  # evaluations and predictions inside `fit`; with the seed it sets their random numbers
     # The `steps_per_execution` that "auto" has chosen, by role.
     chosen_steps: dict[str, int] = field(default_factory=dict)
+
+
+# How the names of tensors begin that are neither the module's nor an optimizer's own.
+_BESIDE = ("buffer/", "loss/", "kept/", "params/")
 
 
 class SavedState(NamedTuple):
@@ -69,6 +75,9 @@ class TrainState:
         self.counters = HostCounters()  # the optimizers' counts that stay on the host
         self.group_numbers = GroupNumbers()  # those that the optimizers' steps change in their groups
         self.numbers = TrainNumbers()
+        self._told: list[str] = []  # the names of unused gradients that a warning has named
+        # Those of the module when it was compiled: later ones are in no optimizer unless the user sees to it.
+        self._compiled: list[nn.Parameter] = list(owner.module.parameters())
         if before is not None:
             kept = before.numbers
             self.numbers = TrainNumbers(step=kept.step, seed=kept.seed, rows_seen=kept.rows_seen)
@@ -77,8 +86,45 @@ class TrainState:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The module, and the modules of the loss."""
-        return [self._owner.module, *self._config.loss_modules]
+        """The module, those of the loss, and those that the model keeps."""
+        return [self._owner.module, *self.beside().values()]
+
+    def beside(self) -> dict[str, nn.Module]:
+        """Return the modules beside the module, by their names in checkpoints: of the loss, and kept by the model."""
+        own = self._config.loss_modules
+        found = {f"loss/{i}": part for i, part in enumerate(own)}
+        kept = kept_modules(self._owner).items()
+        return found | {f"kept/{name}": part for name, part in kept if not any(part is one for one in own)}
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of all modules, and the parameters of optimizers and of the model that no module has.
+
+        Each comes once, by its first name.
+        """
+        every = dict(_tensors(self._owner.module))
+        for name, part in self.beside().items():
+            every |= {f"{name}/{key}": tensor for key, tensor in _tensors(part)}
+        every |= {f"kept/{name}": parameter for name, parameter in kept_parameters(self._owner).items()}
+        for name, optimizer in self.named_optimizers().items():
+            every |= {f"params/{name}/{i}": parameter for i, parameter in enumerate(parameters(optimizer))}
+        names: dict[int, str] = {}
+        for name, tensor in every.items():
+            names.setdefault(id(tensor), name)
+        return {name: every[name] for name in names.values()}
+
+    def trains_beside(self) -> bool:
+        """True if an optimizer has parameters that aren't the module's."""
+        own = {id(p) for p in self._owner.module.parameters()}
+        return any(id(p) not in own for optimizer in self._every_optimizer() for p in parameters(optimizer))
+
+    def untrained(self) -> list[str]:
+        """Return the names of the module's parameters that came after `compile`, are to learn, and can't.
+
+        No optimizer has them.
+        """
+        known = {id(p) for p in self._compiled} | {id(p) for o in self._every_optimizer() for p in parameters(o)}
+        named = self._owner.module.named_parameters()
+        return [name for name, p in named if p.requires_grad and id(p) not in known]
 
     def named_optimizers(self) -> dict[str, Optimizer]:
         """Return the optimizer of `compile` and the user's own, by attribute name, as in checkpoints."""
@@ -122,13 +168,20 @@ class TrainState:
                 for own in self.optimizers.values()
             ]
 
+            all_cleared = False
+
             def zero_grad(set_to_none: bool = True) -> None:
+                nonlocal all_cleared
+                all_cleared = True
                 for clear in cleared:
                     clear(set_to_none)
                 type(module).zero_grad(module, set_to_none)
 
             stack.enter_context(replaced(module, zero_grad=zero_grad))
             yield
+            self.note_unused_gradients()
+            if all_cleared and not self.placement.on_host:
+                self.drop_unused_gradients()
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -143,17 +196,17 @@ class TrainState:
     def tensors(self) -> tuple[dict[int, Tensor], dict[int, str]]:
         """Return every tensor that training changes, and the names of the modules' tensors, both by `id`."""
         # Always in the same order: graphs take and return the state as a flat list.
-        names: dict[int, str] = {}
-        tensors: dict[int, Tensor] = {}
-        for module in self.modules:
-            for name, tensor in _tensors(module):
-                names.setdefault(id(tensor), name)
-                tensors.setdefault(id(tensor), tensor)
-        known = {**dict.fromkeys(self.named_optimizers().values()), **dict.fromkeys(self.optimizers)}
-        for optimizer in known:
+        named = self.named_tensors()
+        names = {id(tensor): readable(name) for name, tensor in named.items()}
+        tensors = {id(tensor): tensor for tensor in named.values()}
+        for optimizer in self._every_optimizer():
             tensors |= {id(t): t for t in device_state(optimizer)}
         tensors |= {id(t): t for own in self.optimizers.values() for part in own.kept for t in part.tensors}
         return tensors, names
+
+    def _every_optimizer(self) -> list[Optimizer]:
+        """The model's optimizers, and further ones that steps have used."""
+        return list(dict.fromkeys([*self.named_optimizers().values(), *self.optimizers]))
 
     # Where it is
 
@@ -170,7 +223,7 @@ class TrainState:
         if not split:
             return split
         found = dict(split)
-        for own in {self.of(o): None for o in (*self.named_optimizers().values(), *self.optimizers)}:
+        for own in map(self.of, self._every_optimizer()):
             for parameter, tensor in own.beside():
                 if id(parameter) in split and tensor.shape == parameter.shape:
                     found[id(tensor)] = split[id(parameter)]
@@ -238,7 +291,7 @@ class TrainState:
         Raises:
             StateLostError: A lost tensor was left out. Nothing has changed.
         """
-        owned = {id(t): (name, t) for module in self.modules for name, t in _tensors(module)}
+        owned = {id(tensor): (name, tensor) for name, tensor in self.named_tensors().items()}
         lost = {id(self.device.tensors[index]) for index in self.device.lost}
         missing = [name for key, (name, _) in owned.items() if key in lost - weights.keys()]
         if missing:
@@ -325,9 +378,29 @@ class TrainState:
 
     def drop_unused_gradients(self) -> None:
         """Drop the gradients of parameters that no optimizer has, inside a step: nothing would ever clear them."""
-        used = {id(p) for o in (*self.named_optimizers().values(), *self.optimizers) for p in parameters(o)}
-        for parameter in (p for module in self.modules for p in module.parameters() if id(p) not in used):
+        for parameter in self._unused().values():
             parameter.grad = None
+
+    def note_unused_gradients(self) -> None:
+        """Warn of parameters beside the module that a step has computed a gradient for, and that no optimizer has.
+
+        In the module itself some may be left out on purpose.
+        """
+        if not self.beside() and not kept_parameters(self._owner):
+            return
+        unused = [name for name, p in self._unused().items() if p.grad is not None and name.startswith(_BESIDE)]
+        if unused and unused != self._told:
+            self._told = unused
+            warn(
+                f"no optimizer has {few([readable(name) for name in unused])}, for which the step computes a gradient: "
+                "nothing of it is trained. Give an optimizer these parameters too, as in compile(optimizer=lambda "
+                "parameters: torch.optim.SGD([*parameters, *others], lr=0.1)), or freeze them by requires_grad_(False)"
+            )
+
+    def _unused(self) -> dict[str, Tensor]:
+        """The parameters that no optimizer has, by name."""
+        used = {id(p) for optimizer in self._every_optimizer() for p in parameters(optimizer)}
+        return {name: t for name, t in self.named_tensors().items() if t.requires_grad and id(t) not in used}
 
     def swap_ema(self, to: bool | None = None) -> None:
         """Swap the weights and their moving averages. Nothing is copied.
@@ -399,7 +472,7 @@ class TrainState:
         _check_training(self._training_tensors(), saved.training)
 
         # Before the training tensors are listed, so that the adopted ones are among them.
-        parameters = dict(self._owner.module.named_parameters())
+        parameters = {name: t for name, t in self.named_tensors().items() if isinstance(t, nn.Parameter)}
         for name, optimizer in named.items():
             self.of(optimizer).adopt(name, parameters, saved.training)
         shardings = self.shardings(self.placement)
@@ -426,21 +499,22 @@ class TrainState:
         own = named_tensors(self._owner.module)
         check_weights(own, saved.weights)
         values = {id(tensor): saved.weights[name] for name, tensor in own.items()}
-        kept = {n: t for n, t in self._training_tensors().items() if n.startswith(("buffer/", "loss/"))}
+        kept = {n: t for n, t in self._training_tensors().items() if n.startswith(_BESIDE)}
         values |= {id(t): saved.training[name] for name, t in kept.items() if name in saved.training}
         self.reset(values)
 
     def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self._owner.module.named_parameters()}
+        return {id(tensor): name for name, tensor in self.named_tensors().items()}
 
     def _training_tensors(self) -> dict[str, Tensor]:
         """Return the live tensors outside the module's `state_dict`, by their names in checkpoints."""
         module = self._owner.module
-        names = self._names()
+        named = self.named_tensors()
+        names = {id(tensor): name for name, tensor in named.items()}
         saved = {id(tensor) for tensor in named_tensors(module).values()}
         found = {f"buffer/{name}": b for name, b in module.named_buffers() if id(b) not in saved}
-        for i, part in enumerate(self._config.loss_modules):
-            found |= {f"loss/{i}/{name}": tensor for name, tensor in _tensors(part)}
+        known = saved | {id(tensor) for tensor in found.values()}
+        found |= {name: t for name, t in named.items() if name.startswith(_BESIDE) and id(t) not in known}
         for name, optimizer in self.named_optimizers().items():
             found |= self.of(optimizer).tensors_by_name(name, names)
         return found
@@ -509,6 +583,19 @@ def _copied(values: MutableMapping[Any, Any]) -> tuple[MutableMapping[Any, Any],
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers of a module, with their names."""
     return [*module.named_parameters(), *module.named_buffers()]
+
+
+def readable(name: str) -> str:
+    """Return a tensor's name as users know it.
+
+    Example:
+        >>> readable("kept/teacher/0.weight"), readable("loss/0/centers"), readable("0.weight")
+        ('teacher.0.weight', 'centers of the loss', '0.weight')
+    """
+    kind, _, rest = name.partition("/")
+    if kind == "loss":
+        return f"{rest.partition('/')[2]} of the loss"
+    return rest.replace("/", ".") if f"{kind}/" in _BESIDE else name
 
 
 def _optimizers_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Optimizer]]:

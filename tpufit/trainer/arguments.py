@@ -18,7 +18,6 @@ from math import ceil
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import losses
 from ..backend import Cores, Placement
@@ -26,7 +25,7 @@ from ..callbacks import Callback, CallbackList
 from ..data import Compose, Stream, Transform, stream, train_validation_split
 from ..data.forms import brings_batches, is_arrays
 from ..data.stream import GLOBAL
-from ..errors import ArgumentError, NotCompiledError, counted, require_whole
+from ..errors import ArgumentError, NotCompiledError, counted, few, require_whole
 from ..losses import ClassWeight, LossByOutput
 from ..step import Engine, StepMethods
 from ..utils.strict import LENIENT, Strict
@@ -279,12 +278,24 @@ def require_gradients(method: str) -> None:
         raise ArgumentError(f"{method} is called under torch.no_grad() or torch.inference_mode(): call it outside")
 
 
-def require_learning(module: nn.Module) -> None:
-    """Check that a model of peft has adapters that learn. Any other module may have no weights that do, as in Keras.
+def require_learning(engine: Engine) -> None:
+    """Check that an optimizer has what was added to the module, and that a model of peft has adapters that learn.
+
+    Any other module may have no weights that do, as in Keras.
 
     Raises:
-        ArgumentError: All weights are frozen.
+        ArgumentError: A layer has come after `compile`, and no optimizer has its parameters; or all of peft's weights
+            are frozen.
     """
+    module = engine.model.module
+    added = engine.state.untrained()
+    if added:
+        layer = added[0].rpartition(".")[0] or "..."
+        raise ArgumentError(
+            f"{few(added)} came into the module after compile, and no optimizer has them: they would not learn. "
+            "Call compile again, or model.optimizer.add_param_group({'params': "
+            f"model.module.get_submodule({layer!r}).parameters()}}); or freeze them by requires_grad_(False)"
+        )
     if any(p.requires_grad for p in module.parameters()) or not any(
         hasattr(m, "peft_config") for m in module.modules()
     ):

@@ -107,7 +107,8 @@ class _Trial:
         try:
             with engine.trial(), engine.noticing_loss():
                 run = StepRunner(engine, "train", data.device_transform)
-                engine.model.module.train()
+                engine.note_modes()
+                engine.train_mode()
                 size = run.group_size
                 for group in joined(run.send([batch] * size), size):
                     run(group)

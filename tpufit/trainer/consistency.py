@@ -124,7 +124,7 @@ def _digest(tensor: Tensor) -> bytes:
 
 def _code_of(engine: Engine) -> str:
     """A digest of the user's classes whose Python a step runs."""
-    kinds = {type(part) for part in (engine.model, *engine.model.module.modules(), *engine.config.loss_modules)}
+    kinds = {type(part) for part in (engine.model, *(m for one in engine.state.modules for m in one.modules()))}
     classes = {base for kind in kinds for base in kind.__mro__ if not is_a_librarys(base)}
     functions = sorted(
         (f"{kind.__qualname__}.{name}", repr(_facts(value.__code__)))

@@ -48,7 +48,7 @@ def run_fit(
     """Train as `Model.fit` says. Whatever can be checked is checked before anything is compiled."""
     require_compiled(engine, "fit")
     require_gradients("fit")
-    require_learning(engine.model.module)
+    require_learning(engine)
     require_vocabulary(engine.model.module, train.x, *parts_of(validation.data)[:1])
     optimizers.required(engine.model.optimizer)
     verbosity = resolve_verbose(verbose)

@@ -69,7 +69,8 @@ def fit(
     model = engine.model
     model.stop_training = model.out_of_time = False
     engine.state.swap_ema(to=False)  # a callback may have left the averages in the weights' place
-    model.module.eval()  # `closing` restores this mode at the end, ready for use
+    engine.note_modes()
+    engine.leave_mode()  # `closing` restores this mode at the end
     with closing_runs(callbacks), closing(callbacks, engine), Interruption() as interruption:
         training = _Training(engine, train, validation, callbacks, epochs.stop, limits, interruption)
         if resumed is not None:
@@ -206,7 +207,7 @@ class _Training:
             model.input_bound = seconds / (perf_counter() - began)
 
         share_random_state(self._train)
-        model.module.train()
+        engine.train_mode()
         began = perf_counter()
         waited = 0.0
         validate_and_save()  # the checkpoint may be from a step whose validation was broken off

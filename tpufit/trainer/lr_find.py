@@ -149,7 +149,8 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
     with engine.trial():
         engine.state.numbers.seed = seed
         run = StepRunner(engine, "train", data.device_transform, warm=data.passed)
-        engine.model.module.train()
+        engine.note_modes()
+        engine.train_mode()
         batches = ([batch] for batch in islice(_whole_batches(data), len(rates)))
         with Prefetcher(batches, run.send, _WINDOW) as feed:
             curve = LRCurve.of(rates, _losses(engine, run, feed, rates), sweep.smoothing, sweep.stop_factor)

@@ -35,8 +35,12 @@ def run_on_batch(
         batch = ClassWeight(class_weight).weigh(batch, HOST)
     run = _runner(engine, role, start(cores, f"{method}(cores={cores!r})"))
     engine.note_users_code(seldom=False)
-    with modes_kept(engine.model.module):
-        engine.model.module.train(role == "train")
+    with modes_kept(*engine.state.modules):
+        if role == "train":
+            engine.note_modes()
+            engine.train_mode()
+        else:
+            engine.eval_mode()
         try:
             with engine.noticing_loss(), collective():
                 placement = engine.state.placement

@@ -145,7 +145,7 @@ def evaluate(
         share_random_state(data)
         run = StepRunner(engine, "eval", data.device_transform, warm=data.passed)
         run.tally.seed = engine.seed_of_pass()
-        model.module.eval()
+        engine.eval_mode()
         began = perf_counter()
 
         def stop(pause: Pause) -> bool:
@@ -181,7 +181,7 @@ def predict(
         share_random_state(data)
         run = StepRunner(engine, "predict", data.device_transform, warm=data.passed)
         run.tally.seed = engine.seed_of_pass()
-        model.module.eval()
+        engine.eval_mode()
         began = perf_counter()
 
         placement = engine.state.placement
@@ -212,7 +212,7 @@ def predict(
 @contextmanager
 def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
     """Whatever happens, end the callbacks, expose the weights, and restore the mode of each layer."""
-    with modes_kept(engine.model.module), collective(), deaths_found_by_readers():
+    with modes_kept(*engine.state.modules), collective(), deaths_found_by_readers():
         try:
             # Innermost, so that callbacks get the error that the user gets.
             with engine.noticing_loss():
