@@ -336,6 +336,44 @@ def test_a_full_disk(run, monkeypatch):
     assert sorted(os.listdir(run.path)) == [".lock", "step-0000000010"]
 
 
+class Gone(LocalStore):
+    """A store whose server is gone: what is in `refused` fails."""
+
+    refused: frozenset[str] = frozenset()
+
+    def __getattribute__(self, name):
+        if name in type(self).refused:
+            raise TimeoutError("timed out")
+        return super().__getattribute__(name)
+
+
+def test_a_store_that_is_gone_is_named_in_the_error(run, monkeypatch):
+    monkeypatch.setattr(run, "_store", Gone(run.path))
+    monkeypatch.setattr(Gone, "refused", frozenset({"names", "commit"}))
+    with pytest.raises(CheckpointNotWrittenError, match=rf"step 20 .*timed out\. {run.path} can't be listed either"):
+        run.write(made(20))
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
+    run = CheckpointDirectory(tmp_path, keep_last=1)
+    run.write(made(10))
+    monkeypatch.setattr(run, "_store", Gone(run.path))
+    monkeypatch.setattr(Gone, "refused", frozenset({"remove"}))
+    with pytest.warns(UserWarning, match="can't be removed from .*timed out"):
+        run.write(made(20))
+    assert run.newest().step == 20
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_all_files_have_the_permissions_that_the_umask_leaves(run, umask):
+    before = os.umask(umask)
+    try:
+        folder = run.write(made(10))
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
+
+
 @pytest.mark.parametrize("name", ["a_file/run", "a_file"])
 def test_a_folder_that_cannot_be_made(tmp_path, name):
     (tmp_path / "a_file").write_text("")

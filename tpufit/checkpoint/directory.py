@@ -117,7 +117,10 @@ class CheckpointDirectory:
             why = self._no_room(checkpoint) if error.errno in DISK_FULL else str(error)
             raise self._not_written(checkpoint, why) from error
         if is_first():
-            self._prune()  # only now: a failed write leaves the older ones
+            try:
+                self._prune()  # only now: a failed write leaves the older ones
+            except OSError as error:
+                warn(f"a checkpoint that is no longer to be kept can't be removed from {self.path}: {error}")
         return self.path / name
 
     def newest(self, check: Check = _unchecked) -> Checkpoint | None:
@@ -189,8 +192,11 @@ class CheckpointDirectory:
                 self._store.remove(name)
 
     def _not_written(self, checkpoint: Checkpoint, why: str) -> CheckpointNotWrittenError:
-        steps = self.steps()
-        last = f"The last good one is that of step {steps[-1]}" if steps else "There is none yet"
+        try:
+            steps = self.steps()
+            last = f"The last good one is that of step {steps[-1]}" if steps else "There is none yet"
+        except OSError:
+            last = f"{self.path} can't be listed either"
         return CheckpointNotWrittenError(f"the checkpoint of step {checkpoint.step} was not written: {why}. {last}")
 
     def _no_room(self, checkpoint: Checkpoint) -> str:

@@ -95,7 +95,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises:
         ArgumentError: The path has another suffix, or is a folder.
-        FileNotFoundError: There is no such file.
+        FileNotFoundError, PermissionError: There is no such file, or it may not be read.
         WeightsError: The file is not a safetensors file.
     """
     suffix = Path(path).suffix
@@ -115,6 +115,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     source = mirror.path
     if not source.is_file():
         raise FileNotFoundError(f"no weights at {path}")
+    source.open("rb").close()  # safetensors says of a file that may not be read that there is none
     try:
         with safetensors.safe_open(source, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping

@@ -92,8 +92,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     Raises:
         OSError: The file system refused. With an errno of `DISK_FULL` there is no room.
     """
+    path.touch()  # safetensors would make a file that only its owner may read, whatever the umask says
+    mode = path.stat().st_mode
     try:
         safetensors.torch.save_file(dict(tensors), path, metadata=dict(metadata or {}))
+        path.chmod(stat.S_IMODE(mode))
     except safetensors.SafetensorError as error:
         found = re.search(r"os error (\d+)", str(error))  # it says so in words only
         if found is None:
