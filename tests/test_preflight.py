@@ -414,7 +414,7 @@ def test_an_unknown_tpu_and_an_unknown_argument():
         made().preflight(X, Y, tpu=[])
     with pytest.raises(ArgumentError, match="preflight takes the arguments of fit, tpu, remat and timeout, got epoch"):
         made().preflight(X, Y, epoch=3)
-    with pytest.raises(ArgumentError, match="whole number or 'auto', got 'large'"):
+    with pytest.raises(ArgumentError, match="'auto' or 'global', got 'large'"):
         made().preflight(X, Y, batch_size="large")
     with pytest.raises(ArgumentError, match="'auto' goes with arrays.*this list brings its own batches"):
         made().preflight(BATCHES, batch_size="auto")

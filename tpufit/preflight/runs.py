@@ -161,11 +161,7 @@ class PreflightRun:
     def batch_size_on(self, on: Slice) -> int | str | None:
         """The batch size on a slice, by the argument of `fit`."""
         size: int | str | None = self.train.batch_size
-        if not isinstance(size, str) or size == GLOBAL:
-            return size
-        if size != "auto":
-            raise ArgumentError(f"batch_size must be a whole number, 'auto' or 'global', got {size!r}")
-        return self._largest(on)
+        return self._largest(on) if size == "auto" else size
 
     def _largest(self, on: Slice) -> int:
         """Find the largest batch size per core whose training step fits, by compiling it at several sizes.

@@ -46,6 +46,10 @@ class TrainingData:
     device_transform: Transform | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.batch_size, str) and self.batch_size not in ("auto", GLOBAL):
+            raise ArgumentError(
+                f"batch_size must be a whole number of at least 1, 'auto' or {GLOBAL!r}, got {self.batch_size!r}"
+            )
         if self.device_transform is not None and not callable(self.device_transform):
             raise ArgumentError(f"device_transform must be a function of a batch, got {self.device_transform!r}")
         if isinstance(self.device_transform, type):
