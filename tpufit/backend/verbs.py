@@ -166,11 +166,7 @@ class Backend(Protocol):
         """The time when the capture under way began."""
 
     def recomputing(self, blocks: Mapping[Any, str], seeds: object) -> AbstractContextManager[None]:
-        """A context in which blocks are computed again in the backward pass, each by a policy of `REMAT_POLICIES`.
-
-        So are functions that the user's code gives to `torch.utils.checkpoint`. Outside of a trace, where the seeds are
-        None, these are called once.
-        """
+        """A context in which blocks, and calls of `torch.utils.checkpoint`, are computed again in the backward pass."""
 
     def has_kernel(self, operation: str) -> bool:
         """True if the device computes an operation itself."""
