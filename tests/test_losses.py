@@ -1,5 +1,7 @@
 """Losses: names and objects mean what PyTorch means, rows are weighed as in Keras, and labels are checked."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.errors import ArgumentError, BatchError, LabelError, NotCompiledError, UnknownNameError
 from tpufit.losses import NAMES, Loss, required
+from tpufit.runtime.ops.kernels import own_kernels
 
 LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.1, 3.0], [0.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
 CLASSES = torch.tensor([0, 2, 2, 1])
@@ -248,3 +251,40 @@ def test_hubers_loss_is_pytorchs(reduction, delta):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
     with pytest.raises(RuntimeError, match="non-positive values for delta"):
         F.huber_loss(prediction, target, delta=0)
+
+
+@pytest.mark.cores(1)
+@pytest.mark.parametrize("kernels", [own_kernels, nullcontext], ids=["in a step", "outside"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_the_loss_of_one_sample_is_pytorchs(kernels, weighted, reduction):
+    tpufit.init(cores=1)
+    for label in (2, -100):
+        for name in ("cross_entropy", "nll_loss"):
+            results = []
+            for device in ("cpu", "xla"):
+                scores = LOGITS[0].to(device).requires_grad_()
+                weight = torch.tensor([1.0, 2.0, 3.0]).to(device) if weighted else None
+                with kernels():
+                    value = getattr(F, name)(scores, torch.tensor(label).to(device), weight, reduction=reduction)
+                    (gradient,) = torch.autograd.grad(value, scores)
+                results.append((value.detach().cpu(), gradient.cpu()))
+            for one, other in zip(*results, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6, equal_nan=True)
+
+
+@pytest.mark.cores(1)
+@pytest.mark.parametrize("shapes", [((3,), (1,)), ((3,), (3,)), ((), ())], ids=str)
+def test_labels_of_another_shape_than_one_sample_are_an_error(shapes):
+    tpufit.init(cores=1)
+    scores, labels = torch.zeros(shapes[0]).to("xla"), torch.zeros(shapes[1], dtype=torch.int64).to("xla")
+    for loss in (F.cross_entropy, F.nll_loss):
+        with own_kernels(), pytest.raises((RuntimeError, ValueError, IndexError)):
+            loss(scores, labels)
+
+
+@pytest.mark.cores(1)
+def test_an_empty_tensor_is_rolled():
+    tpufit.init(cores=1)
+    assert torch.zeros(0, 3).to("xla").roll(1, 0).shape == (0, 3)
+    assert torch.arange(3).to("xla").roll(1).tolist() == [2, 0, 1]

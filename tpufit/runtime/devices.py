@@ -21,6 +21,7 @@ from ..utils.deferred import deferred
 from ..utils.users_code import users_line
 from . import release
 from .faults import translate_import, translate_start
+from .ops.indices import narrow_indices
 from .ops.lowerings import lower_missing
 
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all, 1: warnings, 2: errors, 3: what ends the process
@@ -105,6 +106,8 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
             raise CoresError(f"{asked_by} needs {count} cores, but {why}. {cure}")
         runtime.runtime.use_spmd()
     lower_missing()
+    if count > 1:
+        narrow_indices()
     if processes > 1:
         store = _store()
         hosts.connect(runtime.runtime.process_index(), processes, store, store.host)

@@ -1,7 +1,7 @@
 """`CorePlacement`: one core or a mesh of them, and `AbsentCores`, in whose place a `Recorder` keeps the programs.
 
 Over a mesh a batch is split by its rows, and everything else is whole on every core. The rows need not be divisible by
-the cores: the partitioner pads and masks them itself, exactly.
+the cores: the partitioner pads and masks them itself, exactly, given indices of 32 bits (see `ops.indices`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 | an error's text | has the C++ stack in it | is words only |
 | a runtime that doesn't start | ends the process at its exit, and at the next call | an error, each time |
 | shapes that don't fit in a matrix product, a stack or a loss of classes | end the process | an error |
+| a kernel that is replaced | is gone, and ours goes before the choice of a device | can be called |
 | a step that fails while it runs, as for want of memory | ends the process when a result is read | an error |
 
 The last can't be mended from outside: of all that reads a result or waits for it, nothing in 2.8 tells of a failure
@@ -17,7 +18,7 @@ which a TPU computes in one pass of bfloat16.
 
 import atexit
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -70,6 +71,19 @@ def message_of(error: BaseException) -> str:
         'No client. Unknown device'
     """
     return _STACK.sub(" ", str(error)).strip()
+
+
+def beneath(operation: str, backend: str) -> tuple[str, Callable[..., Any]]:
+    """The dispatch key for a kernel that goes before a device's own, and how it calls that one: with its key set first.
+
+    In 2.8 the kernel gets the tensors of all devices.
+    """
+    if release() != "2.8":
+        return backend, torch.library.get_kernel(operation, backend).call_boxed
+    name, _, overload = operation.removeprefix("aten::").partition(".")
+    native = getattr(getattr(torch.ops.aten, name), overload or "default")
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    return "BackendSelect", lambda keys, *args, **kwargs: native.redispatch(keys & below, *args, **kwargs)
 
 
 def checking_shapes() -> AbstractContextManager[object]:

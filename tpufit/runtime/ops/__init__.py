@@ -11,5 +11,6 @@
 | `magnitude` | the absolute value of complex numbers |
 | `dtypes` | dtypes that PyTorch refuses in one operation, and torch_xla doesn't |
 | `views` | the same elements straight from the tensor that a view is of |
-| `lowerings` | which operations the device has, and one that it lacks |
+| `indices` | indices of 32 bits, where several cores share rows |
+| `lowerings` | which operations the device has, and a few that it lacks or that end the process |
 """

@@ -21,8 +21,13 @@ def cross_entropy(
     labels are compared in 32 bits. Masks fill with zeros what doesn't count: `where` makes a tensor of its zero first,
     in each pass. Logits that were flattened to `(batch * time, classes)` are taken as they were.
     """
-    if target.is_floating_point() or not input.is_floating_point() or not input.numel() or input.dim() < 2:
+    if target.is_floating_point() or not input.is_floating_point() or not input.numel() or not input.dim():
         return None
+    if input.dim() == 1:  # one sample
+        if target.dim():
+            return None
+        loss = cross_entropy(input[None], target[None], weight, reduction, ignore_index, label_smoothing)
+        return loss if loss is None or reduction else loss[0]
     classes = input.shape[1]
     if (*input.shape[:1], *input.shape[2:]) != tuple(target.shape) or not 0 <= label_smoothing <= 1:
         return None
@@ -63,7 +68,7 @@ def cross_entropy(
 def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
     """`torch.nn.functional.one_hot` of a known number of classes.
 
-    By comparing: torch_xla scatters, at which XLA's partitioner ends the process if cores have unequal rows.
+    By comparing: torch_xla scatters, with indices of 64 bits, see `indices`.
     """
     if num_classes < 1 or labels.dtype is not torch.int64:
         return None
