@@ -1,5 +1,6 @@
 """Models of Hugging Face's transformers: dict batches with labels, the loss they compute, outputs that are logits."""
 
+import copy
 import warnings
 
 import numpy as np
@@ -101,6 +102,33 @@ def test_tokens_that_are_left_out(cores):
     model = compiled(None, tokens=True)
     _, accuracy = model.evaluate(X | {"labels": labels}, batch_size=24 // cores, verbose=0, cores=cores)
     assert accuracy == pytest.approx((logits.argmax(2) == labels)[MASK == 1].mean(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt", "t5"])
+def test_accumulated_texts_count_by_their_labels(cores, name):
+    """Two batches of 8 texts are one of 16, and an evaluation is the mean over all labels, as in one batch."""
+    net, rows = (
+        (bert(tokens=True), {k: torch.from_numpy(v) for k, v in X.items()})
+        if name == "bert"
+        else (architecture(name, "eager"))
+    )
+    lengths = torch.tensor([1] * 8 + [6] * 8 + [2] * 8)
+    labels = torch.from_numpy(IDS % 3)
+    rows["labels"] = labels.masked_fill(torch.arange(6) >= lengths[:, None], -100)
+    plain = copy.deepcopy(net).train()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.5)
+    model = tpufit.Model(net)
+    model.compile(lambda parameters: torch.optim.SGD(parameters, 0.5), "module", scale_lr=None, accumulate_steps=2)
+    whole = plain.eval()(**rows).loss.item()
+    assert model.evaluate(rows, batch_size=8 // cores, verbose=0, cores=cores) == pytest.approx(whole, abs=1e-5)
+    plain.train()
+    for batch in (slice(0, 16), slice(16, 24)):
+        optimizer.zero_grad()
+        plain(**{key: value[batch] for key, value in rows.items()}).loss.backward()
+        optimizer.step()
+    model.fit(rows, batch_size=8 // cores, verbose=0, shuffle=False, cores=cores)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=0, atol=1e-5)
 
 
 def test_tensors_that_the_module_does_not_name(cores):

@@ -199,11 +199,13 @@ class Model(StepMethods):
                 by their names, in a list for a tuple of outputs, or nested as the module returns them; None for an
                 output that has no loss. `"module"`: the loss that the module returns, as Hugging Face's do for batches
                 with `"labels"`; this is the default for a module that takes `labels`. You may leave the loss out if
-                you override `compute_loss` or `train_step`.
+                you override `compute_loss` or `train_step`. A function returns the mean, or the losses of rows or
+                elements; with a mask or weights, a pair of both: `lambda y_pred, y: ((y_pred - y).abs(), y != 0)`.
             loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1); a dict may
                 leave outputs out.
             metrics: Names (`"accuracy"`), torchmetrics objects, and functions of (prediction, target), as a loss is,
-                whose values for each row, or for a batch, are averaged over the rows; in a list, or by name in a dict.
+                whose values for each row, or for a batch, are averaged over the rows, or by the weights that it returns
+                with them; in a list, or by name in a dict.
                 With several classes or labels, `"f1"`, `"precision"`, `"recall"` and `"specificity"` are means over the
                 classes (macro), and `"f1_micro"` and the like count all together. One-hot targets are read as classes
                 if the loss takes classes. For several outputs, in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}`
@@ -235,8 +237,9 @@ class Model(StepMethods):
             scale_lr: How the learning rate grows with the number of cores, as the batch does: `"linear"` (default;
                 Goyal et al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None (not at all). The rate given here
                 is multiplied once, at the first `fit`; rates set later are used as they are.
-            accumulate_steps: The number of batches for one step of the optimizer (default 1), which uses the mean
-                gradient over all their rows. An epoch ends with a step over the remaining batches.
+            accumulate_steps: The number of batches for one step of the optimizer (default 1). It is the step that one
+                batch of all their rows would make: each counts by what its loss is the mean over, such as the labels
+                that aren't ignored. An epoch ends with a step over the remaining batches.
             clip_norm: Scale each parameter's gradient to at most this norm (default: no limit).
             clip_value: Clip each element of the gradients to this absolute value (default: no limit).
             global_clip_norm: Scale all gradients together to at most this norm, as `clip_grad_norm_` does (default: no

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DataError
+from .averages import Mean
 from .loss import LabelRange, Loss, OneLoss
 from .outputs import Output, check_form, is_nest, output_name, outputs_of, pick
 from .sample_weights import weight_of
@@ -62,10 +63,14 @@ class LossByOutput:
         self.ignored = {key: label for key, loss in self._losses.items() for label in loss.ignored.values()}
 
     def parts(self, y_pred: Any, y: Any, sample_weight: Any = None) -> dict[Output, Tensor]:
-        """Compute the loss of each output, for a batch of outputs, targets and weights in the same form.
+        """Compute the loss of each output, see `measure`."""
+        return {key: mean.value for key, mean in self.measure(y_pred, y, sample_weight).items()}
 
-        An output without a loss needs no targets in a dict. One tensor of weights, as `Loss` takes it, is for all
-        outputs; those that a dict leaves out weigh 1.
+    def measure(self, y_pred: Any, y: Any, sample_weight: Any = None) -> dict[Output, Mean]:
+        """Compute the loss of each output, and what it is the mean over.
+
+        Outputs, targets and weights are in the same form. An output without a loss needs no targets in a dict. One
+        tensor of weights, as `Loss` takes it, is for all outputs; those that a dict leaves out weigh 1.
 
         Raises:
             ArgumentError: The outputs or the weights are not of the losses' form.
@@ -82,14 +87,18 @@ class LossByOutput:
                     "loss, too"
                 )
         return {
-            key: loss(pick(y_pred, key), pick(y, key), weight_of(sample_weight, key))
+            key: loss.measure(pick(y_pred, key), pick(y, key), weight_of(sample_weight, key))
             for key, loss in self._losses.items()
         }
 
     def total(self, parts: Mapping[Output, Tensor]) -> Tensor:
         """Compute the weighted sum of the parts."""
-        values = [value if self._weights[key] == 1 else value * self._weights[key] for key, value in parts.items()]
+        values = list(self.weighed(parts).values())
         return torch.stack(values).sum() if len(values) > 1 else values[0]
+
+    def weighed(self, parts: Mapping[Output, Tensor]) -> dict[Output, Tensor]:
+        """Multiply the parts by their weights in the sum."""
+        return {key: value if self._weights[key] == 1 else value * self._weights[key] for key, value in parts.items()}
 
     def logs(self, parts: Mapping[Output, Tensor]) -> dict[str, Tensor]:
         """Name the parts, before they are weighed, by their logs. As in Keras a single one has no log of its own."""

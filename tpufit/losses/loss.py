@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map
 from ..data.batches import kind_of, listed
 from ..errors import ArgumentError, BatchError, LabelError, UnknownNameError
 from ..utils.text import dtype_name
+from .averages import NOTHING, Averages, LossWatch, Mean, mean_of, weight_of_classes
 from .outputs import Output, aligned, described
 from .sample_weights import spread
 
@@ -75,7 +77,8 @@ class Loss:
 
     Args:
         loss: A name from `torch.nn.functional`, a loss module such as `nn.CrossEntropyLoss(label_smoothing=0.1)`, or
-            a function of (prediction, target), in PyTorch's order, that returns a scalar.
+            a function of (prediction, target), in PyTorch's order, that returns a scalar, a loss for each row or
+            element, or a pair of losses and their weights, see `mean_of`.
         output: The output that it is for, for errors, where the module has several.
 
     Attributes:
@@ -110,10 +113,17 @@ class Loss:
         self.users: Any = self._function
         has_classes = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or self._name in ("cross_entropy", "nll_loss")
         self.ignored: dict[Output | None, int] = {None: getattr(loss, "ignore_index", -100)} if has_classes else {}
+        classes = (nn.CrossEntropyLoss, nn.NLLLoss)
+        self._known = bool(self._name) or type(loss) in (*_ELEMENTWISE, *classes)
         self._classes = 0  # of the output that labels were last compared with
 
     def __call__(self, y_pred: Any, y: Any, sample_weight: Tensor | None = None) -> Tensor:
-        """Compute the loss of a batch, a scalar; an output in bfloat16 is taken to float32.
+        """Compute the loss of a batch, a scalar, see `measure`."""
+        value: Tensor = self.measure(y_pred, y, sample_weight).value
+        return value
+
+    def measure(self, y_pred: Any, y: Any, sample_weight: Tensor | None = None) -> Mean:
+        """Compute the loss of a batch, and what it is the mean over; an output in bfloat16 is taken to float32.
 
         The weights are one a row, or one for each element of a sequence. As in Keras, the weighted losses are summed
         and divided by the number of elements, not by the sum of the weights. (Elements whose label is `ignore_index`
@@ -129,36 +139,60 @@ class Loss:
                 f"{described(y_pred)}. Give each output a loss: loss={{'a': ..., 'b': ...}} or loss=[..., ...]"
             )
         y_pred, y = self._checked(y_pred, y)
-        if sample_weight is None:
+        if sample_weight is not None:
+            return self._weighed(y_pred, y, sample_weight)
+        averages = Averages(None)
+        with nullcontext() if self._known else LossWatch(averages, sums=True):
             value = self._compare(self._function, y_pred, y)
-        else:
-            each = self._each(y_pred, y)
-            value = (each * spread(sample_weight, each)).sum()
-            reduction = getattr(self._module, "reduction", "mean")
-            if reduction == "batchmean":
-                value = value / len(each)
-            elif reduction != "sum":  # PyTorch, without weights, divides by the number of labels that count
-                counts_labels = self.ignored and not y.is_floating_point()
-                value = value / ((y != self.ignored[None]).sum() if counts_labels else each.numel())
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor):
+            return mean_of(*value)
         if not isinstance(value, Tensor):
             raise ArgumentError(f"the loss must return a tensor, got {type(value).__name__}")
-        return value if value.dim() == 0 else value.mean()
+        if value.dim():
+            return mean_of(value)
+        reduction = getattr(self._module, "reduction", "mean")
+        if reduction == "sum":
+            return Mean(value, NOTHING)
+        if not self._known:
+            return averages.of(value)[0]
+        if self.ignored:
+            with torch.no_grad():
+                return Mean(value, weight_of_classes(y, self.ignored[None], getattr(self._module, "weight", None)))
+        return Mean(value, float(len(y_pred) if reduction == "batchmean" else y_pred.numel()))
 
-    def _each(self, y_pred: Any, y: Any) -> Tensor:
-        """The loss of each row, before any reduction."""
+    def _weighed(self, y_pred: Any, y: Any, sample_weight: Tensor) -> Mean:
+        """Compute the loss of a batch with sample weights."""
+        each, weights = self._each(y_pred, y)
+        factors = spread(sample_weight, each)
+        if weights is not None:  # the function's own, which divide, too
+            return Mean(mean_of(each * factors, weights).value, mean_of(each, weights).weight)
+        value = (each * factors).sum()
+        reduction = getattr(self._module, "reduction", "mean")
+        if reduction == "sum":
+            return Mean(value, NOTHING)
+        if reduction == "batchmean":
+            return Mean(value / len(each), float(len(each)))
+        # PyTorch, without weights, divides by the number of labels that count.
+        counts_labels = self.ignored and not y.is_floating_point()
+        weight = (y != self.ignored[None]).sum() if counts_labels else float(each.numel())
+        return Mean(value / weight, weight)
+
+    def _each(self, y_pred: Any, y: Any) -> tuple[Tensor, Any]:
+        """The loss of each row, before any reduction, and the weights that a function gives them, or None."""
         function: Any = self._function
         if self._name:
             function = partial(function, reduction="none")
         elif hasattr(self._module, "reduction"):
             function = copy.copy(self._module)
             function.reduction = "none"
-        value: Tensor = self._compare(function, y_pred, y)
+        value: Any = self._compare(function, y_pred, y)
+        value, weights = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         if value.dim() == 0 and function is self._function:
             raise ArgumentError(
                 "sample_weight needs the loss of each row, but this loss function returns one number. Let it return a "
                 "tensor of shape (batch,), or use a loss by name"
             )
-        return value
+        return value, weights
 
     def _compare(self, function: Callable[..., Any], y_pred: Any, y: Any) -> Any:
         """Call a function on output and target. PyTorch's errors about their shapes name neither."""

@@ -42,7 +42,7 @@ class ModuleLoss:
                 "sample_weight can't weigh the loss that the module computes, which is one number: compile with a "
                 "loss such as 'cross_entropy'"
             )
-        return loss.mean()
+        return loss if loss.dim() == 0 else loss.mean()
 
     def label_range(self, y: Any) -> None:
         """Do nothing: only the module knows what its labels are."""

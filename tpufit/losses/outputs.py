@@ -5,8 +5,13 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from ..data.batches import is_row_of_parts
 from ..errors import ArgumentError, TpufitError
+
+# The names of targets in a dict, as data sets have them.
+_TARGETS = ("labels", "label", "targets", "target", "y")
 
 # One of a module's outputs: its key in a dict, its position in a tuple or list, or in a deeper nest the path to it.
 Output = str | int | tuple[str | int, ...]
@@ -122,6 +127,22 @@ def logits_of(y_pred: Any) -> Any:
 def targets_of(x: Any, y: Any) -> Any:
     """The targets of a batch: y, or the `"labels"` in a dict x."""
     return x.get("labels") if y is None and isinstance(x, Mapping) else y
+
+
+def count_targets(batch: Any, rows: int) -> int:
+    """Count the rows of a batch's targets, which may be fewer than those of x: a batch of graphs has nodes there.
+
+    They are those of y, or in a dict x of `"labels"`, `"targets"` or the like. Without targets they are `rows`.
+
+    Example:
+        >>> from torch import ones
+        >>> count_targets((ones(30, 2), ones(4)), 30), count_targets({"nodes": ones(30, 2), "y": ones(4)}, 30)
+        (4, 4)
+    """
+    x, y = (*batch, None)[:2] if is_row_of_parts(batch) else (batch, None)
+    if y is None and isinstance(x, Mapping):
+        y = next((x[name] for name in _TARGETS if name in x), None)
+    return next((len(leaf) for leaf in tree_leaves(y) if isinstance(leaf, Tensor) and leaf.dim()), rows)
 
 
 def described(nest: Any) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..backend import Placement
 from ..errors import ArgumentError, DataError
+from ..losses import Averages, Mean
 from ..runtime import COUNTS, to_device, to_host
 from .lazy_logs import LazyLogs
 from .sums import Key, SumTable
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 _FINITE: Key = (None, "finite")
 
 # What sums begin with.
-_ZERO = torch.zeros(())
 _NONE = torch.zeros((), dtype=COUNTS)
+_ZERO = torch.zeros(())
+_WEIGHTS = torch.zeros(2, 2)
 
 
 class PassMetrics(SumTable):
@@ -103,10 +105,15 @@ class PassMetrics(SumTable):
 
     def note(self, logs: Mapping[str, Tensor]) -> None:
         """Log scalars, means over the batch, inside a step besides those that it returns, which win."""
-        self._noted |= {name: value.detach() for name, value in logs.items()}
+        self._noted |= logs
 
-    def add_means(self, logs: Mapping[str, Any], rows: int) -> None:
-        """Add the scalars that a step returned, each the mean over its batch of so many rows, inside that step.
+    def add_means(self, logs: Mapping[str, Any], rows: int, averages: Averages | None = None) -> None:
+        """Add the scalars that a step returned, inside that step.
+
+        Args:
+            logs: The scalars, by name.
+            rows: The rows of the batch, as `count` will count them.
+            averages: What each of the scalars is the mean over (default: the rows).
 
         Raises:
             ArgumentError: One of them is no number, no tensor of one element and no tracked metric.
@@ -127,16 +134,8 @@ class PassMetrics(SumTable):
             if not isinstance(value, (Tensor, Real)) or (isinstance(value, Tensor) and value.numel() != 1):
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ArgumentError(f"a step must return numbers or scalar tensors by name, got {name!r}: {what}")
-            scalar = self.placed(value).float()
-            scalars.append(scalar.reshape(()) if scalar.dim() else scalar)
-            # Kahan's summation, with the part that rounding has taken from the sum so far: a plain float32 sum would be
-            # off in the fifth digit after some ten thousand batches.
-            total = self.get((name, "total"), _ZERO)
-            lost = self.get((name, "lost"), _ZERO)
-            addend = scalars[-1] * rows - lost
-            new = total + addend
-            self.set((name, "total"), new)
-            self.set((name, "lost"), (new - total) - addend)
+            for i, mean in enumerate((averages or Averages(rows)).of(value)):
+                scalars.append(self._add_mean(name, str(i or ""), mean, rows))
         if self._watches and scalars:
             steps = self.get(_FINITE, _NONE)
             # What is not finite is NaN if it is taken from itself, and NaN isn't equal to itself. (`isfinite` is more
@@ -145,6 +144,29 @@ class PassMetrics(SumTable):
             for scalar in scalars[1:]:
                 rest = rest + (scalar - scalar)
             self.set(_FINITE, torch.where(steps < 0, steps, torch.where(rest == rest, steps + 1, ~steps)))
+
+    def _add_mean(self, name: str, part: str, mean: Mean, rows: int) -> Tensor:
+        """Add one of the means whose sum is a log, and return it as a scalar."""
+        scalar = self.placed(mean.value).float()
+        scalar = scalar.reshape(()) if scalar.dim() else scalar
+        weight = rows if mean.weight is None else mean.weight
+        if isinstance(weight, Tensor):
+            weight = weight.detach().float()
+            scalar = scalar.masked_fill(weight == 0, 0)  # the mean over nothing is NaN
+        total = (name, f"{'sum' if isinstance(weight, str) else 'total'}{part}")
+        lost = (name, f"lost{part}")
+        sums = self.get(total, _ZERO), self.get(lost, _ZERO)
+        sums = _added(sums, scalar if isinstance(weight, str) else scalar * weight)
+        self.set(total, sums[0])
+        self.set(lost, sums[1])
+        if isinstance(weight, Tensor) or (not isinstance(weight, str) and weight != rows):
+            # `count` counts the rows, on the host. What this batch counts by instead is summed here, beside those rows.
+            own = weight if isinstance(weight, Tensor) else torch.full((), weight, device=scalar.device)
+            key = (name, f"weights{part}")
+            weights = self.get(key, _WEIGHTS)
+            pair = torch.stack([own, torch.full_like(own, rows)])
+            self.set(key, torch.stack(_added((weights[0], weights[1]), pair)))
+        return scalar
 
     @property
     def finite(self) -> Tensor | None:
@@ -181,12 +203,37 @@ class PassMetrics(SumTable):
         snapshot = self._snapshot()
         return LazyLogs(self.names, lambda: snapshot("batch logs"))
 
-    def pop_sums(self) -> tuple[dict[str, Tensor], int]:
-        """Take the sums behind the means, by name and on the device, and the number of rows; a new pass begins."""
-        means = [name for name in self._returned if name not in self._slots]
-        taken = {name: self.tensors[self._index[name, "total"]] for name in means}, self.rows
+    def pop_sums(self) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], dict[str, float]]]:
+        """Take the sums so far, on the device, and what makes the means of them on the host; a new pass begins."""
+        names = [name for name in self._returned if name not in self._slots]
+        taken = self.tensors, partial(self._means, names, self.rows)
         self.reset()
         return taken
+
+    def _means(self, names: Sequence[str], rows: int, host: Sequence[Tensor]) -> dict[str, float]:
+        return {name: self._mean(name, rows, host) for name in names}
+
+    def _mean(self, name: str, rows: int, host: Sequence[Tensor]) -> float:
+        """Compute a log of the sums, on the host, and the number of rows that `count` counted."""
+
+        def read(sum_name: str) -> Any:
+            place = self._index.get((name, sum_name))
+            return None if place is None else host[place].numpy().astype(np.float64)
+
+        value = 0.0
+        for part in map(str, ["", *range(1, len(self._index))]):
+            total, whole, weights = (read(f"{kind}{part}") for kind in ("total", "sum", "weights"))
+            if total is None and whole is None:
+                break
+            weight = float(rows)
+            if weights is not None:
+                own, instead_of = weights[0] - weights[1]
+                weight = float(own + (rows - instead_of))
+            if total is not None:
+                value += float(total) / weight if weight else float("nan")
+            if whole is not None:
+                value += float(whole)
+        return value
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Give the sums so far, to go on with them in another process.
@@ -253,13 +300,24 @@ class PassMetrics(SumTable):
             def value(name: str) -> Any:
                 slot = self._slots.get(name)
                 if slot is None:
-                    return float(np.float64(host[self._index[name, "total"]].item()) / rows)
+                    return self._mean(name, rows, host)
                 own = {key[1]: host[i] for key, i in self._index.items() if key[0] == slot}
                 return self._metrics[slot].compute(own, fetched[slot])
 
             return {name: value(name) for name in names}
 
         return read
+
+
+def _added(sums: tuple[Tensor, Tensor], value: Tensor) -> tuple[Tensor, Tensor]:
+    """Add to a sum by Kahan's summation, with the part that rounding has taken from the sum so far.
+
+    A plain float32 sum would be off in the fifth digit after some ten thousand batches.
+    """
+    total, lost = sums
+    addend = value - lost
+    new = total + addend
+    return new, (new - total) - addend
 
 
 def first_bad(finite: Tensor) -> int | None:

@@ -61,6 +61,8 @@ class WeightedMean(torchmetrics.Metric):
 class RowMean(WeightedMean):
     """The mean over rows of what a function says of each batch: a value for each row, or one number for all of them.
 
+    If the function returns a pair of values and weights, as that of a loss may, it is the mean by these weights.
+
     Source: `keras.metrics.MeanMetricWrapper`.
 
     Example:
@@ -82,7 +84,16 @@ class RowMean(WeightedMean):
 
     def update(self, y_pred: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch; see `WeightedMean.update`. The weights need a value for each row."""
-        values = torch.as_tensor(self._value(y_pred, y), device=y_pred.device).float()
+        found = self._value(y_pred, y)
+        values, own = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        values = torch.as_tensor(values, device=y_pred.device).float()
+        if own is not None:
+            own = torch.as_tensor(own, device=y_pred.device).float()
+            own = spread(own, values).expand_as(values) if values.dim() else own
+            own = own if weight is None else own * spread(weight, values)
+            self.total = self.total + (values.masked_fill(own == 0, 0) * own).sum()
+            self.weight = self.weight + own.sum()
+            return
         if values.numel() == 1 and weight is None:
             values = values.reshape(1).expand(len(y_pred))
         if values.dim() == 0 or len(values) != len(y_pred):

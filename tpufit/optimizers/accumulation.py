@@ -6,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, require_whole
@@ -61,25 +61,42 @@ class GradientConfig:
 class Accumulator(PerParameter):
     """The gradients of an optimizer's parameters, summed over batches on the device: part of what training changes.
 
-    A batch counts by its rows, so that any batches give what all their rows would give as one.
+    A batch counts by what its loss is the mean over, so that any batches give what all their rows would give as one.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # The number is that of the rows so far.
+        # The number is the weight of the batches so far, by default their rows.
         super().__init__(optimizer, partial(torch.zeros_like, dtype=torch.float32, requires_grad=False), ".rows")
 
-    def add(self, rows: int) -> None:
-        """Add the gradients of a batch of so many rows, inside a step."""
-        self.extend()
-        self._number.add_(rows)
-        for parameter, total in self._beside.items():
-            if parameter.grad is not None:
-                total.add_(parameter.grad, alpha=rows)
+    def add(self, weight: Tensor | float | None) -> set[nn.Parameter]:
+        """Add the gradients of a loss that is the mean over this weight, or a sum if it is None, inside a step.
 
-    def release(self) -> None:
-        """Give the parameters the mean gradient over all rows, and return the sums to 0, inside a step."""
+        Returns:
+            The parameters that have a gradient.
+        """
+        self.extend()
+        having = {p: p.grad for p in self._beside if p.grad is not None}  # in order: hosts need equal graphs
+        if isinstance(weight, Tensor):
+            weight = weight.float()
+            self._number.add_(weight)
+        elif weight is None:
+            self._number.fill_(1)  # by which it will be divided
+        else:
+            self._number.add_(weight)
+        for parameter, gradient in having.items():
+            total = self._beside[parameter]
+            if isinstance(weight, Tensor):  # the mean over nothing is NaN, and its gradient may be
+                total.add_((gradient.float() * weight).masked_fill(weight == 0, 0))
+            else:
+                total.add_(gradient, alpha=1 if weight is None else weight)
+        return set(having)
+
+    def release(self, having: set[nn.Parameter]) -> None:
+        """Add the mean gradients over all batches to those of some parameters, and clear the sums, inside a step."""
+        weight = self._number.masked_fill(self._number == 0, 1)
         for parameter, total in self._beside.items():
-            if parameter.grad is not None:
-                parameter.grad = (total / self._number).to(parameter.dtype)
+            if parameter in having:
+                mean = (total / weight).to(parameter.dtype)
+                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
             total.zero_()
         self._number.zero_()

@@ -124,7 +124,8 @@ class StepMethods(Holder):
 
         Returns:
             Scalars by name, each the mean over the batch: tensors, or numbers that stay the same. The logs are their
-            running means over the epoch's rows, plus the metrics. torchmetrics objects among the model's attributes,
+            running means over the epoch, plus the metrics; a batch counts by what its loss is the mean over, see
+            `average`. torchmetrics objects among the model's attributes,
             which a step of your own updates, are logged too: under the attribute's name, or under the one that
             `{"name": self.metric.compute()}` gives. Those of a `MetricCollection` have the names that it gives them.
         """
@@ -177,7 +178,7 @@ class StepMethods(Holder):
         engine = self._engine
         loss = losses.required(engine.config.loss, "compute_loss")
         if isinstance(loss, losses.ModuleLoss):
-            return loss(y_pred, y, sample_weight)
+            return loss(y_pred, y, sample_weight)  # what it is the mean over, the module's own losses have noted
         y_pred, y = _compared(x, y, y_pred)
         if y is None:
             raise DataError(
@@ -187,10 +188,47 @@ class StepMethods(Holder):
         if isinstance(loss, losses.SharedLoss):
             loss = loss.of(y)
         if isinstance(loss, losses.Loss):
-            return loss(y_pred, y, sample_weight)
-        parts = loss.parts(y_pred, y, sample_weight)
-        engine.context.metrics.note(loss.logs(parts))
-        return loss.total(parts)
+            return _noted(engine, loss.measure(y_pred, y, sample_weight))
+        means = loss.measure(y_pred, y, sample_weight)
+        parts = {key: _noted(engine, mean) for key, mean in means.items()}
+        total = loss.total(parts)
+        if engine.context.rows:
+            averages = engine.context.averages
+            weights = {key: averages.of(part)[0].weight for key, part in parts.items()}
+            for key, part in parts.items():
+                averages.note(part, [losses.Mean(part, weights[key])])
+            averages.note(total, [losses.Mean(part, weights[key]) for key, part in loss.weighed(parts).items()])
+            engine.context.metrics.note(loss.logs(parts))
+        return total
+
+    def average(self, values: Tensor, weights: Any = None) -> Tensor:
+        """Average the losses of a batch, and let the batch count by their weights.
+
+        Epoch logs, evaluations and `accumulate_steps` put batches together. A loss that tpufit or PyTorch computes
+        counts there by what it is the mean over. Your own counts by the rows of the targets, unless it is made here.
+
+        Args:
+            values: The losses of rows or elements, shape `(batch, ...)`; or one number, which is their mean already.
+            weights: One for each row or element, such as a mask; for one number the sum of all weights (default: 1 for
+                each element).
+
+        Returns:
+            The mean, a scalar: the sum of `values * weights`, divided by the sum of `weights`.
+
+        Raises:
+            ArgumentError: The weights are of another shape.
+
+        Example:
+            >>> import torch, tpufit
+            >>> class Masked(tpufit.Model):
+            ...     def compute_loss(self, x, y, y_pred, sample_weight=None):
+            ...         return self.average((y_pred - y).abs(), y != 0)
+            >>> model = Masked(torch.nn.Identity())
+            >>> model.compile(None)
+            >>> model.evaluate(torch.ones(4, 1), torch.tensor([[3.0], [0.0], [0.0], [0.0]]), batch_size=2, verbose=0)
+            2.0
+        """
+        return _noted(self._engine, losses.mean_of(values, weights))
 
     def apply_gradients(self, loss: Tensor, optimizer: Optimizer | None = None) -> None:
         """Compute the gradients of the loss and let the optimizer take one step.
@@ -212,7 +250,7 @@ class StepMethods(Holder):
             return
         own = engine.state.attach(optimizer)
         optimizer.zero_grad()
-        loss.backward()
+        own.backward(loss, engine.context.averages)
         own.step(engine.context)
         engine.state.note_unused_gradients()
         if not engine.state.placement.on_host:
@@ -275,11 +313,23 @@ class StepMethods(Holder):
         return {} if engine.latest is None or engine.context.rows else engine.latest.computed()
 
 
+def is_usual(model: Any, *methods: str) -> bool:
+    """True if a model has these methods as they are here."""
+    return all(getattr(getattr(model, name), "__func__", None) is getattr(StepMethods, name) for name in methods)
+
+
 def _loss(model: StepMethods, *batch: Any, training: bool) -> Tensor:
     """Compute the loss of `(x, y, y_pred, sample_weight)`. An override need not take `training`, as in Keras."""
-    own = getattr(model.compute_loss, "__func__", None) is StepMethods.compute_loss
-    takes = own or "training" in inspect.signature(model.compute_loss).parameters
+    takes = is_usual(model, "compute_loss") or "training" in inspect.signature(model.compute_loss).parameters
     return model.compute_loss(*batch, **({"training": training} if takes else {}))
+
+
+def _noted(engine: Engine, mean: losses.Mean) -> Tensor:
+    """Note what a loss of the running step is the mean over, and return the loss."""
+    if engine.context.rows and mean.weight is not None:
+        engine.context.averages.note(mean.value, [mean])
+    loss: Tensor = mean.value
+    return loss
 
 
 def _compared(x: Any, y: Any, y_pred: Any) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, CheckpointMismatchError
+from ..losses import Averages, Weight
 from ..optimizers import (
     EMA,
     Accumulator,
@@ -45,9 +46,13 @@ class OptimizerState:
         self._config = config
         self._split = split
         self.rates: DeviceRates | None = None  # on the device; None on the host, and before the first step
-        self.accumulator: Accumulator | None = None  # with `accumulate_steps`
+        # With `accumulate_steps`: of the parts of a loss that are means over different weights, mostly one.
+        self.accumulators: list[Accumulator] = []
         self.ema: EMA | None = None  # with `use_ema`
         self._own_step: Callable[..., Any] | None = None  # the optimizer's own step, while `taking_steps` hides it
+        # In this step: the parameters that had a gradient so far, and True if `backward` has added the gradients.
+        self._having: set[nn.Parameter] = set()
+        self._added = False
         self._cleared = self._spent = False  # in this step: the gradients were cleared, and then used
 
     def create(self, shares: bool) -> None:
@@ -60,15 +65,19 @@ class OptimizerState:
             share_counters(self.optimizer)
         for part in self.kept:
             part.extend()
-        if self._config.gradients.accumulate_steps > 1 and self.accumulator is None:
-            self.accumulator = Accumulator(self.optimizer)
+        if self._accumulates and not self.accumulators:
+            self.accumulators.append(Accumulator(self.optimizer))
         if self._config.ema is not None and self.ema is None:
             self.ema = EMA(self.optimizer)
 
     @property
+    def _accumulates(self) -> bool:
+        return self._config.gradients.accumulate_steps > 1
+
+    @property
     def kept(self) -> list[Accumulator | EMA]:
-        """The accumulator and the averages, if they exist."""
-        return [part for part in (self.accumulator, self.ema) if part is not None]
+        """The accumulators and the averages, if they exist."""
+        return [*self.accumulators, *([] if self.ema is None else [self.ema])]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -110,8 +119,8 @@ class OptimizerState:
             zero_grad(set_to_none)
 
         self._own_step = own_step
-        self._cleared = False
-        self._spent = False
+        self._cleared = self._spent = self._added = False
+        self._having = set()
         try:
             with replaced(optimizer, step=step, zero_grad=clear):
                 yield clear
@@ -119,6 +128,31 @@ class OptimizerState:
                 drop_gradients(optimizer)
         finally:
             self._own_step = None
+
+    def backward(self, loss: Tensor, averages: Averages) -> None:
+        """Compute the gradients of a loss; with `accumulate_steps` add them to those of the batches before.
+
+        The parts of a loss that are means over different weights are added up apart, each in a backward pass.
+        """
+        if not self._accumulates:
+            loss.backward()
+            return
+        means = averages.of(loss)
+        for slot, mean in enumerate(means):
+            last = slot + 1 == len(means)
+            mean.value.backward(retain_graph=not last)
+            self._accumulate(slot, mean.weight)
+            if not last:
+                drop_gradients(self.optimizer)
+        averages.pop_weight()  # a watch has seen these backward passes, too
+        self._added = True
+
+    def _accumulate(self, slot: int, weight: Weight | None) -> None:
+        with without_unsharding():
+            self._split(parameters(self.optimizer))
+            while len(self.accumulators) <= slot:
+                self.accumulators.append(Accumulator(self.optimizer))
+            self._having |= self.accumulators[slot].add(None if isinstance(weight, str) else weight)
 
     def step(self, context: StepContext, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights from the gradients, as the step's update plan says, and return the closure's loss.
@@ -135,17 +169,21 @@ class OptimizerState:
     def _step(self, context: StepContext, closure: Callable[[], Any] | None) -> Any:
         plan = context.update
         loss = None
-        if closure is None:
-            self._split(parameters(self.optimizer))
-        if self.accumulator is not None:
+        if self._accumulates:
             if closure is not None:
                 raise ArgumentError(
                     "optimizer.step(closure) computes gradients by itself, which accumulate_steps can't sum: call "
                     "loss.backward() and optimizer.step(), or compile without accumulate_steps"
                 )
-            self.accumulator.add(context.rows)
+            if not self._added:
+                self._accumulate(0, context.averages.pop_weight())
             if plan.takes_step:
-                self.accumulator.release()
+                drop_gradients(self.optimizer)
+                for accumulator in self.accumulators:
+                    accumulator.release(self._having)
+            self._added, self._having = False, set()
+        elif closure is None:
+            self._split(parameters(self.optimizer))
         if plan.takes_step:
             loss = self._update(plan, closure)
         self._spent = self._cleared
@@ -170,9 +208,11 @@ class OptimizerState:
             for key, value in state.items()
             if isinstance(value, Tensor)
         }
-        for kind, part in (("accumulated", self.accumulator), ("average", self.ema)):
-            if part is not None:
-                found |= {f"{kind}/{own}/{key}": t for key, t in part.named(names).items()}
+        parts: list[tuple[str, Accumulator | EMA]] = [
+            (_accumulated(slot), part) for slot, part in enumerate(self.accumulators)
+        ]
+        for kind, part in [*parts, *([] if self.ema is None else [("average", self.ema)])]:
+            found |= {f"{kind}/{own}/{key}": t for key, t in part.named(names).items()}
         return found
 
     def options(self, names: Mapping[int, str]) -> dict[str, Any]:
@@ -222,8 +262,14 @@ class OptimizerState:
             if numbers:
                 self.optimizer.state[parameter].update(numbers)
 
+    def drop_parts(self) -> None:
+        """Drop the accumulators of all parts of a loss but the first; `adopt` makes those of a checkpoint."""
+        del self.accumulators[1:]
+
     def adopt(self, own: str, named: Mapping[str, nn.Parameter], given: Mapping[str, Tensor]) -> None:
         """Load state that the optimizer creates only in its first step, and hasn't yet; unshare step counters."""
+        while self._accumulates and any(n.startswith(f"{_accumulated(len(self.accumulators))}/{own}/") for n in given):
+            self.accumulators.append(Accumulator(self.optimizer))
         for full, value in given.items():  # optimizer/key/parameter
             owner, _, rest = full.partition("/")
             key, _, name = rest.partition("/")
@@ -232,6 +278,16 @@ class OptimizerState:
         if isinstance(self.optimizer, SharedStepCounters):
             counts = {id(p): given[key] for name, p in named.items() if (key := f"{own}/step/{name}") in given}
             self.optimizer.separate(lambda p: float(counts[id(p)]) if id(p) in counts else None)
+
+
+def _accumulated(slot: int) -> str:
+    """The kind of an accumulator's tensors in checkpoints."""
+    return f"accumulated_{slot}" if slot else "accumulated"
+
+
+def is_of_part(name: str) -> bool:
+    """True for the name, in a checkpoint, of what only a loss of several parts has made, see `backward`."""
+    return name.startswith("accumulated_")
 
 
 def _listed(value: Any) -> Any:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from .. import optimizers
 from ..diagnostics.summary import noting_outputs
 from ..errors import ArgumentError
+from ..losses import Averages, LossWatch, ModuleLoss, count_targets
 from ..metrics import LazyLogs, first_bad, metrics_in
 from ..optimizers import UpdatePlan
 from ..runtime import recomputing, to_host
@@ -30,6 +31,7 @@ from ..utils.users_code import warn
 from .batch import BatchSender, DeviceGroup
 from .context import StepContext
 from .engine import Engine
+from .methods import is_usual
 from .tally import Tally
 
 # For steps_per_execution="auto": starting a graph costs the host about 0.4 ms, little beside so many seconds of steps.
@@ -264,8 +266,8 @@ class StepRunner:
         self._metrics.load_state_dict(state, tensors)
         self._metrics.on_finite = partial(self._note_finite, self._engine.state.numbers.step - batches)
 
-    def pop_sums(self) -> tuple[dict[str, Tensor], int]:
-        """Return the sums of the logs since the last call, on the device, and their rows; then begin new sums."""
+    def pop_sums(self) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], dict[str, float]]]:
+        """Return the sums of the logs since the last call, see `PassMetrics.pop_sums`; then begin new sums."""
         return self._metrics.pop_sums()
 
     def _note_finite(self, steps_before: int, finite: Tensor) -> None:
@@ -365,13 +367,15 @@ class StepRunner:
                     rates.use(vectors if len(group.forms) == 1 else vectors[i])
                 if use is not None:
                     use(i)
-                context = StepContext(self._metrics, form.rows, labels, updates[i] if updates else UpdatePlan())
+                averages = Averages(count_targets(batch, form.rows))
+                plan = updates[i] if updates else UpdatePlan()
+                context = StepContext(self._metrics, form.rows, averages, labels, plan)
                 steps = engine.state.taking_steps(context) if self._role.learns else nullcontext()
-                with engine.tracing(context), steps:
-                    outputs.append(self._step(batch, form.rows))
+                with engine.tracing(context), steps, self._watching(averages):
+                    outputs.append(self._step(batch, context))
         return outputs if not self._role.logs else self._metrics.kept
 
-    def _step(self, batch: Any, rows: int) -> Any:
+    def _step(self, batch: Any, context: StepContext) -> Any:
         """Run the Python of one step."""
         engine = self._engine
         metrics = self._metrics
@@ -388,7 +392,7 @@ class StepRunner:
                     "as they are: call self.apply_gradients(loss), or loss.backward() and optimizer.step()"
                 )
             engine.observed.loss = getattr(logs.get("loss"), "dtype", None)
-            metrics.add_means(logs, rows)
+            metrics.add_means(logs, context.rows, context.averages)
             return None
         with torch.no_grad():
             if not self._role.logs:
@@ -398,7 +402,7 @@ class StepRunner:
                 return outputs
             with metrics.tracking(vars(engine.model)):
                 logs = self._logs(engine.model.test_step(batch))
-            metrics.add_means(logs, rows)
+            metrics.add_means(logs, context.rows, context.averages)
             return None
 
     def _logs(self, returned: Any) -> Mapping[str, Any]:
@@ -408,6 +412,13 @@ class StepRunner:
         step = f"{type(self._engine.model).__name__}.{self._role.name}_step"
         what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
         raise ArgumentError(f'{step} must return a dict of scalars, got {what}: end it with return {{"loss": loss}}')
+
+    def _watching(self, averages: Averages) -> AbstractContextManager[object]:
+        """A context for the Python of a step, which notes what the losses in code of the user's are means over."""
+        step = {"train": "train_step", "eval": "test_step"}.get(self._role.name)
+        usual = step is None or is_usual(self._engine.model, step, "compute_loss")
+        known = usual and not isinstance(self._engine.config.loss, ModuleLoss)
+        return nullcontext() if known else LossWatch(averages)
 
     def _hold_back(self, group: DeviceGroup) -> None:
         """Limit the steps under way, and note if the logs were finite up to the step that was waited for."""

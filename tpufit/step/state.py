@@ -28,7 +28,7 @@ from .config import CompileConfig
 from .context import StepContext
 from .kept_modules import kept_modules, kept_parameters
 from .named_tensors import check_weights, named_tensors
-from .optimizer_state import OptimizerState
+from .optimizer_state import OptimizerState, is_of_part
 from .sharding import bytes_of_a_core
 
 
@@ -372,7 +372,7 @@ class TrainState:
         self.numbers.batches_waiting = 0
         self.write_back()
         for own in self.optimizers.values():
-            tensors = own.accumulator.tensors if own.accumulator is not None else []
+            tensors = [tensor for accumulator in own.accumulators for tensor in accumulator.tensors]
             zeros = [torch.zeros(t.shape, dtype=t.dtype) for t in tensors]
             copy_into(tensors, zeros, self.placement, self.device.shardings)
 
@@ -469,11 +469,13 @@ class TrainState:
             )
         for name, optimizer in named.items():
             self.of(optimizer).check_options(name, names, saved.optimizers[name])
-        _check_training(self._training_tensors(), saved.training)
+        own = self._training_tensors()
+        _check_training({n: t for n, t in own.items() if n in saved.training or not is_of_part(n)}, saved.training)
 
         # Before the training tensors are listed, so that the adopted ones are among them.
         parameters = {name: t for name, t in self.named_tensors().items() if isinstance(t, nn.Parameter)}
         for name, optimizer in named.items():
+            self.of(optimizer).drop_parts()
             self.of(optimizer).adopt(name, parameters, saved.training)
         shardings = self.shardings(self.placement)
         move((t for optimizer in named.values() for t in device_state(optimizer)), self.placement, shardings=shardings)

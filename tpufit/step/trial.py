@@ -18,7 +18,7 @@ from . import precision
 from .arguments import call
 from .context import StepContext
 from .engine import Engine
-from .methods import StepMethods
+from .methods import is_usual
 
 # What the user's forward may raise on tensors without values, and only there.
 _OF_FORWARD = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -32,8 +32,7 @@ def fault_of(engine: Engine, batch: Any, transform: Callable[[Any], Any] | None)
     model = engine.model
     loss = engine.config.loss
     kind: Any = type(model)
-    usual = all(getattr(kind, name) is getattr(StepMethods, name) for name in ("test_step", "compute_loss", "__call__"))
-    if not usual or loss is None:
+    if not is_usual(model, "test_step", "compute_loss", "__call__") or loss is None:
         return None
     before = RNGState.now()
     try:

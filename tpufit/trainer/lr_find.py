@@ -174,13 +174,14 @@ def _losses(
         for rate, (group,) in zip(rates[first : first + _WINDOW], feed, strict=False):
             set_rate(optimizer, rate)
             run(group, feed.paused)
-            sums, rows = run.pop_sums()
-            if "loss" not in sums:
+            started.append(run.pop_sums())
+        sums = fetch([tensors for tensors, _ in started], "lr_find")
+        for (_, means), tensors in zip(started, sums, strict=True):
+            logs = means(tensors)
+            if "loss" not in logs:
                 step = f"{type(engine.model).__name__}.train_step"
-                raise ArgumentError(f"lr_find needs a 'loss', but {step} returns {sorted(sums)}: let it return one too")
-            started.append((sums["loss"], rows))
-        for loss, rows in fetch(started, "lr_find"):
-            yield float(loss) / rows
+                raise ArgumentError(f"lr_find needs a 'loss', but {step} returns {sorted(logs)}: let it return one too")
+            yield logs["loss"]
 
 
 def _whole_batches(data: Stream) -> Iterator[Any]:
