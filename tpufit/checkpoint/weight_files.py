@@ -102,13 +102,14 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if suffix in _PICKLES:
         part = "['state_dict']" if suffix == ".ckpt" else ""
         raise ArgumentError(
-            f"weights must be in a file '*{_SUFFIX}', got {str(path)!r}. If torch.save has made it: "
+            f"weights are kept as safetensors: pass a path ending in '{_SUFFIX}', got {str(path)!r}. "
+            "If torch.save made it: "
             f"model.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True){part})"
         )
     if Path(path).is_dir():
         raise ArgumentError(
-            f"weights must be in a file '*{_SUFFIX}', and {str(path)!r} is a folder: tpufit.load({str(path)!r}, net) "
-            "loads what model.save or ModelCheckpoint keeps there"
+            f"weights are kept as safetensors: pass a path ending in '{_SUFFIX}', and {str(path)!r} is a folder. "
+            f"tpufit.load({str(path)!r}, net) loads what model.save or ModelCheckpoint keeps there"
         )
     mirror = Mirror(weights_path(path), file=True)
     mirror.pull()
