@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -32,9 +33,9 @@ def resolve_verbose(verbose: str | int) -> int:
         >>> resolve_verbose(2)
         2
     """
-    if verbose == "auto":
+    if isinstance(verbose, str) and verbose == "auto":
         return 1 if can_draw(standard_output()) else 2
-    if verbose not in (0, 1, 2):
+    if not isinstance(verbose, (int, float, np.number)) or verbose not in (0, 1, 2):
         raise ArgumentError(
             f"verbose must be 'auto', 0 (silent), 1 (a progress bar) or 2 (a line an epoch), got {verbose!r}"
         )

@@ -147,8 +147,8 @@ def test_eagerly_it_is_the_same(cores):
         ({"accumulate_steps": 0}, "whole number of at least 1, got 0"),
         ({"accumulate_steps": 2.0}, "whole number of at least 1, got 2.0"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "only one of clip_norm, clip_value, global_clip_norm"),
-        ({"global_clip_norm": -1.0}, "global_clip_norm must be above 0, got -1.0"),
-        ({"clip_value": float("nan")}, "clip_value must be above 0, got nan"),
+        ({"global_clip_norm": -1.0}, "global_clip_norm must be a number above 0, got -1.0"),
+        ({"clip_value": float("nan")}, "clip_value must be a number above 0, got nan"),
     ],
 )
 def test_options_out_of_range(options, message):

@@ -392,12 +392,12 @@ def test_a_step_without_a_loss_says_so(cores):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"start_lr": 0.0}, "start_lr must be above 0 and below end_lr, got start_lr=0.0"),
+        ({"start_lr": 0.0}, "start_lr must be a finite number above 0, got 0.0"),
         ({"start_lr": 1.0, "end_lr": 0.1}, "end_lr=0.1"),
-        ({"end_lr": math.inf}, "end_lr=inf"),
+        ({"end_lr": math.inf}, "end_lr must be a finite number above start_lr, got inf"),
         ({"steps": 1}, "steps must be a whole number of at least 2, got 1"),
-        ({"stop_factor": 1.0}, "stop_factor must be above 1"),
-        ({"smoothing": 1.0}, "smoothing must be from 0 to below 1"),
+        ({"stop_factor": 1.0}, "stop_factor must be a number above 1"),
+        ({"smoothing": 1.0}, "smoothing must be a share from 0 to below 1"),
     ],
 )
 def test_wrong_arguments(arguments, says):

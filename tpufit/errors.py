@@ -5,6 +5,8 @@ TpufitError
 |   `-- UnknownNameError                a name that nothing goes by; the nearest ones are suggested
 |-- NotPicklableError (TypeError)       a model is given to pickle, torch.save or copy, and can't be
 |-- NotCompiledError (RuntimeError)     fit, evaluate or a step before compile gave what it needs
+|-- BusyError (RuntimeError)            another thread uses the device, and may be waiting for this one
+|-- ForkedError (RuntimeError)          a forked process asks for the device of the one that it comes from
 |-- DataError (ValueError)              the data are empty, of unequal lengths or of an unusable form
 |   |-- LabelError                      a class label lies outside the module's classes
 |   |-- BatchError (RuntimeError)       the module or the loss fails on a batch; PyTorch's own error is chained to it
@@ -39,7 +41,10 @@ TpufitError
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 
 def few(items: Sequence[str]) -> str:
@@ -91,8 +96,8 @@ class UnknownNameError(ArgumentError):
         super().__init__(f"unknown {kind} {name!r}: {question}{hint + ' ' if hint else ''}Known: {', '.join(known)}")
 
 
-def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = "") -> None:
-    """Raise an `ArgumentError` for an argument that isn't a whole number, or is too small.
+def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = "") -> int:
+    """Return an argument as an `int`, or raise an `ArgumentError` if it isn't a whole number, or is too small.
 
     Args:
         name: The argument's name.
@@ -102,13 +107,69 @@ def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = 
 
     Example:
         >>> require_whole("steps", 5)
+        5
         >>> require_whole("steps", True)
         Traceback (most recent call last):
         tpufit.errors.ArgumentError: steps must be a whole number of at least 1, got True
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+    # NumPy's whole numbers are some, too. What takes them counts in 64 bits.
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not at_least <= value < 2**63:
         choice = f" or {otherwise}" if otherwise else ""
-        raise ArgumentError(f"{name} must be a whole number of at least {at_least}{choice}, got {value!r}")
+        limit = " and below 2**63" if isinstance(value, (int, np.integer)) and value > at_least else ""
+        wanted = f"a whole number of at least {at_least}{limit}{choice}"
+        raise ArgumentError(f"{name} must be {wanted}, got {short_repr(value)}")
+    return int(value)
+
+
+def require_number(name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> int | float:
+    """Return an argument as a number of Python's, or raise an `ArgumentError` if it is none, or doesn't fit.
+
+    Args:
+        name: The argument's name.
+        value: The argument's value.
+        wanted: What it must be, for the message.
+        fits: True of the numbers that it may be.
+
+    Example:
+        >>> require_number("ema_momentum", 0.9, "a share from 0 to 1", lambda share: 0 <= share <= 1)
+        0.9
+    """
+    number = value.item() if isinstance(value, (np.integer, np.floating)) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not fits(number):
+        raise ArgumentError(f"{name} must be {wanted}, got {short_repr(value)}")
+    return number
+
+
+def require_flag(name: str, value: object) -> bool:
+    """Return an argument as True or False, or raise an `ArgumentError` if it is neither. None is False."""
+    number = isinstance(value, (int, np.integer)) and value in (0, 1)
+    if value is None or isinstance(value, np.bool_) or number:
+        return bool(value)
+    raise ArgumentError(f"{name} must be True or False, got {short_repr(value)}")
+
+
+def require_choice(name: str, value: object, *choices: object) -> None:
+    """Raise an `ArgumentError` for an argument that is none of some names, numbers, True, False or None."""
+    if not isinstance(value, (str, bool, int, type(None))) or value not in choices:
+        *first, last = map(repr, choices)
+        raise ArgumentError(f"{name} must be {', '.join(first)} or {last}, got {short_repr(value)}")
+
+
+def require_path(name: str, value: object) -> None:
+    """Raise an `ArgumentError` for an argument that is no path of a file or a folder."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
+        raise ArgumentError(f"{name} must be a path, got {short_repr(value)}")
+
+
+def short_repr(value: object) -> str:
+    """Return an argument's value for a message, on one line and not too long.
+
+    Example:
+        >>> short_repr("x"), len(short_repr("x" * 1000))
+        ("'x'", 80)
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:76]} ..."
 
 
 class NotPicklableError(TpufitError, TypeError):
@@ -258,6 +319,14 @@ class StrictError(TpufitError, RuntimeError):
 
 class StateLostError(TpufitError, RuntimeError):
     """A step failed on the device, and the weights are lost with it: it was to compute them, or had consumed them."""
+
+
+class BusyError(TpufitError, RuntimeError):
+    """Another thread of this process uses the device, and can't let this one in."""
+
+
+class ForkedError(TpufitError, RuntimeError):
+    """A forked process asked for the device of the process that it comes from, whose threads it doesn't have."""
 
 
 class CallbackError(TpufitError, RuntimeError):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import optimizers
-from .backend import HOST, Cores, CoresArgument
+from .backend import HOST, Cores, CoresArgument, in_turn
 from .callbacks import Callback, History
 from .callbacks.base import TrainedModel
 from .callbacks.progbar_logger import resolve_verbose
@@ -37,6 +37,11 @@ from .errors import (
     NotPicklableError,
     WeightsError,
     counted,
+    require_flag,
+    require_number,
+    require_path,
+    require_whole,
+    short_repr,
 )
 from .hosts import is_first
 from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
@@ -159,6 +164,7 @@ class Model(StepMethods):
                 return object.__getattribute__(self, name)  # raises Python's own error, or that of a user's property
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {sentence}")
 
+    @in_turn(alone=True)
     @explaining
     def compile(
         self,
@@ -295,6 +301,7 @@ class Model(StepMethods):
             self.loss_weights = loss_weights
         self._engine = Engine(self, config, before)
 
+    @in_turn(alone=True)
     @explaining
     def fit(
         self,
@@ -423,6 +430,7 @@ class Model(StepMethods):
             _by_compiler,
         )
 
+    @in_turn(alone=True)
     def preflight(
         self, x: Any = None, y: Any = None, batch_size: Any = None, *, tpu: Any = "v5e-8", **others: Any
     ) -> Any:
@@ -467,6 +475,7 @@ class Model(StepMethods):
 
         return run_preflight(self._engine, tpu, {"x": x, "y": y, "batch_size": batch_size} | others)
 
+    @in_turn()
     @torch.inference_mode(False)
     def evaluate(
         self,
@@ -504,6 +513,7 @@ class Model(StepMethods):
         Source: `keras.Model.evaluate`.
         """
         engine = self._engine
+        return_dict = require_flag("return_dict", return_dict)
         require_compiled(engine, "evaluate")
         require_vocabulary(self.module, x)
         verbosity = resolve_verbose(verbose)
@@ -517,6 +527,7 @@ class Model(StepMethods):
         logs = passes.evaluate(engine, held_out, callback_list(engine, callbacks, params))
         return _returned(logs, self.metrics_names, return_dict)
 
+    @in_turn()
     @torch.inference_mode(False)
     def predict(
         self,
@@ -570,6 +581,7 @@ class Model(StepMethods):
         Source: `keras.Model.predict`.
         """
         engine = self._engine
+        local = require_flag("local", local)
         verbosity = resolve_verbose(verbose)
         placement = engine.state.placement
         count = 1
@@ -591,6 +603,7 @@ class Model(StepMethods):
             passes.predict(engine, data, all_callbacks, predictions.add if wanted else lambda outputs: None, local)
         return predictions.result()
 
+    @in_turn(alone=True)
     def lr_find(
         self,
         x: Any = None,
@@ -659,6 +672,7 @@ class Model(StepMethods):
         consistency.move(engine, placement)
         return find(engine, data, sweep, seed)
 
+    @in_turn(alone=True)
     def train_on_batch(
         self,
         x: Any,
@@ -687,6 +701,7 @@ class Model(StepMethods):
 
         Source: `keras.Model.train_on_batch`.
         """
+        return_dict = require_flag("return_dict", return_dict)
         require_compiled(self._engine, "train_on_batch")
         require_gradients("train_on_batch")
         require_learning(self._engine)
@@ -694,6 +709,7 @@ class Model(StepMethods):
         run, _ = on_batch.run_on_batch(self._engine, "train", parts, cores, "train_on_batch", class_weight)
         return _returned(run.logs(), self.metrics_names, return_dict)
 
+    @in_turn()
     @torch.inference_mode(False)
     def test_on_batch(
         self,
@@ -708,10 +724,12 @@ class Model(StepMethods):
 
         Source: `keras.Model.test_on_batch`.
         """
+        return_dict = require_flag("return_dict", return_dict)
         require_compiled(self._engine, "test_on_batch")
         run, _ = on_batch.run_on_batch(self._engine, "eval", (x, y, sample_weight), cores, "test_on_batch")
         return _returned(run.logs(), self.metrics_names, return_dict)
 
+    @in_turn()
     @torch.inference_mode(False)
     def predict_on_batch(self, x: Any, *, cores: CoresArgument = None) -> Any:
         """Compute the module's outputs for one global batch.
@@ -730,6 +748,7 @@ class Model(StepMethods):
         predictions.add(fetch(outputs[0], "outputs"))
         return predictions.result()
 
+    @in_turn()
     def batches(
         self,
         x: Any,
@@ -766,11 +785,13 @@ class Model(StepMethods):
             >>> sorted(logs)
             ['loss']
         """
+        epoch = require_whole("epoch", epoch, 0)
         now = start(cores, f"batches(cores={cores!r})")
         seed = torch.initial_seed()
         data = TrainingData(x, y, sample_weight, batch_size, shuffle)
         return data.stream(self._engine.place_on(now), now, seed).epoch(epoch)
 
+    @in_turn()
     def reset_metrics(self) -> None:
         """Forget the logs of `train_on_batch` and `test_on_batch`, as each call of these does anyway.
 
@@ -799,6 +820,7 @@ class Model(StepMethods):
         own = metrics_in(vars(self))
         return ["loss", *parts, *(metric.name for metric in self._engine.config.metrics), *own]
 
+    @in_turn()
     def summary(
         self,
         print_fn: Callable[[str], object] | None = None,
@@ -821,8 +843,12 @@ class Model(StepMethods):
         """
         engine = self._engine
         seen = engine.observed
+        if print_fn is not None and not callable(print_fn):
+            raise ArgumentError(f"print_fn must be a function of a text, got {short_repr(print_fn)}")
         if input_size is not None:
-            x = torch.zeros(*input_size)
+            if not isinstance(input_size, (tuple, list)):
+                raise ArgumentError(f"input_size must be a shape such as (1, 3, 32, 32), got {short_repr(input_size)}")
+            x = torch.zeros([require_whole("each number of input_size", rows) for rows in input_size])
         if x is not None:
             seen.shapes.clear()
             with torch.no_grad(), torch.random.fork_rng(devices=[]), noting_outputs(self.module, seen.shapes):
@@ -854,6 +880,7 @@ class Model(StepMethods):
         Source: `torch.nn.Module.named_parameters`.
         """
         if not tracing():
+            self._engine.require_weights("parameters")
             self._engine.expose()
         return self.module.named_parameters(prefix, recurse)
 
@@ -882,7 +909,7 @@ class Model(StepMethods):
             >>> report.steps, report.problems
             (2, [])
         """
-        return self._engine.report(verbose)
+        return self._engine.report(require_flag("verbose", verbose))
 
     @property
     def memory_used(self) -> int | None:
@@ -910,7 +937,9 @@ class Model(StepMethods):
             >>> model.speed(steps_per_second=10)
             {'tokens_per_second': 5120.0}
         """
-        return self._engine.speed(steps_per_second)
+        wanted = "a finite number of at least 0"
+        pace = require_number("steps_per_second", steps_per_second, wanted, lambda pace: 0 <= pace < float("inf"))
+        return self._engine.speed(pace)
 
     @property
     def steps_taken(self) -> int:
@@ -938,9 +967,12 @@ class Model(StepMethods):
 
         Raises:
             StateLostError: A step failed on the device, and the weights are lost with it.
+            BusyError: Another thread trains the model.
         """
+        self._engine.require_weights("write_back")
         self._engine.state.write_back()
 
+    @in_turn()
     def swap_ema_weights(self, to: bool | None = None) -> None:
         """Swap the weights and their moving averages (`compile(use_ema=True)`). Nothing is copied.
 
@@ -950,10 +982,12 @@ class Model(StepMethods):
         Raises:
             ArgumentError: No averages are kept.
         """
+        to = None if to is None else require_flag("to", to)
         if self._engine.config.ema is None and to is not False:
             raise ArgumentError("there are no moving averages of the weights: model.compile(..., use_ema=True)")
         self._engine.state.swap_ema(to)
 
+    @in_turn()
     def state_dict(self) -> dict[str, Tensor]:
         """Return the module's parameters and buffers as host tensors, by name. This waits for the device, once.
 
@@ -970,6 +1004,7 @@ class Model(StepMethods):
             host = dict(zip(unique, copies(list(unique.values()), "state"), strict=True))
         return {name: host[id(tensor)] for name, tensor in own.items()}
 
+    @in_turn()
     def load_state_dict(self, state: Mapping[str, Tensor], skip_mismatch: bool = False) -> None:
         """Load weights into the module in place, wherever it is.
 
@@ -985,6 +1020,11 @@ class Model(StepMethods):
             StateLostError: A lost tensor is not among the given ones.
         """
         engine = self._engine
+        skip_mismatch = require_flag("skip_mismatch", skip_mismatch)
+        if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise ArgumentError(
+                f"state must be a dict of tensors by name, as state_dict gives it, got {short_repr(state)}"
+            )
         own = named_tensors(self.module)
         fitting = match_weights(own, state, skip_mismatch)
         if engine.state.device.lost:
@@ -1015,11 +1055,18 @@ class Model(StepMethods):
         Source: `keras.Model.set_weights`.
         """
         names = list(named_tensors(self.module))
+        if not isinstance(weights, (list, tuple)):
+            raise ArgumentError(f"weights must be a list of arrays, as get_weights gives it, got {short_repr(weights)}")
         if len(weights) != len(names):
             given = counted(len(weights), "weight")
             raise WeightsError(f"the module has {counted(len(names), 'tensor')}, got {given}: see get_weights")
-        self.load_state_dict(dict(zip(names, map(torch.as_tensor, weights), strict=True)))
+        try:
+            tensors = list(map(torch.as_tensor, weights))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise WeightsError(f"weights must hold arrays or tensors, got {short_repr(weights)}") from error
+        self.load_state_dict(dict(zip(names, tensors, strict=True)))
 
+    @in_turn()
     def save(self, filepath: str | os.PathLike[str]) -> None:
         """Save the weights, the optimizer and the arguments of `compile`, for `tpufit.load`.
 
@@ -1034,6 +1081,7 @@ class Model(StepMethods):
 
         Source: `keras.Model.save`.
         """
+        require_path("filepath", filepath)
         save_checkpoint(filepath, take_checkpoint(self._engine, outside_of_fit(self._engine)))
         self._engine.log.last_saved = os.fspath(filepath)
 
@@ -1046,6 +1094,7 @@ class Model(StepMethods):
         """
         self._engine.log.wanted_saves.append((writer, metric))
 
+    @in_turn()
     def save_weights(self, filepath: str | os.PathLike[str], *, finite_only: bool = False) -> None:
         """Save the weights as safetensors. The file is replaced atomically, or not at all.
 
@@ -1060,7 +1109,8 @@ class Model(StepMethods):
 
         Source: `keras.Model.save_weights`.
         """
-        save_weights(self._engine, filepath, finite_only)
+        require_path("filepath", filepath)
+        save_weights(self._engine, filepath, require_flag("finite_only", finite_only))
         self._engine.log.last_saved = os.fspath(filepath)
 
     def load_weights(self, filepath: str | os.PathLike[str], skip_mismatch: bool = False) -> None:
@@ -1076,8 +1126,10 @@ class Model(StepMethods):
 
         Source: `keras.Model.load_weights`.
         """
+        require_path("filepath", filepath)
         self.load_state_dict(read_weights(filepath), skip_mismatch)
 
+    @in_turn()
     def export(self, filepath: str | os.PathLike[str], example: Any) -> None:
         """Write the module as a program that runs without tpufit and without the module's class.
 
@@ -1105,8 +1157,10 @@ class Model(StepMethods):
 
         Source: `keras.Model.export`.
         """
+        require_path("filepath", filepath)
         export(filepath, self._engine, example)
 
+    @in_turn(alone=True)
     def to_cpu(self) -> nn.Module:
         """Move the module and the optimizer's state back to the host, in place. The next `fit` moves them again.
 
@@ -1127,7 +1181,7 @@ class Model(StepMethods):
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        optimizers.set_rate(optimizers.required(self.optimizer), float(rate))
+        optimizers.set_rate(optimizers.required(self.optimizer), rate)
 
     def higher_is_better(self, name: str) -> bool | None:
         """Say if a log gets better as it rises, for callbacks with `mode="auto"`.
@@ -1138,6 +1192,8 @@ class Model(StepMethods):
         Returns:
             True or False; None if its metric doesn't say.
         """
+        if not isinstance(name, str):
+            raise ArgumentError(f"name must be the name of a log, such as 'val_loss', got {short_repr(name)}")
         plain = name.removeprefix("val_")
         if plain == "loss":
             return False
@@ -1164,6 +1220,7 @@ def _by_compiler(engine: Engine, train: TrainingData, cores: Cores, memory: int)
     return largest_batch(engine, train, cores, memory)
 
 
+@in_turn(alone=True)
 def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> Model:
     """Load a model with the weights, the optimizer and the arguments of `compile` that it was saved with.
 
@@ -1197,6 +1254,10 @@ def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> 
 
     Source: `keras.saving.load_model`.
     """
+    require_path("path", path)
+    compile = require_flag("compile", compile)
+    if not isinstance(net, nn.Module):
+        raise ArgumentError(f"net must be a torch.nn.Module, got {short_repr(net)}")
     checkpoint = named_checkpoint(path)
     model = Model(net)
     own = named_tensors(net)

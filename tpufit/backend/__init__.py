@@ -10,6 +10,7 @@
 | `in_flight` | how far steps run ahead of the device |
 | `load` | what a step needs, for errors |
 | `verbs` | the functions beside these |
+| `threads` | threads use the device one after another |
 | `eager` | all of it in plain PyTorch on the host, for `run_eagerly` |
 
 mypy compares: the classes of a backend inherit from these, or are returned as these, and `runtime/conforms.py` compares
@@ -24,4 +25,5 @@ from .load import Load
 from .placement import Placement, Sharding, Shardings
 from .program import Body, Program, Sums
 from .state import DeviceState
+from .threads import in_turn, turns
 from .verbs import REMAT_POLICIES, Backend

@@ -149,7 +149,10 @@ _FORM: dict[str, _Form] = {
     "draws": dict,
     "compile": lambda arguments: arguments is _GONE or arguments is None or isinstance(arguments, dict),
     "model": {
-        **dict.fromkeys(("step", "seed", "updates", "batches_waiting", "passes"), is_whole),
+        **dict.fromkeys(("step", "updates", "batches_waiting", "passes"), is_whole),
+        "seed": lambda seed: (
+            is_whole(seed) or (type(seed) is int and 1 << 63 <= seed < 1 << 64)
+        ),  # as PyTorch draws one
         "chosen_steps": {str: is_whole},
         "swapped": {str: bool},
     },

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import Any, Generic, TypeVar
+
+from ..backend import turns
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -83,13 +85,16 @@ class InlineReader(BatchReader[T_co]):
     def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], T_co], pace: Pace | None = None) -> None:
         self.times = ReadTimes()
         self._clock = thread_time if pace is None or pace.decides else _no_time
+        self._lends: Callable[[], AbstractContextManager[None]]
+        self._lends = turns.lent if pace is None or not pace.in_memory else nullcontext
         self._batches = iter(batches)
         self._prepare = prepare
 
     def __next__(self) -> T_co:
         began = perf_counter()
         computed = self._clock()
-        batch = next(self._batches)
+        with self._lends():
+            batch = next(self._batches)
         read = perf_counter()
         prepared = prepared_by(self._prepare, batch)
         ended = perf_counter()
@@ -114,6 +119,7 @@ class Pace:
     """
 
     def __init__(self, in_memory: bool, movable: bool) -> None:
+        self.in_memory = in_memory
         self.inline = in_memory  # the next pass needs no thread
         self.passed = False  # there has been a pass
         self.decides = movable and not in_memory  # the times of a pass may change `inline`

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter, thread_time
 from typing import Any, Generic, NamedTuple
 
+from ..backend import turns
 from ..errors import require_whole
 from ..utils.users_code import warn
 from .inline import BatchReader, ReadTimes, T, T_co, prepared_by
@@ -23,8 +24,8 @@ from .inline import BatchReader, ReadTimes, T, T_co, prepared_by
 _PATIENCE = 2.0  # seconds that close() waits for a thread which is inside the user's data
 # Seconds after which a wait is begun again: the system may give a signal to another thread, as it does while a profiler
 # or debugger has stopped this one, and Python's handler then runs only when this one wakes up.
-_LOOK = 1.0
-_SILENCE = 60  # such waits without a batch after which it is said that one is waited for
+_LOOK = 0.1
+_SILENCE = 600  # such waits without a batch after which it is said that one is waited for
 _NO_BATCH = object()
 
 
@@ -104,6 +105,9 @@ class Prefetcher(BatchReader[T_co]):
         while True:
             with suppress(Empty):
                 return self._channel.ready.get(timeout=_LOOK)
+            if turns.waited_for:  # maybe by the data, if they ask a model
+                with self.paused():
+                    turns.give_way()
             waits += 1
             if waits == _SILENCE:
                 warn(

@@ -17,7 +17,7 @@ def order(rows: int, seed: int, epoch: int, within: int | None = None) -> NDArra
         >>> sorted(order(5, seed=0, epoch=1).tolist())
         [0, 1, 2, 3, 4]
     """
-    generator = np.random.Generator(np.random.Philox(key=[seed % (1 << 64), epoch]))
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), epoch], np.uint64)))
     if within is None:
         return generator.permutation(rows)
     return np.concatenate([i + generator.permutation(min(within, rows - i)) for i in range(0, rows, within)])

@@ -17,7 +17,7 @@ from torch import Generator
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from ..errors import ArgumentError, DataError, counted, require_whole
+from ..errors import ArgumentError, DataError, counted, require_choice, require_whole
 from ..utils.kept import Kept
 from ..utils.random import RNGState
 from ..utils.users_code import warn
@@ -85,13 +85,11 @@ def stream(
     whole = isinstance(batch_size, str) and batch_size == GLOBAL
     rows = None if isinstance(batch_size, str) and whole else batch_size
     if rows is not None:
-        require_whole("batch_size", rows, otherwise=repr(GLOBAL))
-    if steps is not None:
-        require_whole("steps", steps)
-    if shuffle not in (True, False, "batch"):
-        raise ArgumentError(f"shuffle must be True, False or 'batch', got {shuffle!r}")
+        rows = require_whole("batch_size", rows, otherwise=repr(GLOBAL))
+    steps = None if steps is None else require_whole("steps", steps)
+    require_choice("shuffle", shuffle, True, False, "batch")
     share = None if local_shards is None or len(local_shards) == cores else Share(tuple(local_shards), cores)
-    plan = BatchPlan(int(rows or DEFAULT_BATCH_SIZE), cores, shuffle, seed, name, share)
+    plan = BatchPlan(rows or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, share)
     source: Source
     if whole and (is_arrays(x, y) or is_map_style(x)):
         raise ArgumentError(

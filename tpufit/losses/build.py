@@ -32,7 +32,7 @@ def build(
             f"loss_weights go with a loss for each output, in a dict or a list, got loss={loss!r} and "
             f"loss_weights={weights!r}. If these are metrics: compile(..., metrics={weights!r})"
         )
-    if loss == "module" or (loss is None and module is not None and computes_loss(module)):
+    if (isinstance(loss, str) and loss == "module") or (loss is None and module is not None and computes_loss(module)):
         return ModuleLoss()
     if loss is None:
         return None

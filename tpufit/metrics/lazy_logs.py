@@ -25,11 +25,10 @@ class LazyLogs(UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is _UNREAD and self._read is not None:
-            read = self._read
-            self._read = None
-            for key, value in read().items():
+            for key, value in self._read().items():
                 if self.data.get(key) is _UNREAD:  # a callback's own value stays
                     self.data[key] = value
+            self._read = None  # last: another thread may read meanwhile
         return self.data[name]
 
     def __repr__(self) -> str:

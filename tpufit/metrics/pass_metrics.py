@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backend import Placement
+from ..backend import Placement, turns
 from ..errors import ArgumentError, DataError
 from ..losses import Averages, Mean
 from ..runtime import COUNTS, to_device, to_host
@@ -201,7 +201,12 @@ class PassMetrics(SumTable):
     def lazy(self) -> LazyLogs:
         """The means and metrics over all rows so far, fetched only if one is read."""
         snapshot = self._snapshot()
-        return LazyLogs(self.names, lambda: snapshot("batch logs"))
+
+        def read() -> dict[str, Any]:
+            with turns.taken("a batch's logs"):
+                return snapshot("batch logs")
+
+        return LazyLogs(self.names, read)
 
     def pop_sums(self) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], dict[str, float]]]:
         """Take the sums so far, on the device, and what makes the means of them on the host; a new pass begins."""

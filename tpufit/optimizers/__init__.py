@@ -23,6 +23,7 @@ from .rates import (
     begin_from_peak,
     note_scheduled,
     rates,
+    require_rates,
     required,
     runs_numbers,
     scale_rates,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, require_whole
+from ..errors import ArgumentError, require_number, require_whole
 from .build import PerParameter
 
 
@@ -34,14 +34,13 @@ class GradientConfig:
     global_clip_norm: float | None = None  # the largest norm of all gradients together
 
     def __post_init__(self) -> None:
-        require_whole("accumulate_steps", self.accumulate_steps)
+        object.__setattr__(self, "accumulate_steps", require_whole("accumulate_steps", self.accumulate_steps))
         limits = {name: getattr(self, name) for name in ("clip_norm", "clip_value", "global_clip_norm")}
         given = {name: limit for name, limit in limits.items() if limit is not None}
         if len(given) > 1:
             raise ArgumentError(f"only one of {', '.join(limits)} can be given, got {given}")
         for name, limit in given.items():
-            if not limit > 0:
-                raise ArgumentError(f"{name} must be above 0, got {limit!r}")
+            object.__setattr__(self, name, require_number(name, limit, "a number above 0", lambda most: most > 0))
 
     def clip(self, parameters: Iterable[nn.Parameter]) -> None:
         """Clip the gradients, inside a step. On several cores they are those of the whole batch by then.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..errors import ArgumentError, UnknownNameError, counted
 from ..runtime import keeps_count
 from .groups import GroupConfig
-from .rates import rates, set_rate
+from .rates import rates, require_rates, set_rate
 from .shared_counters import SharedStepCounters
 
 OptimizerArgument = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -67,7 +67,8 @@ def build(
                 "others as attributes of your Model,\nand let its train_step call self.apply_gradients(loss, "
                 "self.critics_optimizer) for each, as examples/gan.py does"
             )
-        if not callable(optimizer):
+        other_class = isinstance(optimizer, type) and not issubclass(optimizer, Optimizer)
+        if not callable(optimizer) or other_class:
             raise ArgumentError(
                 "optimizer must be a name, a torch.optim class, a function of the parameters or an optimizer, got "
                 f"{optimizer!r}"
@@ -85,6 +86,7 @@ def build(
         # The user's own object gets Keras's property, which only a class can have: callbacks write
         # `model.optimizer.learning_rate = 0.01`. The class is a subclass of the same name, so nothing else changes.
         optimizer.__class__ = _as_ours(kind, SharedStepCounters.fits(optimizer))
+    require_rates(optimizer)
     own = {id(p) for p in (*module.parameters(), *others)}
     foreign = [p for p in parameters(optimizer) if id(p) not in own]
     if foreign:

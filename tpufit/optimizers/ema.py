@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError
+from ..errors import require_number, require_whole
 from ..runtime import swap_value
 from .build import PerParameter
 
@@ -22,10 +22,11 @@ class EMAConfig:
     overwrite_frequency: int | None = None  # updates after which the weights become the averages; None is never
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum <= 1:
-            raise ArgumentError(f"ema_momentum must be from 0 to 1, got {self.momentum!r}")
-        if self.overwrite_frequency is not None and self.overwrite_frequency < 1:
-            raise ArgumentError(f"ema_overwrite_frequency must be at least 1, got {self.overwrite_frequency!r}")
+        momentum = require_number("ema_momentum", self.momentum, "a number from 0 to 1", lambda share: 0 <= share <= 1)
+        object.__setattr__(self, "momentum", momentum)
+        if self.overwrite_frequency is not None:
+            frequency = require_whole("ema_overwrite_frequency", self.overwrite_frequency)
+            object.__setattr__(self, "overwrite_frequency", frequency)
 
 
 class EMA(PerParameter):

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, few
+from ..errors import ArgumentError, few, require_number, short_repr
 from ..utils.blocks import outermost, repeated
 
 ExcludeArgument: TypeAlias = "bool | str | Sequence[str] | None"
@@ -29,11 +29,12 @@ class GroupConfig:
         if not isinstance(self.exclude, bool) and not all(isinstance(pattern, str) for pattern in self._patterns):
             raise ArgumentError(
                 "exclude_from_weight_decay must be None, True or patterns of parameter names, as in '*.bias', got "
-                f"{self.exclude!r}"
+                f"{short_repr(self.exclude)}"
             )
         decay: Any = self.layer_decay
-        if decay is not None and (isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1):
-            raise ArgumentError(f"layer_decay must be a factor above 0 and up to 1, got {decay!r}")
+        if decay is not None:
+            decay = require_number("layer_decay", decay, "a factor above 0 and up to 1", lambda x: 0 < x <= 1)
+            object.__setattr__(self, "layer_decay", decay)
 
     @property
     def _patterns(self) -> Sequence[Any]:
@@ -42,9 +43,13 @@ class GroupConfig:
         return self.exclude if isinstance(self.exclude, (list, tuple)) else [self.exclude]
 
     @property
+    def _excludes(self) -> bool:
+        return self.exclude is not None and self.exclude is not False
+
+    @property
     def wanted(self) -> bool:
         """True if there is anything to do."""
-        return self.exclude not in (None, False) or self.layer_decay is not None
+        return self._excludes or self.layer_decay is not None
 
     def split(self, optimizer: Optimizer, module: nn.Module) -> None:
         """Split the groups of an optimizer, which has taken no step, by what their parameters are to have in common.
@@ -54,7 +59,7 @@ class GroupConfig:
         Raises:
             ArgumentError: The optimizer has no weight decay, a pattern matches nothing, or there are no blocks.
         """
-        if self.exclude not in (None, False) and "weight_decay" not in optimizer.defaults:
+        if self._excludes and "weight_decay" not in optimizer.defaults:
             raise ArgumentError(
                 f"exclude_from_weight_decay: {type(optimizer).__name__} has no weight decay; leave it out"
             )

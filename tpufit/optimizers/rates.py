@@ -1,8 +1,10 @@
 """Learning rates in an optimizer's `param_groups`, and the keys that tpufit adds to these."""
 
+import math
+
 from torch.optim import Optimizer
 
-from ..errors import NotCompiledError
+from ..errors import ArgumentError, NotCompiledError, short_repr
 
 _RATIO = "lr_ratio"  # the proportion of a group's rate to the first group's
 _FACTOR = "lr_factor"  # the factor that `scale_rates` has multiplied the rate by
@@ -35,6 +37,26 @@ def rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
+def checked_rate(rate: object, name: str = "learning_rate") -> float:
+    """Return a learning rate as a number, or raise an `ArgumentError` if it is none, NaN, infinite or negative.
+
+    A tensor or an array of one number is one, too, as schedules return them.
+    """
+    try:
+        number = math.nan if isinstance(rate, (str, bytes, bool)) else float(rate)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ArgumentError(f"{name} must be a finite number of at least 0, got {short_repr(rate)}")
+    return number
+
+
+def require_rates(optimizer: Optimizer) -> None:
+    """Check the rate of each group: PyTorch's optimizers refuse negative ones, but not NaN."""
+    for group in optimizer.param_groups:
+        checked_rate(group["lr"], f"the learning rate (lr) of {type(optimizer).__name__}")
+
+
 def set_rate(optimizer: Optimizer, rate: float) -> None:
     """Give the first group a rate, and the others theirs in proportion.
 
@@ -47,6 +69,7 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
         >>> rates(optimizer)
         [1.0, 0.5]
     """
+    rate = checked_rate(rate)
     first, *others = optimizer.param_groups
     before = float(first["lr"])
     for group in others:

@@ -6,6 +6,7 @@ It fulfils the contract in `tpufit/backend/`: the classes there are what the res
 | --- | --- |
 | `bindings` | torch_xla's own bindings |
 | `devices` | find and start the cores |
+| `forks` | refuse the device to a forked process |
 | `kinds` | the kind of core that a step is traced for |
 | `release` | what differs between torch_xla 2.8 and 2.9 |
 | `placement` | one core or a mesh, and cores that aren't there |

@@ -15,11 +15,8 @@ _LOOKS = ("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla:
 
 def _xla_metrics() -> Any:
     """torch_xla's own counters, or None as long as nothing has imported torch_xla."""
-    if "torch_xla" not in sys.modules:
-        return None
-    import torch_xla.debug.metrics as metrics
-
-    return metrics
+    metrics = sys.modules.get("torch_xla.debug.metrics")  # no import, which would meet that of another thread
+    return metrics if hasattr(metrics, "executed_fallback_ops") else None  # its last one, while it is being imported
 
 
 def counts() -> Counts:

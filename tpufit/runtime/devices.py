@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from .. import hosts
@@ -21,9 +22,11 @@ from ..utils.deferred import deferred
 from ..utils.users_code import users_line
 from . import release
 from .faults import translate_import, translate_start
+from .forks import guard_forks, refuse_fork
 from .ops.indices import narrow_indices
 from .ops.lowerings import lower_missing
 
+_MOST = 1 << 20  # more cores than there are
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all, 1: warnings, 2: errors, 3: what ends the process
 
 
@@ -71,6 +74,7 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     """
     global _settled, _failed
     request = _parse(cores)
+    refuse_fork()
     if _settled is not None:
         _require_same(request, _settled, cores)
         return _settled
@@ -108,6 +112,7 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     lower_missing()
     if count > 1:
         narrow_indices()
+    guard_forks()
     if processes > 1:
         store = _store()
         hosts.connect(runtime.runtime.process_index(), processes, store, store.host)
@@ -232,16 +237,16 @@ def _quieten() -> None:
 
 
 def _parse(cores: CoresArgument) -> _Request:
-    if cores is None or cores == "auto":
+    if cores is None or (isinstance(cores, str) and cores == "auto"):
         return _Request(None, None)
     if isinstance(cores, str) and cores.strip().isdecimal():
         cores = int(cores)
-    if isinstance(cores, int) and not isinstance(cores, bool) and cores >= 1:
-        return _Request(cores, None)
+    if isinstance(cores, (int, np.integer)) and not isinstance(cores, bool) and 1 <= cores < _MOST:
+        return _Request(int(cores), None)
     if isinstance(cores, (list, tuple)) and len(cores) == 1:
         index = cores[0]
-        if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
-            return _Request(1, index)
+        if isinstance(index, (int, np.integer)) and not isinstance(index, bool) and 0 <= index < _MOST:
+            return _Request(1, int(index))
     known = "'auto', a count of at least 1 such as 8 or '8', or a list with one core's number from 0 such as [0]"
     raise ArgumentError(f"cores must be {known}; got {cores!r}")
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .. import losses
 from ..backend import ATTENTION
-from ..errors import ArgumentError, UnknownNameError, require_whole
+from ..errors import UnknownNameError, require_choice, require_flag, require_whole
 from ..losses import AnyLoss, LossByOutput
 from ..metrics import build as build_metrics
 from ..optimizers import NAMES, EMAConfig, GradientConfig
@@ -49,14 +49,16 @@ class CompileConfig:
     arguments: dict[str, Any] | None = None  # as given
 
     def __post_init__(self) -> None:
-        if self.scale_lr not in _SCALINGS:
-            raise ArgumentError(f"scale_lr must be 'linear', 'sqrt' or None, got {self.scale_lr!r}")
-        if self.attention not in ATTENTION:
-            raise UnknownNameError("attention", str(self.attention), ATTENTION)
-        if self.jit_compile not in ("auto", True, False):
-            raise ArgumentError(f"jit_compile must be 'auto', True or False, got {self.jit_compile!r}")
-        if self.steps_per_execution != "auto":
-            require_whole("steps_per_execution", self.steps_per_execution, otherwise="'auto'")
+        require_choice("scale_lr", self.scale_lr, *_SCALINGS)
+        if not isinstance(self.attention, str) or self.attention not in ATTENTION:
+            raise UnknownNameError("attention", self.attention, ATTENTION)
+        require_choice("jit_compile", self.jit_compile, "auto", True, False)
+        steps = self.steps_per_execution
+        if not (isinstance(steps, str) and steps == "auto"):
+            object.__setattr__(
+                self, "steps_per_execution", require_whole("steps_per_execution", steps, otherwise="'auto'")
+            )
+        object.__setattr__(self, "run_eagerly", require_flag("run_eagerly", self.run_eagerly))
 
     @classmethod
     def of(cls, arguments: dict[str, Any], module: nn.Module) -> CompileConfig:
@@ -71,6 +73,7 @@ class CompileConfig:
         outputs = loss.outputs if isinstance(loss, LossByOutput) else None
         ignored = loss.ignored if loss is not None else {}
         blocks(given["remat"], module)
+        ema = EMAConfig(given["ema_momentum"], given["ema_overwrite_frequency"])
         return cls(
             loss=loss,
             metrics=build_metrics(given["metrics"], given["weighted_metrics"], outputs, ignored),
@@ -82,7 +85,7 @@ class CompileConfig:
             run_eagerly=given["run_eagerly"],
             steps_per_execution=given["steps_per_execution"],
             gradients=GradientConfig(**clips),
-            ema=EMAConfig(given["ema_momentum"], given["ema_overwrite_frequency"]) if given["use_ema"] else None,
+            ema=ema if require_flag("use_ema", given["use_ema"]) else None,
             shard=ShardConfig.of(given["shard"], module),
             arguments=given,
         )

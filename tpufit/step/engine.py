@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .. import optimizers
-from ..backend import HOST, AttentionForms, Cores, Load, Placement, Program
+from ..backend import HOST, AttentionForms, Cores, Load, Placement, Program, turns
 from ..diagnostics.report import Pass, Report
-from ..errors import ArgumentError, StateLostError
+from ..errors import ArgumentError, BusyError, StateLostError
 from ..losses import ClassWeight
 from ..runtime import (
     Recorder,
@@ -321,6 +321,19 @@ class Engine:
         """
         for program in self.programs:
             program.note_users_code(seldom)
+
+    def require_weights(self, method: str) -> None:
+        """Check that the module keeps its weights when a method, which the error names, returns.
+
+        Raises:
+            BusyError: Another thread is running steps, which take them out.
+        """
+        busy = turns.elsewhere() if self.options.fitting or self.state.device.held else ""
+        if busy:
+            raise BusyError(
+                f"{method} gives the module's own tensors, out of which {busy} takes the values: use state_dict() or "
+                "get_weights(), which wait for a place between two steps and copy them"
+            )
 
     def expose(self) -> None:
         """Write the weights back before user code reads them; after a device fault there are none."""

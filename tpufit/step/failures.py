@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from traceback import walk_tb
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..data.batches import kind_of, listed
+from ..errors import few
 from ..losses import described
 from ..runtime import message_of
+from ..utils.text import dtype_name
 
 # The cure by the words of PyTorch's error: the first that has some counts.
 _CURES = (
@@ -58,6 +61,14 @@ def layer_failure(module: nn.Module, x: Any, error: RuntimeError) -> str:
     layer = next((layer for layer in reversed(running) if id(layer) in names), module)
     kind = type(layer).__name__ if any(layer.children()) else repr(layer)
     which = f"the module's layer {names[id(layer)]!r}, {kind}," if layer is not module else f"the module, {kind},"
+    weights = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    rows = {leaf.dtype for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    if weights and rows and weights <= {torch.bfloat16, torch.float16} and not weights & rows:
+        return (
+            f"{which} fails on a batch of {listed({'x': x})}, because the module's weights are in "
+            f"{few(sorted(map(dtype_name, weights)))}: compile(..., precision='bf16-true') makes both bfloat16, and "
+            "module.float() the weights float32"
+        )
     said = message_of(error)
     cure = next((cure for words, cure in _CURES if words.search(said)), "")
     return f"{which} fails on a batch of {listed({'x': x})}. {cure}PyTorch says: {said}"

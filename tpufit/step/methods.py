@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import losses
-from ..backend import Sharding
+from ..backend import Sharding, turns
 from ..data import unpack
 from ..data.batches import as_tensors
 from ..errors import ArgumentError, BatchError, DataError, NotCompiledError
@@ -99,21 +99,22 @@ class StepMethods(Holder):
         if torch.is_inference_mode_enabled() and not placement.on_host:  # there torch_xla can't make a tensor
             with torch.inference_mode(False), torch.no_grad():
                 return self(x, training)
-        # Between replays the module's tensors are empty; a trace has put its own values there.
-        if not tracing():
-            engine.state.write_back()
-        leaves, spec = tree_flatten(as_tensors(x))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        from_host = any(leaves[i].device.type == "cpu" for i in at) and not placement.on_host
-        if from_host:
-            for i, tensor in zip(at, to_device([leaves[i] for i in at], placement, Sharding.ROWS), strict=True):
-                leaves[i] = tensor
-        x = precision.inputs(name, tree_unflatten(leaves, spec))
-        modes = nullcontext() if training is None else engine.calling(training)
-        once = nullcontext() if placement.on_host or tracing() else recomputing({}, None)
-        with modes, once, precision.autocast(name, placement.device):
-            y_pred = call(self.module, x)
-        return fetch(y_pred, "outputs") if from_host and not tracing() else y_pred
+        with turns.taken("model(x)"):
+            # Between replays the module's tensors are empty; a trace has put its own values there.
+            if not tracing():
+                engine.state.write_back()
+            leaves, spec = tree_flatten(as_tensors(x))
+            at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            from_host = any(leaves[i].device.type == "cpu" for i in at) and not placement.on_host
+            if from_host:
+                for i, tensor in zip(at, to_device([leaves[i] for i in at], placement, Sharding.ROWS), strict=True):
+                    leaves[i] = tensor
+            x = precision.inputs(name, tree_unflatten(leaves, spec))
+            modes = nullcontext() if training is None else engine.calling(training)
+            once = nullcontext() if placement.on_host or tracing() else recomputing({}, None)
+            with modes, once, precision.autocast(name, placement.device):
+                y_pred = call(self.module, x)
+            return fetch(y_pred, "outputs") if from_host and not tracing() else y_pred
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         """Update the weights once. Override this for a custom training step.

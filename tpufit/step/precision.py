@@ -76,7 +76,7 @@ def check(name: str) -> str:
             f"the environment sets {', '.join(set_here)}, a retired way to ask for another precision, which changes "
             "tensors behind PyTorch's back or does nothing. Unset it, and pass precision='bf16' to compile",
         )
-    if name in PRECISIONS:
+    if isinstance(name, str) and name in PRECISIONS:
         return name
     if str(name).lower() in ("fp16", "float16", "half", "16", "16-mixed", "16-true", "mixed_float16"):
         raise ArgumentError(
@@ -96,7 +96,7 @@ def check_matmul(name: str) -> str:
         >>> check_matmul("highest")
         'highest'
     """
-    if name not in MATMUL_PRECISIONS:
+    if not isinstance(name, str) or name not in MATMUL_PRECISIONS:
         raise UnknownNameError("matmul_precision", name, MATMUL_PRECISIONS)
     return name
 

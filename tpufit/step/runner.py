@@ -360,6 +360,8 @@ class StepRunner:
                 seed(i)  # first, because the transform may draw random numbers
                 if self._transform is not None:
                     batch = self._transform(batch)
+                    if batch is None:
+                        raise ArgumentError("device_transform must return the batch, got None")
                 # After the transform, which may change the labels.
                 if engine.options.class_weight is not None and self._role.learns:
                     batch = engine.options.class_weight.weigh(batch, engine.state.placement)

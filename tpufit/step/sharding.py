@@ -39,7 +39,7 @@ class ShardConfig:
             >>> ShardConfig.of({"*.weight": 0}, nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))).dims
             {'0.weight': 0, '1.weight': 0}
         """
-        if shard is None or shard == "fsdp":
+        if shard is None or (isinstance(shard, str) and shard == "fsdp"):
             return cls(largest=shard is not None)
         if not isinstance(shard, Mapping):
             raise ArgumentError(

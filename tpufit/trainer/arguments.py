@@ -11,12 +11,13 @@ validation_step_freq, validation_limit |
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import losses
@@ -25,11 +26,49 @@ from ..callbacks import Callback, CallbackList
 from ..data import Compose, Stream, Transform, stream, train_validation_split
 from ..data.forms import brings_batches, is_arrays
 from ..data.stream import GLOBAL
-from ..errors import ArgumentError, NotCompiledError, counted, few, require_whole
+from ..errors import (
+    ArgumentError,
+    NotCompiledError,
+    counted,
+    few,
+    require_choice,
+    require_flag,
+    require_number,
+    require_whole,
+    short_repr,
+)
 from ..losses import ClassWeight, LossByOutput
 from ..step import Engine, StepMethods
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import users_line
+
+
+def _set(record: Any, name: str, value: object) -> None:
+    """Set a field of a frozen dataclass that is being made."""
+    object.__setattr__(record, name, value)
+
+
+def _batch_size(name: str, value: Any, *names: str) -> Any:
+    """Return a batch size, which may go by one of some names; None is none."""
+    if value is None or (isinstance(value, str) and value in names):
+        return value
+    return require_whole(name, value, otherwise=" or ".join(map(repr, names)))
+
+
+def is_whole(value: object) -> bool:
+    """True for a whole number of at least 1."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 1)
+
+
+def is_count_or_share(value: float) -> bool:
+    """True for a whole number of at least 1, or a fraction above 0 and up to 1."""
+    return is_whole(value) or (not isinstance(value, (int, np.integer)) and 0 < value <= 1)
+
+
+def _check_limit(record: Any, name: str) -> None:
+    if record.limit is not None:
+        wanted = "a number of batches from 1, or a share such as 0.1"
+        _set(record, "limit", require_number(name, record.limit, wanted, is_count_or_share))
 
 
 @dataclass(frozen=True)
@@ -46,10 +85,10 @@ class TrainingData:
     device_transform: Transform | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.batch_size, str) and self.batch_size not in ("auto", GLOBAL):
-            raise ArgumentError(
-                f"batch_size must be a whole number of at least 1, 'auto' or {GLOBAL!r}, got {self.batch_size!r}"
-            )
+        _set(self, "batch_size", _batch_size("batch_size", self.batch_size, "auto", GLOBAL))
+        if self.steps_per_epoch is not None:
+            _set(self, "steps_per_epoch", require_whole("steps_per_epoch", self.steps_per_epoch))
+        require_choice("shuffle", self.shuffle, True, False, "batch")
         if self.device_transform is not None and not callable(self.device_transform):
             raise ArgumentError(f"device_transform must be a function of a batch, got {self.device_transform!r}")
         if isinstance(self.device_transform, type):
@@ -64,7 +103,7 @@ class TrainingData:
         Raises:
             ArgumentError: The weights are used with several outputs, or are no weights.
         """
-        if self.class_weight is None or self.class_weight == {}:
+        if self.class_weight is None or (isinstance(self.class_weight, dict) and not self.class_weight):
             return None
         weigher = ClassWeight(self.class_weight, self.y)
         if isinstance(engine.config.loss, LossByOutput):
@@ -107,6 +146,25 @@ class ValidationData:
     freq: int | Container[int] = 1
     step_freq: int | float | None = None
     limit: int | float | None = None
+
+    def __post_init__(self) -> None:
+        given = 0.0 if self.split is None or self.split is False else self.split
+        split = require_number("validation_split", given, "a share from 0 to below 1", lambda share: 0 <= share < 1)
+        _set(self, "split", split)
+        _set(self, "batch_size", _batch_size("validation_batch_size", self.batch_size, GLOBAL))
+        if self.steps is not None:
+            _set(self, "steps", require_whole("validation_steps", self.steps))
+        freq: Any = self.freq
+        if isinstance(freq, Container) and not isinstance(freq, (str, bytes, Mapping)):
+            if isinstance(freq, Iterable) and not all(is_whole(epoch) for epoch in freq):
+                wanted = "a whole number of at least 1, or hold such numbers"
+                raise ArgumentError(f"validation_freq must be {wanted}, got {short_repr(freq)}")
+        else:
+            _set(self, "freq", require_whole("validation_freq", freq, otherwise="a list of the epochs, from 1"))
+        if self.step_freq is not None:
+            wanted = "a whole number of at least 1 or a share of an epoch such as 0.25"
+            _set(self, "step_freq", require_number("validation_step_freq", self.step_freq, wanted, is_count_or_share))
+        _check_limit(self, "validation_limit")
 
     @property
     def given(self) -> bool:
@@ -171,13 +229,13 @@ def steps_between(freq: int | float, steps: int | None) -> int:
                 f"validation_step_freq={freq}: the data don't say how many batches they have; give a number of steps"
             )
         return max(1, round(freq * steps))
-    require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
+    freq = require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
     if steps is not None and freq > steps:
         raise ArgumentError(
             f"validation_step_freq={freq} is never reached: an epoch has {counted(steps, 'step')}. Use validation_freq "
             "to validate at the end of every so many epochs"
         )
-    return int(freq)
+    return freq
 
 
 @dataclass(frozen=True)
@@ -198,14 +256,18 @@ class Schedule:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        if self.epochs is not None:
-            require_whole("epochs", self.epochs, 0)
-        require_whole("initial_epoch", self.initial_epoch, 0)
-        require_whole("min_epochs", self.min_epochs, 0)
-        if self.max_steps is not None:
-            require_whole("max_steps", self.max_steps)
-        if self.seconds is not None and not self.seconds > 0:
-            raise ArgumentError(f"max_time must be a number of seconds above 0 or a timedelta, got {self.max_time!r}")
+        for name, least in (("epochs", 0), ("initial_epoch", 0), ("min_epochs", 0), ("max_steps", 1)):
+            value = getattr(self, name)
+            if value is not None or name in ("initial_epoch", "min_epochs"):
+                _set(self, name, require_whole(name, value, least))
+        _check_limit(self, "limit")
+        if self.max_time is not None:
+            wanted = "a number of seconds above 0 or a timedelta"
+            require_number("max_time", self.seconds, wanted, lambda seconds: seconds > 0)
+        if not isinstance(self.resume, (bool, str, os.PathLike, type(None))) or self.resume == "":
+            forms = "True, False, 'best', 'next_epoch' or a path"
+            raise ArgumentError(f"resume must be {forms}, got {short_repr(self.resume)}")
+        _set(self, "strict", require_flag("strict", self.strict))
 
     @property
     def seconds(self) -> float | None:

@@ -50,7 +50,7 @@ def run_fit(
     require_gradients("fit")
     require_learning(engine)
     require_vocabulary(engine.model.module, train.x, *parts_of(validation.data)[:1])
-    optimizers.required(engine.model.optimizer)
+    optimizers.require_rates(optimizers.required(engine.model.optimizer))
     verbosity = resolve_verbose(verbose)
     given = CallbackList(callbacks).callbacks
     require_one_schedule(given)

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from traceback import print_exception
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -63,7 +64,7 @@ class Interruption:
             KeyboardInterrupt: After SIGINT.
             SystemExit: After SIGTERM, with exit status 143, as a shell shows it.
         """
-        if (self._signal if self._alone else self._settled) == signal.SIGINT:
+        if (self._settled or self._signal) == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signal.SIGTERM)
 
@@ -75,9 +76,14 @@ class Interruption:
                     self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for number in list(self._before):
             self._give_back(number)
+        # One that came after the last look, as in the last hook, or beside an error. The process may catch that.
+        if self._signal and (error is None or isinstance(error, Exception)):
+            if error is not None and self._signal == signal.SIGTERM:  # of whose end Python prints nothing
+                print_exception(error)
+            self.leave()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = number

@@ -22,6 +22,7 @@ fit
         leave if a callback asked to stop
     wait until everything is saved
     on_train_end                        of every callback, also after an error
+    leave after SIGTERM or Ctrl-C that came since the last look
 
 A resumed `fit` begins like any other. The checkpoint is loaded once the callbacks have begun, and the epoch too if the
 checkpoint is from the middle of one: loaded earlier, it would be overwritten by what they begin with.
@@ -88,6 +89,9 @@ def fit(
             training.manager.finish()
         engine.state.finish_ema()  # after the last checkpoint, which needs the weights that training goes on with
         callbacks.call("on_train_end", logs)
+        interruption.settle()
+        if interruption.wanted:
+            interruption.leave()
 
 
 class _Training:

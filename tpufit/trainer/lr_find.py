@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -15,7 +15,7 @@ from ..data import Stream
 from ..data.batches import count_rows
 from ..data.prefetch import Prefetcher
 from ..diagnostics.plots import new_axes
-from ..errors import ArgumentError, require_whole
+from ..errors import ArgumentError, require_number, require_whole
 from ..hosts import all_reduce_max
 from ..optimizers import set_rate
 from ..runtime import fetch
@@ -45,14 +45,18 @@ class Sweep:
     smoothing: float  # the share of the running average that each step keeps, from 0 to below 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.start_lr < self.end_lr < math.inf:
+        ranges: dict[str, tuple[str, Callable[[float], bool]]] = {
+            "start_lr": ("a finite number above 0", lambda rate: 0 < rate < math.inf),
+            "end_lr": ("a finite number above start_lr", lambda rate: rate < math.inf),
+            "stop_factor": ("a number above 1", lambda factor: factor > 1),
+            "smoothing": ("a share from 0 to below 1", lambda share: 0 <= share < 1),
+        }
+        for name, (wanted, fits) in ranges.items():
+            object.__setattr__(self, name, float(require_number(name, getattr(self, name), wanted, fits)))
+        if not self.start_lr < self.end_lr:
             got = f"start_lr={self.start_lr!r}, end_lr={self.end_lr!r}"
-            raise ArgumentError(f"start_lr must be above 0 and below end_lr, got {got}")
-        require_whole("steps", self.steps, 2)
-        if not self.stop_factor > 1:
-            raise ArgumentError(f"stop_factor must be above 1, got {self.stop_factor!r}")
-        if not 0 <= self.smoothing < 1:
-            raise ArgumentError(f"smoothing must be from 0 to below 1, got {self.smoothing!r}")
+            raise ArgumentError(f"start_lr must be below end_lr, got {got}")
+        object.__setattr__(self, "steps", require_whole("steps", self.steps, 2))
 
     @property
     def rates(self) -> list[float]:

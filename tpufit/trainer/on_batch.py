@@ -31,7 +31,7 @@ def run_on_batch(
     """
     used = max(i for i, part in enumerate(parts) if part is not None or i == 0) + 1
     batch = as_tensors(parts[:used])
-    if class_weight:
+    if class_weight is not None and not (isinstance(class_weight, dict) and not class_weight):
         batch = ClassWeight(class_weight).weigh(batch, HOST)
     run = _runner(engine, role, start(cores, f"{method}(cores={cores!r})"))
     engine.note_users_code(seldom=False)

@@ -18,6 +18,7 @@ from math import ceil
 from time import perf_counter, thread_time
 from typing import Any
 
+from ..backend import turns
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
 from ..data.inline import BatchReader, InlineReader
@@ -107,6 +108,10 @@ class PassLoop:
                     self.collect(outputs, [form.rows for part in parts for form in part.forms])
                 if self.stop(feed.paused):
                     break
+                if turns.waited_for:
+                    with feed.paused():  # another thread may capture a graph
+                        turns.give_way()
+                    run.note_hooks()
         times = feed.times
         data.pace.note(times, thread_time() - began - times.paused - (times.computed if inline else 0.0))
         add_seconds("data", times.busy if inline else times.waited)

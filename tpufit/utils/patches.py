@@ -19,6 +19,7 @@ What Python itself runs otherwise, or PyTorch:
 | `runtime/trace_watch.py` | `sys.setprofile`, and the functions of `numpy.random` | to see what a step's Python reads and draws | the end of `Watch`, around a traced step; a profiler that is there stays |
 | `runtime/own_thread.py` | the class of the step's tensors | other threads wait while a step is traced again | the end of `for_this_thread` |
 | `runtime/transfer.py` | how a tensor is pickled, by `copyreg` | a tensor of the device is pickled as one of the host | for good, and for tensors of the device only |
+| `runtime/forks.py` | the device's copies of tensors | they would wait for ever in a process that is forked once the device runs | for good, in that process only |
 | `runtime/lazy.py` | the garbage collector stands still | to list the tensors that were made | the end of `noting_new` |
 | `optimizers/build.py` | the class of the user's optimizer, to a subclass of the same name | Keras's `optimizer.learning_rate` is a property | for good: it is the same class but for that |
 | `utils/compiling.py` | what `torch.compiler.is_compiling()` answers | modules choose the way that can be traced | the end of `compiling` |
@@ -31,6 +32,7 @@ What the process is, or how it ends:
 | `runtime/devices.py` | `CPU_NUM_DEVICES` and the level of XLA's log, in the environment; no warnings by `logging` | virtual cores; XLA's notes at every compilation; torch_xla's while it is imported | for good, as XLA reads them when it likes; the end of the import |
 | `utils/hardware.py` | variables of the environment that a run of several processes has left, on Kaggle; `TPU_SKIP_MDS_QUERY`, without a TPU | a TPU would wait for processes that aren't there; libtpu would ask the cloud for minutes | for good: libtpu reads them when it is loaded |
 | `hosts/group.py` | `TPUFIT_HOST` in the environment; a handler for the exit | for workers that read a host's rows; to tell the other hosts | for good |
+| `runtime/forks.py` | a handler for forks; in the forked process no end of torch_xla's, and none of C++ objects | it has none of the threads that these wait for | for good |
 | `runtime/lowering.py` | the variable of the environment that torch_xla hashes | its hash of a graph leaves the precision out | the next graph that is lowered otherwise |
 | `runtime/recorder.py` | `PJRT_DEVICE` | operations are traced as for a TPU | the end of `tracing_for` |
 | `runtime/release.py` | torch_xla's handler for the exit is taken out | of 2.8, where no runtime has started: it would start one | for good |

@@ -39,8 +39,9 @@ def set_random_seed(seed: int) -> None:
 
     Source: `keras.utils.set_random_seed`.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 32:
         raise ArgumentError(f"seed must be a whole number from 0 to 2**32 - 1, got {seed!r}")
+    seed = int(seed)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

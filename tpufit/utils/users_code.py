@@ -22,6 +22,12 @@ def users_line() -> str:
     return NOBODYS if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def line_of(thread: int) -> str:
+    """The line of the user's that a thread, given by its identity, has come to."""
+    frame = _users_frame(sys._current_frames().get(thread))
+    return NOBODYS if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
 def calling_lines() -> str:
     """The user's line, and before it the line of the library that it has called, e.g. `timm/x.py:9, called at a.py:12`.
 
