@@ -918,3 +918,71 @@ def test_more_hosts_send_no_more_bytes_a_core():
         assert not any(one.gathers for one in found.step.collectives)
         sent[tpu] = sum(one.nbytes for one in found.step.collectives)
     assert sent["v5e-64"] <= sent["v5e-16"] <= sent["v5e-8"] and sent["v5e-64"] > 0
+
+
+WRITING = """
+import io, os, shutil, sqlite3, subprocess, sys
+from pathlib import Path
+import numpy as np
+import safetensors.torch
+import torch
+
+here, out = Path(os.environ["HERE"]), Path(os.environ["OUT"])
+assert Path("data/rows.csv").read_text() == (Path(__file__).parent / "data" / "rows.csv").read_text() == "1"
+shutil.rmtree("runs")
+os.makedirs("runs/a/b")
+for folder in (Path(), Path(__file__).parent, here, out):
+    (folder / "new" / "deep").mkdir(parents=True, exist_ok=True)
+    (folder / "log.txt").write_text("gone")
+    with open(folder / "log.txt", "a") as file:
+        file.write(" and more")
+    assert (folder / "log.txt").read_text() == "gone and more" and "log.txt" in os.listdir(folder)
+    torch.save({"a": 1}, folder / "weights.pt")
+    assert torch.load(folder / "weights.pt") == {"a": 1}
+    safetensors.torch.save_file({"a": torch.ones(2)}, folder / "weights.safetensors")
+    np.savetxt(folder / "rows.csv", np.ones(3))
+    np.save(folder / "rows.npy", np.ones(3))
+    base = sqlite3.connect(folder / "rows.db")
+    base.execute("create table if not exists t (a)")
+    base.close()
+    os.replace(folder / "log.txt", folder / "moved.txt")
+    shutil.copy(folder / "moved.txt", folder / "copied.txt")
+    (folder / "keep.txt").unlink(missing_ok=True)
+Path("large.bin").write_bytes(b"small")
+subprocess.run([sys.executable, "-c", "open('sub.txt', 'w').write('x')"], check=True)
+shutil.rmtree(out)
+try:
+    io.FileIO(out / "refused.txt", "w")
+except PermissionError as error:
+    print(error)
+print("written")
+"""
+
+
+def test_a_script_writes_nowhere(run_python, tmp_path):
+    here, out = tmp_path / "here", tmp_path / "out"
+    for folder in (here / "data", here / "runs" / "old", out):
+        folder.mkdir(parents=True)
+    for folder in (here, out):
+        for name in ("log.txt", "weights.pt", "weights.safetensors", "rows.csv", "keep.txt"):
+            (folder / name).write_text(name)
+    (here / "data" / "rows.csv").write_text("1")
+    with (here / "large.bin").open("wb") as file:
+        file.truncate((1 << 26) + 1)
+    (here / "train.py").write_text(WRITING)
+
+    def contents():
+        files = {path: path.is_file() and path.stat().st_size for path in tmp_path.rglob("*")}
+        return files | {path: path.read_text() for path in files if path.suffix in (".txt", ".pt", ".csv")}
+
+    before = contents()
+    code = (
+        "import os, runpy, pathlib; from tpufit.preflight.copied_folder import copied_folder\n"
+        f"os.chdir({str(here)!r})\n"
+        "with copied_folder(pathlib.Path('train.py')) as copy: runpy.run_path(str(copy))\n"
+        f"assert os.getcwd() == {str(here)!r} and not copy.exists()\n"
+    )
+    ended = run_python(code, env={"HERE": str(here), "OUT": str(out)})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "preflight lets a script write nothing outside of its copy" in ended.stdout and "written" in ended.stdout
+    assert contents() == before

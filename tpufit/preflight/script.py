@@ -16,6 +16,7 @@ from typing import Any
 from ..callbacks import History
 from ..errors import PreflightError
 from ..utils.terminal import say
+from .copied_folder import copied_folder
 
 
 class _NotTrained(dict[str, Any]):
@@ -36,7 +37,8 @@ def run_script(
 
     `fit` returns a history, and `evaluate` logs, of which every value is NaN. All else runs as it is, on untrained
     weights. An error of the script after its first `fit` is told, and ends it: it may miss what a training would have
-    left. The model is the class whose methods are replaced, the options further arguments of `Model.preflight`.
+    left. It runs in a copy of its folder, and what it writes goes nowhere, see `copied_folder`. The model is the class
+    whose methods are replaced, the options further arguments of `Model.preflight`.
 
     Raises:
         PreflightError: The script has called no `fit`.
@@ -52,7 +54,7 @@ def run_script(
         reports.append(self.preflight(**given | options))
         told(reports[-1])
         history = History()
-        epochs = max(1, bound.arguments["epochs"] - bound.arguments["initial_epoch"])
+        epochs = max(1, (bound.arguments["epochs"] or 1) - bound.arguments["initial_epoch"])
         for epoch in range(epochs):
             history.on_epoch_end(epoch, {"loss": math.nan})
         logs = _NotTrained(epochs)
@@ -68,12 +70,13 @@ def run_script(
         return math.nan if len(names) == 1 else [math.nan] * len(names)
 
     os.environ["PJRT_DEVICE"] = "CPU"  # whatever the script runs itself must not take a TPU
-    with _as_main(path, words), ExitStack() as stack:
+    say(f"{path.name} runs in a copy of its folder, which is deleted afterwards: what it writes goes nowhere")
+    with copied_folder(path) as copy, _as_main(copy, words), ExitStack() as stack:
         for name, method in (("fit", fit), ("evaluate", evaluate)):
             stack.callback(setattr, model, name, getattr(model, name))
             setattr(model, name, method)
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            runpy.run_path(str(copy), run_name="__main__")
         except SystemExit as end:
             if end.code and not reports:
                 raise PreflightError(f"{path} ended before its first fit, with {end.code!r}") from None

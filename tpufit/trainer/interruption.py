@@ -42,6 +42,7 @@ class Interruption:
         self._signal = 0
         self._settled = 0  # the signal that all hosts know of
         self._alone = process_count() == 1
+        self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     @property
@@ -86,6 +87,11 @@ class Interruption:
             self.leave()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker that inherited the handler, and has no step to finish
+            self._give_back(number)
+            if number != signal.SIGINT:  # Ctrl-C goes to every process of the terminal, and the parent ends its workers
+                os.kill(os.getpid(), number)
+            return
         self._signal = number
         self._give_back(number)  # before anything else, so that a second signal always gets through
         self.wakes()

@@ -43,6 +43,7 @@ What the process is, or how it ends:
 | `data/cache/maker.py` | PyTorch's number of threads | a sum's last digits depend on it | the end of `alone` |
 | `data/cache/build.py` | SIGINT and the number of threads of a worker | Ctrl-C is the parent's | it is the worker's own process |
 | `preflight/script.py` | `sys.argv`, `sys.path`, `PJRT_DEVICE`, and `fit` and the like of `Model` | a script runs without training | the end of `run_script`; the variable for good |
+| `preflight/copied_folder.py` | the working directory and that for temporary files; `open`, the functions of `os` that take paths, `torch.save`, `serialize_file` of safetensors and `sqlite3.connect`; an audit hook | a script that isn't trained must not replace what a training has written | the end of `copied_folder`; the hook, which then does nothing, for good |
 | `verification/process.py` | the handler of SIGINT | a shell's background jobs ignore it, and Ctrl-C is checked | it is a check's own process |
 | `preflight/compiling.py` | the environment | libtpu runs without a TPU | it is the compiler's own process |
 """  # noqa: E501
