@@ -102,7 +102,7 @@ def replay_graph_of(model: Any, loader: Any, rate: float, clock: Clock) -> None:
     role = model._engine.roles["train"]
     program, running = role.program, role.sums
     (graph,) = program._graphs.values()
-    if graph.donates:
+    if graph.consumed:
         raise ValueError("this graph takes the memory of its state, which the model still needs")
     device = str(model._engine.state.placement.device)
     state, sums = list(model._engine.state.device.values), list(running.tensors)

@@ -24,6 +24,6 @@ from .in_flight import InFlight
 from .load import Load
 from .placement import Placement, Sharding, Shardings
 from .program import Body, Program, Sums
-from .state import DeviceState
+from .state import DeviceState, Slot
 from .threads import in_turn, turns
 from .verbs import REMAT_POLICIES, Backend

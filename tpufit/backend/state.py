@@ -1,11 +1,25 @@
 """`DeviceState`: the tensors that steps change, and their values meanwhile."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .placement import Placement, Sharding
+
+
+class Slot(NamedTuple):
+    """A place of the user's that has one of the state's tensors: a module's buffer, a part of an optimizer's state."""
+
+    name: Hashable
+    tensor: Tensor  # that is there now
+    put: Callable[[Tensor | None], None]  # puts another one there, or takes it out
+
+
+def no_slots() -> list[Slot]:
+    """List no slots, as of tensors that no step replaces."""
+    return []
 
 
 class DeviceState(ABC):

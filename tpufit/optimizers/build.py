@@ -135,16 +135,26 @@ def create_state(optimizer: Optimizer) -> None:
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
+# What PyTorch's optimizers count, or compute from a count, in tensors without dimensions.
+_COUNTS = ("step", "mu_product", "eta", "mu")
+
+
 def device_state(optimizer: Optimizer) -> list[Tensor]:
     """The tensors of the optimizer's state that belong on the device.
 
     The step counter of an optimizer that can't count on the device stays on the host, where reading it costs nothing.
     """
     counts_there = keeps_count(optimizer)
-    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    values = [
+        value
+        for parameter, state in optimizer.state.items()
+        for name, value in state.items()
+        # A momentum of a parameter without dimensions has none itself.
+        if isinstance(value, Tensor) and (value.dim() or counts_there or not (parameter.dim() or name in _COUNTS))
+    ]
     if isinstance(optimizer, SharedStepCounters):
-        values = [*optimizer.counters(), *values]
-    return list({id(value): value for value in values if value.dim() or counts_there}.values())
+        values = [*(value for value in optimizer.counters() if value.dim() or counts_there), *values]
+    return list({id(value): value for value in values}.values())
 
 
 def share_counters(optimizer: Optimizer) -> None:

@@ -17,6 +17,7 @@ It fulfils the contract in `tpufit/backend/`: the classes there are what the res
 | `lazy` | tensors that wait to be computed, and their memory |
 | `lowering` | what is read only while a graph is lowered, and its part in the graph's identity |
 | `device_state` | the tensors that training changes |
+| `aliases` | tensors that share memory |
 | `unsharding` | whole weights where a step computes with split ones |
 | `packing` | the shapes in which a TPU keeps weights |
 | `graph` | a compiled step: its inputs and outputs |

@@ -4,7 +4,7 @@ The body of a step runs here over lazy tensors: each operation is only noted. So
 reason beside it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,10 +17,24 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..backend import Body, Sums
 from ..utils.compiling import compiling
+from .aliases import Follower, aliases_of, followers_of, shared
 from .bindings import xla
 from .device_state import HeldState
 from .graph import Graph, recognise, template_of
-from .lazy import by_memory, compute, drop, identity, noting_new, pending, pending_elsewhere, same_memory
+from .lazy import (
+    behind_barrier,
+    by_memory,
+    compute,
+    drop,
+    handles,
+    has_value,
+    identity,
+    noting_new,
+    pending,
+    pending_elsewhere,
+    same_memory,
+    young,
+)
 from .lowering import tell_apart
 from .operations import operations_in
 from .ops.dropout import drawing
@@ -94,6 +108,7 @@ class Target:
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 result = body(inputs, seeds)
+                self.state.follow()
                 if self.state.shardings:
                     self.state.pin(self.state.tensors, self.placement)
                 return result
@@ -118,14 +133,16 @@ class Target:
 def undoing(state: HeldState) -> Iterator[None]:
     """A context that takes a step back if it can't be traced, compiled or run. The state must have been computed."""
     before = same_memory(state.tensors)
+    aliases = aliases_of(state.tensors)
     try:
         yield
     except BaseException:
         # First out of the user's tensors: with `drop` they would lose their place.
+        state.unfollow()
         if not state.lost:
             for value in before:  # no graph has consumed it, and none of another step may
                 xla()._set_buffer_donation(value, False)
-            state.restore(before)
+            state.restore(before, aliases)
         elif not state.held:
             state.hold()
         # The error's traceback may hold pending tensors for long. Whatever is started next would try them again.
@@ -158,14 +175,22 @@ class Capture:
         # Before the trace, which replaces the sums and gives the state's tensors other memory.
         lists = {"state": stored, "sum": target.sums.tensors, "input": inputs}
         self._memory = by_memory(lists)
+        self._stored = handles(stored)
+        # Weak references would keep `torch.utils.swap_tensors` from its work in the trace.
+        self._state = list(target.state.tensors)
+        self._young = young()
+        self._begun: list[ref[Tensor]] = []
         self._given = len(inputs)  # the body may add others
         self._before = python_state()
         self.outputs: Any = None
         self._new: list[Tensor] = []  # the tensors that the trace has made, but for those that it has let go
         self._roots: list[Tensor] = []  # the outputs of its graph
         self._values: list[Tensor] = []  # the inputs of its graph
-        self._taken: list[Tensor] = []  # the traced state
-        self._results: list[Tensor] = []
+        self._settled: list[int] = []  # the indices of the state that the graph replaces
+        self._taken: list[Tensor] = []  # the traced tensors of these
+        self._left: list[Tensor] = []  # what the body has returned or left elsewhere, and the graph computes
+        self._results: list[Tensor] = []  # its values
+        self._followers: list[Follower] = []  # of what was left elsewhere, those that share memory with the state
         self._escaped: list[Tensor] | None = None  # what the body has left elsewhere, once `graph` has looked for it
 
     def trace(self, body: Body) -> str:
@@ -173,6 +198,8 @@ class Capture:
         self._target.sums.begin()
         with noting_new() as self._new:
             self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch)
+        self._begun = list(map(ref, self._state))
+        self._state.clear()
         obstacle = self._watch.reads() or self._leftover()
         if obstacle:
             self._target.state.end_trace()
@@ -186,6 +213,8 @@ class Capture:
             return "it leaves gradients to the next one"
         if [(t.shape, t.dtype) for t in sums.begun] != [(t.shape, t.dtype) for t in sums.tensors]:
             return "its running sums change their shape or dtype"
+        if any(alias.apart for alias in aliases_of(state.present())):
+            return "two tensors of its state share a part of their memory"
         return ""
 
     def variation(self) -> str:
@@ -213,7 +242,9 @@ class Capture:
         # A weight that another thread has just taken, as by `state_dict`, is none that the body has left.
         everything = self._new
         state = set(map(identity, self._target.state.tensors))
-        self._new = [tensor for tensor in everything if identity(tensor) not in state]
+        put_back = {id(begun()) for begun in self._begun}  # those that the trace has replaced
+        self._new = [t for t in everything if identity(t) not in state and id(t) not in put_back]
+        self._begun = []
         graph = self.graph()
         self._new = everything
         for value in self._values:
@@ -228,7 +259,7 @@ class Capture:
             known = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
             left = pending_elsewhere([*known, *state.tensors, *self._target.sums.tensors], self._new)
         taken = set(map(identity, state.tensors))  # by another thread: nobody has left it
-        compute([tensor for tensor in left if identity(tensor) not in taken])
+        compute([t for t in left if identity(t) not in taken], "a trace that isn't run has left tensors elsewhere")
 
     def graph(self) -> Graph | None:
         """Find out what was traced, without compiling it. None if there is nothing to run."""
@@ -243,23 +274,31 @@ class Capture:
         memory |= {handle: (name, self._given + i) for handle, (name, i) in added.items()}
         leaves, spec = tree_flatten(self.outputs)
         template, computed = template_of(leaves, memory)
-        changed, replaced = state.traced()
+        changed, replaced, aliases = state.traced(self._stored, target.placement)
         summed = pending(sums.tensors)
-        roots = [*replaced, *(sums.tensors[i] for i in summed), *computed]
+        own = [*replaced, *(sums.tensors[i] for i in summed)]
         # A tensor that the body left elsewhere becomes an output too. Left pending it would be computed later, from
         # memory that the graph has written over.
-        escaped = self._escaped = pending_elsewhere([*roots, *state.tensors], self._new)
-        self._roots = roots = [*roots, *escaped]
+        known = [*own, *computed, *state.tensors]
+        escaped = self._escaped = self._elsewhere(known)
+        self._left = [*computed, *escaped]
+        self._followers = followers_of(state.tensors, escaped) if escaped else []
+        others, left = _outputs(own, self._left)
+        self._roots = roots = [*own, *others]
         if not roots:
             state.end_trace()
             return None
         _, self._values = xla()._get_tensors_xla_device_data_node(roots)
         sources, constants, places = recognise(self._values, memory, self._seeds.places)
+        consumed = list[int]()
+        changes = {*changed, *(i for i, _ in shared(aliases))}
+        kept = {handle for i, handle in enumerate(self._stored) if i not in changes}
         with alias_with_buffer_donor_config():
             # Before the hash, of which donation is a part. Only memory that is replaced: a donated tensor is gone.
             for value, (name, i) in zip(self._values, sources, strict=True) if target.donates else ():
-                if name == "state" and i in changed:
+                if name == "state" and self._stored[i] not in kept:
                     xla()._set_buffer_donation(value, True)
+                    consumed += [j for j, handle in enumerate(self._stored) if handle == self._stored[i]]
             tell_apart(roots)
             found = xla()._get_graph_hash(roots)
         result = template, spec
@@ -272,7 +311,9 @@ class Capture:
             summed=summed,
             result=result,
             escaped=len(escaped),
-            donates=target.donates,
+            left=left,
+            aliases=aliases,
+            consumed=consumed,
             facts=self._before,
         )
         sizes = {
@@ -283,6 +324,22 @@ class Capture:
         }
         graph.arrange(sizes | {"constant": len(constants)})
         return graph
+
+    def _elsewhere(self, known: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the body has left elsewhere than in its result: in an attribute, a list, a closure.
+
+        They wait for the graph, or are copies of the state as it was before: to make one computes nothing.
+        """
+        state = set(map(id, self._target.state.tensors))
+        replaced = [t for begun in self._begun if (t := begun()) is not None and id(t) not in state]
+        followers = [t for f in self._target.state.followers if (t := f.tensor()) is not None]
+        among = [*self._new, *replaced, *followers]
+        waiting = pending_elsewhere(known, among)
+        young_ids = set(map(id, self._young))
+        left_out = {*map(id, known), *map(id, waiting), *(young_ids - {*map(id, replaced), *map(id, followers)})}
+        stored = set(self._stored)
+        others = [t for t in among if id(t) not in left_out]
+        return waiting + [t for t in others if has_value(t) and handles([t])[0] in stored]
 
     def compile(self, graph: Graph, cause: str) -> None:
         """Compile the graph of this trace; the report says why it is needed."""
@@ -299,7 +356,8 @@ class Capture:
         """Run the graph of this trace, or an equal one, with its inputs; `first` if it has never run."""
         state = self._target.state
         taken = state.hold()
-        self._taken = [taken[i] for i in graph.changed]
+        self._settled = [*graph.changed, *(i for i, _ in shared(graph.aliases))]
+        self._taken = [taken[i] for i in self._settled]
         target = self._target
         self._results = graph.run(
             state, target.sums, self._values, target.placement.starter, first and target.placement.runs
@@ -312,15 +370,36 @@ class Capture:
         """
         # The history of other tensors may keep the traced state alive, so its objects stay as they are. The others lose
         # their history, which keeps more of the trace alive.
-        for tensor, value in zip(self._taken, self._target.state.shown(graph.changed), strict=True):
+        for tensor, value in zip(self._taken, self._target.state.shown(self._settled), strict=True):
             tensor.data = value
-        left = self._roots[len(self._roots) - len(self._results) :]
-        for tensor, value in zip(left, self._results, strict=True):
+        left = self._left
+        # Each once: a body may return the same tensor twice.
+        for tensor, value in {id(t): (t, value) for t, value in zip(left, self._results, strict=True)}.values():
             if (
                 tensor._is_view() and not tensor.requires_grad
             ):  # as `h[:, 0]` of a prediction: PyTorch swaps no such view
                 tensor.data = value
             else:
-                swap_value(tensor, value, requires_grad=False)
+                swap_value(tensor, value, requires_grad=tensor.requires_grad and tensor.is_leaf)
         graph.escaped_tensors = list(map(ref, left[len(left) - graph.escaped :]))
+        self._target.state.followers = self._followers
         return self.outputs
+
+
+def _outputs(own: Sequence[Tensor], left: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """The outputs of a graph for the tensors that its body has left, beside those of `own`: which are they, by index.
+
+    A graph has one output for all tensors of one identity, and none for one that has a value.
+    """
+    taken = set(map(identity, own))
+    waiting = set(pending(left))
+    outputs: list[Tensor] = []
+    found: dict[int, int] = {}
+    indices = []
+    for i, tensor in enumerate(left):
+        which = identity(tensor)
+        if which not in found:
+            found[which] = len(outputs)
+            outputs += [tensor] if i in waiting and which not in taken else behind_barrier([tensor])
+        indices.append(found[which])
+    return outputs, indices

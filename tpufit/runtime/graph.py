@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ..backend import Sums
+from .aliases import Aliases
 from .bindings import xla
 from .device_state import HeldState, replaced
 from .lazy import handles, pending
@@ -43,8 +44,11 @@ class Graph:
         summed: The sums that its next outputs replace.
         result: The leaves of the body's result, a mark for a computed tensor or an input, or else the value itself;
             and the nest that they make.
-        escaped: The number of its last outputs, tensors that the body left elsewhere than in its result.
-        donates: True if it writes the new state over the old.
+        escaped: The number of tensors that the body left elsewhere than in its result.
+        left: The output that each tensor of the result is, and each that was left elsewhere, counted after the sums. A
+            body may return the same one twice.
+        aliases: The state tensors that share memory afterwards.
+        consumed: The state tensors whose old values it writes over.
         facts: The values in the user's Python before it was traced, see `python_state.facts`.
         operations: What it computes, in operations; 0 if nobody has counted.
         proven: True once a second trace has given the same graph.
@@ -62,7 +66,9 @@ class Graph:
     summed: list[int]
     result: tuple[list[Any], TreeSpec]
     escaped: int
-    donates: bool
+    left: list[int]
+    aliases: Aliases
+    consumed: list[int]
     facts: Mapping[str, Any]
     operations: int = 0
     proven: bool = False
@@ -85,7 +91,7 @@ class Graph:
         """The difference to the next trace of the same step, in words, or nothing."""
         if self.hash != later.hash:
             return "two traces of it gave different graphs, as its Python depends on something that changes"
-        parts = ("sources", "changed", "summed", "escaped", "places")
+        parts = ("sources", "changed", "summed", "escaped", "left", "aliases", "places")
         if any(getattr(self, part) != getattr(later, part) for part in parts):
             return "two traces of it used different tensors"
         for one, other in zip(self.constants, later.constants, strict=True):
@@ -113,12 +119,12 @@ class Graph:
         Returns:
             The tensors that the body returned or left elsewhere.
         """
-        outputs = state.expect(self.changed, self.donates)
+        outputs = state.expect(self.changed, self.consumed, self.aliases)
         # One call in C. No handler of a signal runs between the graph's start and the arrival of its outputs in the
         # list: an interrupt there would lose them after the state that they replace has been consumed.
         outputs.extend(chain([None], map(start, [self.hash], [inputs])))
         # A graph that writes over the old state has consumed it, and no wait could bring it back.
-        if first and outputs[1] and not (self.donates and self.changed):
+        if first and outputs[1] and not self.consumed:
             try:
                 reach(min(outputs[1], key=torch.numel), "capture")
             except RuntimeError:
@@ -129,7 +135,7 @@ class Graph:
         middle = len(self.changed)
         end = middle + len(self.summed)
         sums.tensors = replaced(sums.tensors, self.summed, out[middle:end])
-        return out[end:]
+        return [out[end + i] for i in self.left]
 
     @property
     def superseded(self) -> bool:
@@ -159,7 +165,7 @@ def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) ->
     Inputs are known by their memory, see `by_memory`.
 
     Returns:
-        The leaves of `Graph.result`, and the tensors that the graph computes.
+        The leaves of `Graph.result`, and the tensors that the graph computes, or takes from the state or the sums.
     """
     template: list[Any] = []
     computed: list[Tensor] = []
@@ -171,7 +177,11 @@ def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) ->
                 computed.append(leaf)
             else:
                 name, index = memory.get(handles([leaf])[0], ("", 0))
-                kind = _Input(index) if name == "input" else leaf
+                if name == "input":
+                    kind = _Input(index)
+                elif name:  # what the state is now, which it isn't at the next call
+                    kind = _COMPUTED
+                    computed.append(leaf)
         template.append(kind)
     return template, computed
 

@@ -13,10 +13,10 @@ from .bindings import xla
 from .transfer import swap_value
 
 
-def compute(tensors: Sequence[Tensor]) -> None:
+def compute(tensors: Sequence[Tensor], cause: str = "tensors share memory") -> None:
     """Start the work of some tensors alone, without waiting; none of the memory that it reads is written over."""
     if tensors:
-        with counters.role("transfer", "a trace that isn't run has left tensors elsewhere"):
+        with counters.role("transfer", cause):
             xla()._xla_sync_multi(list(tensors), [], False, True)
 
 
@@ -79,7 +79,7 @@ def pending_elsewhere(known: Iterable[Tensor], among: Sequence[Tensor] | None = 
     try:
         found = [tensors[i] for i in pending(tensors)]
     except RuntimeError:  # one has no value and waits for none, as while another thread reads it
-        found = [tensor for tensor in tensors if _waits(tensor)]
+        found = [tensor for tensor in tensors if _waits(tensor) is True]
     return sorted(found, key=identity)
 
 
@@ -95,9 +95,14 @@ def noting_new() -> Iterator[list[Tensor]]:
     try:
         yield new
     finally:
-        new += _tensors(generation=0)
+        new += young()
         if runs:
             gc.enable()
+
+
+def young() -> list[Tensor]:
+    """The tensors on the device among the collector's youngest objects."""
+    return _tensors(generation=0)
 
 
 def _tensors(generation: int | None = None) -> list[Tensor]:
@@ -111,11 +116,16 @@ def _tensors(generation: int | None = None) -> list[Tensor]:
     return found
 
 
-def _waits(tensor: Tensor) -> bool:
+def has_value(tensor: Tensor) -> bool:
+    """True if a tensor is there and has been computed."""
+    return _waits(tensor) is False
+
+
+def _waits(tensor: Tensor) -> bool | None:
     try:
-        return bool(pending([tensor]))
+        return bool(pending([tensor])) if tensor.is_xla else None  # type: ignore[attr-defined]
     except RuntimeError:
-        return False
+        return None
 
 
 def _subclasses(kind: type) -> set[type]:

@@ -1,12 +1,13 @@
 """The states and programs of a placement: of its cores, or of the host."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..backend import AttentionForms, DeviceState, Placement, Program, Sharding, Sums
+from ..backend import AttentionForms, DeviceState, Placement, Program, Sharding, Slot, Sums
 from ..backend.eager import EagerProgram, HostState
+from ..backend.state import no_slots
 from .device_state import HeldState
 from .ops.forms import choosing
 from .ops.kernels import own_kernels
@@ -18,11 +19,14 @@ _PLAIN = AttentionForms()
 
 
 def state_at(
-    placement: Placement, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding] | None = None
+    placement: Placement,
+    tensors: Iterable[Tensor],
+    shardings: Mapping[int, Sharding] | None = None,
+    slots: Callable[[], Sequence[Slot]] = no_slots,
 ) -> DeviceState:
-    """Return the state of tensors that are at a placement."""
+    """Return the state of tensors that are at a placement. `slots` lists the slots of the user's that they are in."""
     if isinstance(placement, CorePlacement):
-        return HeldState(tensors, shardings, Packing(placement))
+        return HeldState(tensors, shardings, Packing(placement), slots)
     return HostState(tensors, shardings)
 
 

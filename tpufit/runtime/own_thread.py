@@ -76,7 +76,9 @@ def _guarded(kind: type[Tensor]) -> type[Tensor]:
         if get_ident() in _guard.others:
             _guard.wait()
         result = plain(func, classes, args, kwargs or {})
-        if func is Tensor.detach:  # else it is no weight of which `nn.Parameter` makes another
+        # `nn.Parameter` makes another one only of a weight whose detached tensor has the same class. Elsewhere a module
+        # would take that tensor for a parameter.
+        if func is Tensor.detach and sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
             result.__class__ = guarded
         return result
 

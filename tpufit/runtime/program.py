@@ -95,11 +95,25 @@ class CapturedProgram(Program):
         self._told: set[str] = set()  # the causes that were warned of
 
     def replays(self, key: Hashable) -> bool:
-        graph = self._graphs.get(key)
+        graph = self._graphs.get(self._named(key))
+        if graph is None or not graph.proven:
+            return False
+        if self._target.state.held:
+            return True
+        self._hold()  # user code may have let other tensors share memory
+        graph = self._graphs.get(self._named(key))
         return graph is not None and graph.proven
 
+    def _named(self, key: Hashable) -> Hashable:
+        """The key of a graph: that of its call, and which of the state's tensors share memory when it starts."""
+        aliases = self._target.state.aliases
+        return (key, aliases) if aliases else key
+
     def audit_due(self, key: Hashable, remaining: int | None) -> bool:
-        return self.replays(key) and (self.audits.due(key, remaining) or self._graphs[key].superseded)
+        if not self.replays(key):
+            return False
+        named = self._named(key)
+        return self.audits.due(named, remaining) or self._graphs[named].superseded
 
     @property
     def captures(self) -> bool:
@@ -151,6 +165,7 @@ class CapturedProgram(Program):
         pause: Pause = nullcontext,
         sample: Body | None = None,
     ) -> None:
+        key = self._named(key)
         graph = self._graphs[key]
         reference = graph
         if sample is not None and graph.sample is not None:
@@ -210,7 +225,10 @@ class CapturedProgram(Program):
             target.sums.roll_back()
 
     def lacks_sample(self, key: Hashable) -> bool:
-        return self.replays(key) and self._graphs[key].sample is None
+        if not self.replays(key):
+            return False
+        graph = self._graphs[self._named(key)]
+        return graph.sample is None and not graph.escaped
 
     def trace_sample(
         self,
@@ -225,7 +243,7 @@ class CapturedProgram(Program):
             wait("audit")
             with self._unrun(inputs, seeds, Glance()) as capture:
                 obstacle = capture.trace(sample)
-                self._graphs[key].sample = None if obstacle else capture.unrun()
+                self._graphs[self._named(key)].sample = None if obstacle else capture.unrun()
 
     def _hold(self) -> None:
         """Take the state's values out of the user's tensors."""
@@ -235,11 +253,11 @@ class CapturedProgram(Program):
             state.hold()
 
     def replay(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
+        key = self._named(key)
         graph = self._graphs[key]
         target = self._target
         self.operations = graph.operations
         self.audits.replayed(key, len(seeds))
-        self._hold()
         state = target.state
         sums = target.sums
         drawn = seed_tensors(target.placement.device_name, seeds, graph.places) if graph.places else []
@@ -263,14 +281,16 @@ class CapturedProgram(Program):
     def _capture(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step and compile its graph, or show that it is the one there is; then run that graph."""
         target = self._target
-        earlier = self._graphs.get(key)
         self._finish()
         graph = None
         began = perf_counter()
         with undoing(target.state):
             stored = target.state.begin_trace()  # before the watch, which would see it as work of the step
+            key = self._named(key)
+            earlier = self._graphs.get(key)
             watch = self._watch()
             capture = Capture(target, stored, inputs, seeds, watch, self._python_state)
+            del stored  # the body may replace some of them
             obstacle = capture.trace(body)
             self.products = watch.products
             if obstacle:
@@ -310,7 +330,7 @@ class CapturedProgram(Program):
         elif not self.traced_because:
             self._graphs[key] = graph
         state = target.state.tensors
-        self.donated = sum(state[i].nbytes for i in graph.changed) if target.donates else 0
+        self.donated = sum(state[i].nbytes for i in graph.consumed)
         self.operations = graph.operations
         capture.run(graph, first=bool(unproven))
         return graph

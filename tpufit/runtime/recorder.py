@@ -73,7 +73,6 @@ class Recorder:
         graph = trace.graph
         if graph.hash in self.outputs:
             return
-        changed = set(graph.changed) if graph.donates else set()
         # Sums are whole, as are seeds and constants, which may have the freed memory of a batch.
         axes = [self._axes.get(handle) for handle in xla()._get_tensors_handle(trace.values)]
         arguments = [
@@ -82,7 +81,7 @@ class Recorder:
                 i,
                 tuple(value.shape),
                 value.dtype,
-                donated=name == "state" and i in changed,
+                donated=name == "state" and i in graph.consumed,
                 axis=axis if name == "input" else trace.axes[i] if name == "state" else None,
                 nbytes=value.nbytes,
             )

@@ -54,6 +54,7 @@ _CURES = {
         "has, unlike self.optimizer.zero_grad(). Or let compile(accumulate_steps=n) sum them"
     ),
     "it reads": "Return it from train_step as a log, choose with torch.where instead of if, or leave it out",
+    "share a part": "Keep a copy of one of them: x.clone()",
     "draws": "Draw on the device (torch.rand(..., device=x.device)) or in the data set",
     "jit_compile": "Leave jit_compile at 'auto'",
     "": "Keep counts in a buffer on the device, and what changes out of the step's Python",

@@ -20,6 +20,7 @@ from ..errors import PlacementError
 from ..hosts import all_reduce_max
 from ..utils.counters import waiting
 from . import counters
+from .aliases import aliases_of, link
 from .bindings import xla
 
 # The bytes of a large state that are on the host at once, on their way from the device or to it. No tensor is parted.
@@ -152,8 +153,10 @@ def move(
     if not moving:
         return
     _refuse_shared_memory(moving, names)
+    aliases = aliases_of(moving)
     for group in _in_groups(moving):
         _move(group, placement, names, shardings)
+    link(moving, aliases)
 
 
 def _move(tensors: Sequence[Tensor], placement: Placement, names: Names, shardings: Shardings) -> None:
@@ -202,6 +205,7 @@ def copy_into(
     The targets live at `placement`, or on the host, where some optimizers count.
     """
     pairs = list(zip(targets, values, strict=True))
+    aliases = aliases_of(targets)
     with torch.no_grad():
         for target, value in pairs:
             if target.device.type == "cpu":
@@ -215,6 +219,7 @@ def copy_into(
                 swap_value(target, value)
             else:
                 target.data = value
+    link(targets, aliases)
 
 
 def _refuse_shared_memory(tensors: Sequence[Tensor], names: Names) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..backend import HOST, DeviceState, Placement, Sharding
+from ..backend import HOST, DeviceState, Placement, Sharding, Slot
 from ..backend.eager import HostState
 from ..errors import CheckpointMismatchError, StateLostError, few
 from ..optimizers import DeviceRates, GroupNumbers, HostCounters, UpdatePlan, clear_state, device_state, parameters
@@ -208,6 +208,27 @@ class TrainState:
         """The model's optimizers, and further ones that steps have used."""
         return list(dict.fromkeys([*self.named_optimizers().values(), *self.optimizers]))
 
+    def _slots(self) -> list[Slot]:
+        """List the slots of modules and optimizers that the tensors are in; a step may put others there."""
+        found: list[Slot] = []
+        for i, module in enumerate(self.modules):
+            for path, part in module.named_modules():
+                for tensors in (part._parameters, part._buffers):
+                    found += [
+                        Slot((i, path, name), tensor, partial(_put, tensors, name))
+                        for name, tensor in tensors.items()
+                        if tensor is not None
+                    ]
+        for i, optimizer in enumerate(self._every_optimizer()):
+            there = set(map(id, device_state(optimizer)))
+            for j, (parameter, values) in enumerate(optimizer.state.items()):
+                found += [
+                    Slot((i, j, name), value, partial(_put, optimizer.state[parameter], name))
+                    for name, value in values.items()
+                    if id(value) in there
+                ]
+        return found
+
     # Where it is
 
     def of_a_core(self, tensors: Iterable[Tensor]) -> int:
@@ -254,7 +275,7 @@ class TrainState:
         if moved:
             self._forget_rates()
         self.placement = placement
-        self.device = state_at(placement, tensors.values(), shardings)
+        self.device = state_at(placement, tensors.values(), shardings, self._slots)
         return True
 
     def write_back(self) -> None:
@@ -315,7 +336,7 @@ class TrainState:
 
     def renew(self) -> None:
         """Forget the held tensors: `compile` has replaced their values, e.g. by another dtype."""
-        self.device = state_at(self.placement, [])
+        self.device = state_at(self.placement, [], slots=self._slots)
 
     def _forget_rates(self) -> None:
         for own in self.optimizers.values():
@@ -576,6 +597,13 @@ class Snapshot(NamedTuple):
     values: list[Tensor]  # of these tensors, on the host
     numbers: TrainNumbers
     random: RNGState
+
+
+def _put(slots: MutableMapping[Any, Any], name: Any, tensor: Tensor | None) -> None:
+    if tensor is None:
+        slots.pop(name, None)
+    else:
+        slots[name] = tensor
 
 
 def _copied(values: MutableMapping[Any, Any]) -> tuple[MutableMapping[Any, Any], dict[Any, Any]]:
