@@ -17,7 +17,7 @@ from .cores import Cores, CoresArgument
 from .load import Load
 from .placement import Names, Placement, Sharding, Shardings
 from .program import Program, Sums
-from .state import DeviceState
+from .state import DeviceState, Slot
 
 # What a block keeps for its backward pass, the most first. The rest is computed again.
 REMAT_POLICIES: Mapping[str, str] = {
@@ -140,7 +140,11 @@ class Backend(Protocol):
         """The placement of steps on cores, or on absent ones."""
 
     def state_at(
-        self, placement: Placement, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding] | None = ...
+        self,
+        placement: Placement,
+        tensors: Iterable[Tensor],
+        shardings: Mapping[int, Sharding] | None = ...,
+        slots: Callable[[], Sequence[Slot]] = ...,
     ) -> DeviceState:
         """The state of tensors that are at a placement."""
 

@@ -49,7 +49,7 @@ class Follower:
 
 def storage_of(tensor: Tensor) -> int:
     """The identity of a tensor's memory, computed or not. Tensors that share it have the same."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def aliases_of(tensors: Sequence[Tensor]) -> Aliases:
@@ -140,7 +140,7 @@ _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 def _geometry(tensor: Tensor, owner: Tensor) -> _Geometry | None:
     """The size, strides and offset of a tensor in the storage that it shares with its owner; None if nobody knows."""
     if not torch._is_functional_tensor(tensor):
-        return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+        return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
     if torch._is_functional_tensor_base(tensor):
         indices = torch.arange(tensor.numel()).view(tensor.shape)
         return tuple(tensor.shape), indices.stride(), 0

@@ -123,8 +123,10 @@ class HeldState(DeviceState):
         """Go on with the tensors that the trace has put into the slots of the state's, if it has replaced some."""
         begun = self._begun
         self._begun = None
+        if begun is None:
+            return
         now = self._slots()
-        if begun is None or [slot.name for slot in begun] != [slot.name for slot in now]:
+        if [slot.name for slot in begun] != [slot.name for slot in now]:
             return  # there is new state: the graph of this trace is not for it
         before = [slot.tensor for slot in begun]
         after = [slot.tensor for slot in now]
