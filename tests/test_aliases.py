@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import tpufit
-from tpufit import runtime
 
 pytestmark = pytest.mark.cores(1, 8, quick=False)
 
@@ -215,7 +214,7 @@ def compare(make, reason, cores, **compiling):
 
     losses, state, _ = run(run_eagerly=True)
     here, state_here, traced = run()
-    if not compiling:
+    if reason:
         assert traced == reason
     assert here == pytest.approx(losses, rel=2e-5)
     assert state.keys() == state_here.keys()
@@ -267,10 +266,3 @@ def test_buffers_that_share_memory(cores, net, options):
 def test_a_parameter_without_dimensions(cores, kind):
     optimizers = {"sgd": lambda p: torch.optim.SGD(p, 0.02, momentum=0.9), "adam": torch.optim.Adam}
     compare(lambda: (tpufit.Model(ScaledByANumber()), optimizers[kind]), REPLAYED, cores)
-
-
-def test_state_that_each_step_replaces_is_replayed(cores):
-    torch.manual_seed(0)
-    before = runtime.counts()
-    train(cores, tpufit.Model(small_net()), lambda parameters: Optimizer(parameters, gives_a_copy_back), epochs=20)
-    assert (runtime.counts() - before).waits["capture"] < 20  # of 120 steps
