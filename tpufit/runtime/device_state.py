@@ -221,7 +221,8 @@ class HeldState(DeviceState):
             root = tensor
             # A graph has no output for a tensor with a value, and one for all tensors of one identity.
             if i in memory or identity(tensor) in seen:
-                root = placement.pin(*behind_barrier([tensor]), self.shardings.get(id(tensor), Sharding.WHOLE))
+                (root,) = behind_barrier([tensor])
+                placement.pin(root, self.shardings.get(id(tensor), Sharding.WHOLE))
             seen.add(identity(root))
             changed.append(i)
             roots.append(self._packing.pinned(kept(root)) if i in self._packed else root)
