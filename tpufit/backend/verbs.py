@@ -90,6 +90,9 @@ class Backend(Protocol):
     def gather_rows(self, nest: Any, placement: Placement) -> Any:
         """The same values, such that each host can read them."""
 
+    def value_of(self, tensor: Tensor, placement: Placement) -> Tensor | None:
+        """Return the value of a tensor on the host; None for one that a step's trace has yet to compute."""
+
     def fetch_rows(self, nest: Any, mine: Sequence[int], reason: str) -> Any:
         """Copy this host's rows of a step's outputs to the host, which waits."""
 

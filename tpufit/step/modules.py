@@ -41,7 +41,7 @@ def refuse_host_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
         PlacementError: There are some.
     """
     parameter = next(module.parameters(), None)
-    if parameter is None or parameter.device.type != "xla":
+    if parameter is None or parameter.device.type in ("cpu", "meta"):
         return
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(tensor.device.type == "cpu" and tensor.dim() for tensor in given):
