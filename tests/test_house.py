@@ -19,6 +19,7 @@ FRIENDLY_ATTRIBUTES = {
     "_cdata": "of a storage: its identity, whether it has been computed or not",
     "_is_functional_tensor": "of torch: whether a tensor is one of a device that traces",
     "_is_functional_tensor_base": "of torch: whether such a tensor is no view",
+    "_functionalize_apply_view_metas": "of torch 2.8: the same view of another tensor",
     "_is_view": "of a tensor: whether its memory is another's",
     "_base": "of a tensor: the one whose memory it has",
     "_view_func_unsafe": "of a tensor: the same view of another one",

@@ -12,6 +12,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from .release import viewed
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -145,12 +147,9 @@ def _geometry(tensor: Tensor, owner: Tensor) -> _Geometry | None:
         indices = torch.arange(tensor.numel()).view(tensor.shape)
         return tuple(tensor.shape), indices.stride(), 0
     # Its strides are those of a copy: only the operations that made the view know where it lies.
-    views = torch._C._functionalization
-    if not hasattr(views, "get_view_meta_sequence"):  # as in PyTorch 2.8
-        return None
     numbers = torch.arange(owner.numel()).view(owner.shape)
     try:
-        numbers = views.apply_view_meta_sequence(numbers, views.get_view_meta_sequence(tensor))
+        numbers = viewed(numbers, tensor)
     except (RuntimeError, IndexError):  # a view as another dtype, or of another tensor
         return None
     if numbers.shape != tensor.shape:  # it was made of another tensor than the owner

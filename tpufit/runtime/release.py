@@ -7,6 +7,7 @@
 | a runtime that doesn't start | ends the process at its exit, and at the next call | an error, each time |
 | shapes that don't fit in a matrix product, a stack or a loss of classes | end the process | an error |
 | a kernel that is replaced | is gone, and ours goes before the choice of a device | can be called |
+| the operations that made a view | one function applies them | can be read, and applied |
 | a step that fails while it runs, as for want of memory | ends the process when a result is read | an error |
 
 The last can't be mended from outside: of all that reads a result or waits for it, nothing in 2.8 tells of a failure
@@ -84,6 +85,17 @@ def beneath(operation: str, backend: str) -> tuple[str, Callable[..., Any]]:
     native = getattr(getattr(torch.ops.aten, name), overload or "default")
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     return "BackendSelect", lambda keys, *args, **kwargs: native.redispatch(keys & below, *args, **kwargs)
+
+
+def viewed(tensor: Tensor, view: Tensor) -> Tensor:
+    """Apply the operations that made a view on the device to another tensor than its base."""
+    result: Tensor
+    if release() == "2.8":
+        result = torch._functionalize_apply_view_metas(view, tensor)
+    else:
+        views = torch._C._functionalization
+        result = views.apply_view_meta_sequence(tensor, views.get_view_meta_sequence(view))
+    return result
 
 
 def checking_shapes() -> AbstractContextManager[object]:
