@@ -5,7 +5,7 @@ What Python itself runs otherwise, or PyTorch:
 | where | what | why | until |
 | --- | --- | --- | --- |
 | `runtime/ops/kernels.py` | kernels of the device for norms, products, attention, dropout, classes and their losses | torch_xla's gather rows over the cores, or are slow | for good, as another thread may be in one; outside `own_kernels` they call the native ones |
-| `runtime/ops/lowerings.py` | kernels of the device for Huber's loss, `nll_loss`, `randperm` and `roll` | torch_xla has none, or ends the process: at one sample, at rows that cores share, at an empty tensor | for good, for the same reason |
+| `runtime/ops/lowerings.py` | kernels of the device for Huber's loss, `nll_loss`, `randperm`, `roll` and `linear_algebra` | torch_xla has none, or ends the process: at one sample, at rows that cores share, at an empty tensor | for good, for the same reason |
 | `runtime/ops/indices.py` | kernels of the device for operations that take indices | XLA ends the process at some of 64 bits, on several cores | for good, for the same reason, in processes on several cores; with torch 2.8 they go before the choice of a device |
 | `runtime/ops/multihead.py` | `torch.nn.functional.multi_head_attention_forward` | PyTorch's merges rows with other dimensions | the end of `own_multihead`, around a traced step |
 | `runtime/ops/flattened.py` | `torch.addmm` | rows that were flattened for it are gathered over the cores, as in transformers' `Conv1D` | the end of `own_addmm`, around a traced step |

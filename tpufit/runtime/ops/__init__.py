@@ -12,5 +12,6 @@
 | `dtypes` | dtypes that PyTorch refuses in one operation, and torch_xla doesn't |
 | `views` | the same elements straight from the tensor that a view is of |
 | `indices` | indices of 32 bits, where several cores share rows |
+| `linear_algebra` | orthogonal matrices, from products and triangular systems |
 | `lowerings` | which operations the device has, and a few that it lacks or that end the process |
 """

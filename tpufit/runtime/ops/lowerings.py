@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..release import beneath
+from . import linear_algebra
 
 _TOLD_APART = 256  # so many random numbers are rarely equal: one in 500 times
 
@@ -41,16 +42,20 @@ def falls_back(name: str) -> bool:
 def lower_missing(backend: str = "XLA") -> None:
     """Teach the device operations that torch_xla 2.9 lacks, or that end the process, for modules and functions alike.
 
-    Huber's loss has no kernel. `nll_loss` of one sample is a segmentation fault, and so is `cross_entropy`, which calls
-    it. `roll` of an empty tensor divides by zero. `randperm` doesn't compile where several cores share the rows that it
-    shuffles. Values and gradients are PyTorch's, but for rounding where Huber's `delta` is not 1. The backend is the
-    dispatch key of the tensors; tests take `"CPU"`.
+    Huber's loss has no kernel, nor have `vdot`, `householder_product` and `matrix_exp`, of which spectral and
+    orthogonal parametrizations are made. `nll_loss` of one sample is a segmentation fault, and so is `cross_entropy`,
+    which calls it. `roll` of an empty tensor divides by zero. `randperm` doesn't compile where several cores share the
+    rows that it shuffles. Values and gradients are PyTorch's, but for rounding where Huber's `delta` is not 1. The
+    backend is the dispatch key of the tensors; tests take `"CPU"`.
     """
     if backend not in _libraries:  # for good: taking a kernel back while another thread is in it would be a crash
         library = _libraries[backend] = torch.library.Library("aten", "IMPL")
         for key in (f"Autograd{backend}", backend):  # the latter for torch.inference_mode
             library.impl("huber_loss", _huber_loss, key)
             library.impl("nll_loss_nd", _nll_loss, key)
+            library.impl("vdot", linear_algebra.vdot, key)
+            library.impl("linalg_householder_product", linear_algebra.householder_product, key)
+            library.impl("linalg_matrix_exp", linear_algebra.matrix_exp, key)
         if backend == "XLA":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch says that it is replaced
