@@ -198,12 +198,22 @@ class Capture:
         self._target.sums.begin()
         with noting_new() as self._new:
             self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch)
-        self._begun = list(map(ref, self._state))
-        self._state.clear()
+        self._begun = self._let_go()
         obstacle = self._watch.reads() or self._leftover()
         if obstacle:
             self._target.state.end_trace()
         return obstacle
+
+    def _let_go(self) -> list[ref[Tensor]]:
+        """Keep the tensors of the state no longer: one that the trace has replaced lives on only if the user has it."""
+        begun = list(map(ref, self._state))
+        state = set(map(id, self._target.state.tensors))
+        replaced = {id(t) for t in self._state if id(t) not in state}
+        if replaced:
+            self._new = [t for t in self._new if id(t) not in replaced]
+            self._young = [t for t in self._young if id(t) not in replaced]
+        self._state.clear()
+        return begun
 
     def _leftover(self) -> str:
         state = self._target.state
