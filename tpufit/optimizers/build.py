@@ -143,14 +143,20 @@ def device_state(optimizer: Optimizer) -> list[Tensor]:
     """The tensors of the optimizer's state that belong on the device.
 
     The step counter of an optimizer that can't count on the device stays on the host, where reading it costs nothing.
+    One that its step has made on the device stays there.
     """
     counts_there = keeps_count(optimizer)
+
+    def belongs(value: Tensor, parameter: Tensor, name: str) -> bool:
+        # A momentum of a parameter without dimensions has none itself.
+        momentum = not (parameter.dim() or name in _COUNTS)
+        return bool(value.dim()) or counts_there or momentum or value.device.type != "cpu"
+
     values = [
         value
         for parameter, state in optimizer.state.items()
         for name, value in state.items()
-        # A momentum of a parameter without dimensions has none itself.
-        if isinstance(value, Tensor) and (value.dim() or counts_there or not (parameter.dim() or name in _COUNTS))
+        if isinstance(value, Tensor) and belongs(value, parameter, name)
     ]
     if isinstance(optimizer, SharedStepCounters):
         values = [*(value for value in optimizer.counters() if value.dim() or counts_there), *values]

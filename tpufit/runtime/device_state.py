@@ -116,7 +116,7 @@ class HeldState(DeviceState):
             tensor.data = shown(value)
             self._packed[i] = value, tensor._version
         if self._packed:
-            compute(link(self.tensors, self.aliases))
+            _link_now(self.tensors, self.aliases, "capture")
         return inputs
 
     def follow(self) -> None:
@@ -179,8 +179,7 @@ class HeldState(DeviceState):
             del shows  # they would follow the changes of the trace
             stored = self.values
             if self.aliases:
-                views = link(before, self.aliases)
-                compute(views)
+                views = _link_now(before, self.aliases, "audit")
                 shown_by = {id(view): view.detach() for view in views}
                 stored = [shown_by.get(id(t), value) for t, value in zip(before, stored, strict=True)]
             self._packed = {i: (self.values[i], before[i]._version) for i in packs}
@@ -307,7 +306,7 @@ class HeldState(DeviceState):
         if doubles:
             tensors = [self.tensors[i] for i in doubles]
             copy_into(tensors, to_host(tensors, "changed weights"), placement, self.shardings)
-            compute(link(self.tensors, tuple(alias for alias in aliases if alias.owner in doubles)))
+            _link_now(self.tensors, tuple(alias for alias in aliases if alias.owner in doubles), "changed weights")
 
     def expect(self, changed: list[int], consumed: Sequence[int], aliases: Aliases) -> list[Any]:
         """Note that a graph is about to be started, which replaces some tensors.
@@ -365,6 +364,18 @@ class HeldState(DeviceState):
         self.collect()
         self._lost = []
         self.write_back()
+
+
+def _link_now(tensors: Sequence[Tensor], aliases: Aliases, reason: str) -> list[Tensor]:
+    """Let tensors share memory as noted, and return the views. **This waits** for them: a trace looks at their memory.
+
+    On several cores, to ask for memory that is still to be ends the process.
+    """
+    views = link(tensors, aliases)
+    if views:
+        compute(views)
+        wait(reason)
+    return views
 
 
 def _put_back(before: Sequence[Slot], now: Sequence[Slot]) -> None:
