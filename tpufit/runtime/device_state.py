@@ -180,7 +180,8 @@ class HeldState(DeviceState):
             stored = self.values
             if self.aliases:
                 views = _link_now(before, self.aliases, "audit")
-                shown_by = {id(view): view.detach() for view in views}
+                # Not `view.detach()`, which would follow the changes of the trace too.
+                shown_by = dict(zip(map(id, views), same_memory(views), strict=True))
                 stored = [shown_by.get(id(t), value) for t, value in zip(before, stored, strict=True)]
             self._packed = {i: (self.values[i], before[i]._version) for i in packs}
             self._begun = begun
