@@ -343,7 +343,7 @@ class Capture:
         state = set(map(id, self._target.state.tensors))
         replaced = [t for begun in self._begun if (t := begun()) is not None and id(t) not in state]
         followers = [t for f in self._target.state.followers if (t := f.tensor()) is not None]
-        among = [*self._new, *replaced, *followers]
+        among = list({id(t): t for t in (*self._new, *replaced, *followers)}.values())  # a follower may be young
         waiting = pending_elsewhere(known, among)
         young_ids = set(map(id, self._young))
         left_out = {*map(id, known), *map(id, waiting), *(young_ids - {*map(id, replaced), *map(id, followers)})}
