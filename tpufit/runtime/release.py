@@ -113,7 +113,8 @@ class _CheckingShapes(TorchFunctionMode):
     ) -> Any:
         if func in _UNCHECKED:
             try:
-                func(*tree_map(_shape, args), **tree_map(_shape, kwargs or {}))
+                with torch._C._DisableTorchDispatch():  # a checkpoint's mode would keep this result too
+                    func(*tree_map(_shape, args), **tree_map(_shape, kwargs or {}))
             except AssertionError as error:  # of `stack` in Python; elsewhere it is a RuntimeError
                 raise RuntimeError(str(error)) from error
         return func(*args, **(kwargs or {}))
