@@ -20,6 +20,7 @@ FRIENDLY_ATTRIBUTES = {
     "_is_functional_tensor": "of torch: whether a tensor is one of a device that traces",
     "_is_functional_tensor_base": "of torch: whether such a tensor is no view",
     "_functionalize_apply_view_metas": "of torch 2.8: the same view of another tensor",
+    "_functionalize_is_multi_output_view": "of torch: whether a tensor is one of several views, as of unbind",
     "_is_view": "of a tensor: whether its memory is another's",
     "_base": "of a tensor: the one whose memory it has",
     "_view_func_unsafe": "of a tensor: the same view of another one",

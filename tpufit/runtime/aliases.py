@@ -146,6 +146,10 @@ def _geometry(tensor: Tensor, owner: Tensor) -> _Geometry | None:
     if torch._is_functional_tensor_base(tensor):
         indices = torch.arange(tensor.numel()).view(tensor.shape)
         return tuple(tensor.shape), indices.stride(), 0
+    # One of several outputs, as of `unbind`: another tensor may have fewer, and PyTorch would end the process.
+    one_of_several = torch._functionalize_is_multi_output_view(tensor)  # type: ignore[attr-defined]
+    if one_of_several and not torch._is_functional_tensor_base(owner):
+        return None
     # Its strides are those of a copy: only the operations that made the view know where it lies.
     numbers = torch.arange(owner.numel()).view(owner.shape)
     try:
