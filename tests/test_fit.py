@@ -644,7 +644,7 @@ def test_a_limit_of_no_batches_names_its_argument(cores, name):
 
 
 def test_training_that_ends_on_nan_keeps_its_history(cores, tmp_path):
-    model = compiled(optimizer=lambda p: torch.optim.SGD(p, float("inf")))
+    model = compiled(optimizer=lambda p: torch.optim.SGD(p, 1e30))
     guards = [TerminateOnNaN(), ModelCheckpoint(tmp_path / "run")]
     with pytest.warns(UserWarning, match="the checkpoint of step .* was not written.*holds NaN or infinities"):
         history = fit(model, cores, epochs=3, callbacks=guards)
