@@ -207,5 +207,6 @@ def test_the_old_hook_names_and_the_parameters(cores):
     assert len(clock.seconds) == clock.expected == 20 and clock.bad_batch is None and clock.verbose == 0
     broken = Y.copy()
     broken[40] = np.nan  # of the third batch
-    history, _ = fit(compiled(), cores, clock, y=broken, shuffle=False)
+    with pytest.warns(UserWarning, match="y has NaN, first in row 40"):
+        history, _ = fit(compiled(), cores, clock, y=broken, shuffle=False)
     assert clock.bad_batch == 2 and len(history["loss"]) == 1 and math.isnan(history["loss"][0])

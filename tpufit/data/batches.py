@@ -65,8 +65,10 @@ def as_tensors(batch: Any) -> Any:
     """The batch with its arrays, tables, numbers and lists of numbers as tensors. All else stays as it is."""
     if is_flat(batch):
         return type(batch)([leaf.float() if leaf.dtype is torch.float64 else leaf for leaf in batch])
-    # A list at the top is (x, y), or a module's arguments.
-    return tree_map(_as_tensor, batch, is_leaf=lambda value: value is not batch and is_leaf(value))
+    if type(batch) is list:  # (x, y), or a module's arguments
+        return [tree_map(_as_tensor, part, is_leaf=is_leaf) for part in batch]
+    # No function of the batch's own may enter PyTorch's walk, which keeps it until the garbage collector comes.
+    return tree_map(_as_tensor, batch, is_leaf=is_leaf)
 
 
 def is_leaf(value: Any) -> bool:
