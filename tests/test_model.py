@@ -410,7 +410,7 @@ def test_precisions_by_other_libraries_names(name, meant):
     [
         ("w.pt", r"load_state_dict\(torch.load\('w.pt', map_location='cpu', weights_only=True\)\)"),
         ("w.ckpt", r"weights_only=True\)\['state_dict'\]\)"),
-        ("run", r"'run' is a folder: tpufit.load\('run', net\)"),
+        ("run", r"'run' is a folder. tpufit.load\('run', net\)"),
     ],
 )
 def test_weights_in_other_files(path, says, tmp_path, monkeypatch):

@@ -210,6 +210,8 @@ def _are_alike(items: Sequence[Any]) -> bool:
 def _are_positions(column: Sequence[Tensor], in_order: bool) -> bool:
     """True for numbers that begin anew in each batch: each of its rows once, or those of groups one after another."""
     for part in column:
+        if not len(part):
+            return False
         steps = part.diff()
         groups = int(part[0]) == 0 and int(part[-1]) > 1 and bool(((steps == 0) | (steps == 1)).all())
         numbers = part if in_order else part.sort().values
