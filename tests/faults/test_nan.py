@@ -16,7 +16,7 @@ from tpufit.errors import CallbackError
 
 pytestmark = [
     pytest.mark.cores(1, 8, timeout=300, quick=False),
-    pytest.mark.filterwarnings("ignore:.* has NaN, first in row"),  # of data, see tests/test_nan.py
+    pytest.mark.filterwarnings("ignore:.* has NaN, first in row"),  # of data, see tests/test_data_nan.py
 ]
 
 STEPS, BAD = 150, 7

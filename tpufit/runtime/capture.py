@@ -348,7 +348,7 @@ class Capture:
         young_ids = set(map(id, self._young))
         left_out = {*map(id, known), *map(id, waiting), *(young_ids - {*map(id, replaced), *map(id, followers)})}
         stored = set(self._stored)
-        # Not the tensors inside of the state's own, which kernels in Python have seen: those live as long as its values.
+        # Not the tensors inside of the state's own, which kernels in Python have seen: they live as long as its values.
         others = [t for t in among if id(t) not in left_out and torch._is_functional_tensor(t)]
         return waiting + [t for t in others if has_value(t) and handles([t])[0] in stored]
 
