@@ -86,7 +86,7 @@ class Averages:
         >>> averages, loss = Averages(8), torch.ones(())
         >>> averages.note(loss, [mean_of(loss, 5)])
         >>> averages.of(loss)[0].weight, averages.of(loss + 1)[0].weight, Averages(8).of(loss)[0].weight
-        (5.0, 5.0, 8)
+        (5, 5, 8)
     """
 
     def __init__(self, rows: float | None) -> None:

@@ -302,7 +302,7 @@ class StepMethods(Holder):
             ...     def get_metrics_result(self):
             ...         logs = super().get_metrics_result()
             ...         return {**logs, "rmse": logs["loss"] ** 0.5}
-            >>> model = Own(nn.Linear(1, 1))
+            >>> model = Own(torch.nn.Linear(1, 1))
             >>> model.compile("sgd", "mse")
             >>> logs = model.evaluate(torch.ones(4, 1), torch.ones(4, 1), verbose=0, return_dict=True)
             >>> logs["rmse"] == logs["loss"] ** 0.5

@@ -30,10 +30,14 @@ class Interruption:
     user's own stay.
 
     Example:
-        >>> with Interruption() as interruption:
-        ...     os.kill(os.getpid(), signal.SIGTERM)
-        ...     print(interruption.wanted)
+        >>> try:
+        ...     with Interruption() as interruption:
+        ...         os.kill(os.getpid(), signal.SIGTERM)
+        ...         print(interruption.wanted)
+        ... except SystemExit as end:
+        ...     print(end.code)
         True
+        143
     """
 
     def __init__(self) -> None:
