@@ -66,7 +66,7 @@ class TrackerCallback(Callback):
         self._known: dict[str, Any] = {}  # what is told of the last `fit`
         self._before = 0  # the steps before the batch under way
         self._open = self._trains = self._failed = self._resumes = False
-        self._logged: dict[str, int] = {}  # of the run that is gone on with: the last step of each log, by name
+        self._logged: dict[str, int] = {}  # the last step of each log in the resumed run, by name
 
     @property
     def library(self) -> Any:

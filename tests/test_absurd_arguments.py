@@ -140,7 +140,7 @@ def test_a_rate_that_is_none(cores, rate):
 
 def test_numpys_numbers_are_numbers(cores, tmp_path):
     whole = np.int64
-    torch.manual_seed((1 << 64) - 1)  # one that PyTorch may draw itself, for those who don't seed
+    torch.manual_seed((1 << 64) - 1)  # PyTorch may draw such a seed itself, if the user sets none
     made = tpufit.Model(nn.Linear(4, 1))
     made.compile(
         "sgd",

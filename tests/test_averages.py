@@ -307,7 +307,7 @@ def test_sums_in_a_step_count_by_rows(cores):
 
 
 class Graphs(tpufit.Model):
-    """A batch has fewer targets than rows, and the step returns logs of its own."""
+    """A batch has fewer targets than rows, and a custom step returns its own logs."""
 
     def train_step(self, batch):
         (nodes, *_), y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch

@@ -337,7 +337,7 @@ def test_a_full_disk(run, monkeypatch):
 
 
 class Gone(LocalStore):
-    """A store whose server is gone: what is in `refused` fails."""
+    """A store whose server is down: the attributes in `refused` fail."""
 
     refused: frozenset[str] = frozenset()
 

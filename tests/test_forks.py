@@ -1,4 +1,4 @@
-"""A forked process is refused the device of the one that it comes from; workers that only read data go on."""
+"""A forked process can't use its parent's device; workers that only read data keep working."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C are obeyed whenever they come in `fit`, once what was trained is whole."""
+"""`fit` obeys SIGTERM and Ctrl-C at any time, after it has finished the current step."""
 
 import os
 import signal

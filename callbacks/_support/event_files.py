@@ -39,7 +39,7 @@ class EventFiles:
             from torch.utils.tensorboard import writer
 
             class File(writer.FileWriter):
-                """PyTorch's, with a file of ours: a thread of its own can't tell that the disk is full."""
+                """PyTorch's, with our event file: tensorboard's writer thread can't report a full disk."""
 
                 def __init__(self, folder: str) -> None:
                     self.event_writer = file
@@ -60,7 +60,7 @@ class EventFiles:
         return self._writers[run]
 
     def write(self) -> None:
-        """Write what is still in memory into the local files.
+        """Write the pending events into the local files.
 
         Raises:
             OSError: The file system refused; what could not be written stays in memory.
@@ -73,7 +73,7 @@ class EventFiles:
             file.write()
 
     def flush(self) -> None:
-        """Write what is still in memory, and send it to where it belongs.
+        """Write the pending events, and send the files to their destination.
 
         Raises:
             OSError: The file system refused; what could not be written stays in memory.
@@ -82,7 +82,7 @@ class EventFiles:
         self._mirror.push()
 
     def close(self) -> None:
-        """Write what is still in memory, and begin new files with the next point.
+        """Write the pending events, and begin new files with the next point.
 
         Raises:
             OSError: The file system refused, and some points are lost.
