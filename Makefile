@@ -1,8 +1,8 @@
 # make demo    train a network on 8 virtual cores
 # make check   the quick tests
-# make test    all tests but the exhaustive ones
-# make soak    the exhaustive ones
-# make images  the quick tests and more on copies of Kaggle's and Colab's images; .ci/run runs these three
+# make test    what a change must pass, and all that .ci/run runs: all tests except the exhaustive ones
+# make soak    the exhaustive tests
+# make images  the quick tests and more on copies of Kaggle's and Colab's images
 # make docs    the site, in build/site
 #
 # The first of them builds .venv. PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
@@ -12,7 +12,9 @@ PYTHON ?= python3
 JOBS ?= $(shell expr $$(nproc) + 1)
 BIN := .venv/bin
 # A process of tests takes up to 2 GB.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4
+PARALLEL := --numprocesses $(JOBS) --maxprocesses 4
+PYTEST := $(BIN)/python -m pytest $(PARALLEL)
+RERUN := $(BIN)/python tests/rerun_failed.py $(PARALLEL)
 READY := .venv/ready
 
 # Also on a machine that has a TPU: all this is about virtual cores, and the library says how many.
@@ -30,8 +32,8 @@ check: lint
 	$(PYTEST) -m "not slow and not soak"
 
 test: lint
-	$(PYTEST) --doctest-modules tpufit
-	$(PYTEST) -m "not soak"
+	$(RERUN) --doctest-modules --override-ini testpaths=tpufit
+	$(RERUN) -m "not soak"
 
 soak: $(READY)
 	$(BIN)/python -m pip install --editable '.[test,examples,preflight,libraries,docs]'

@@ -115,6 +115,55 @@ def test_is_alone(cores): note("alone", cores + 1000)
     assert len(set.union(*pids.values())) == 4
 
 
+def rerun(pytester, source, *options):
+    """Run `rerun_failed.py` on a test file."""
+    pytester.makepyfile(test_inner=f"import pathlib, pytest\n\n{source}")
+    without = ["-p", "no:hypothesispytest", "-p", "no:anyio", "-p", "no:cacheprovider"]
+    return pytester.run(sys.executable, HERE / "rerun_failed.py", *without, *options)
+
+
+# Each run of a test adds a line to a file named after the test.
+RUNS = """
+@pytest.fixture(autouse=True)
+def run(request):
+    with open(request.node.originalname, "a") as file:
+        print("ran", file=file)
+    return len(pathlib.Path(request.node.originalname).read_text().split())
+"""
+
+
+@pytest.mark.parametrize("parallel", [[], ["-n", "2"]], ids=["one process", "two processes"])
+def test_a_test_that_passes_the_second_time_is_named(pytester, parallel):
+    test = "@pytest.mark.parametrize('word', ['a - b::c[d]'])\ndef test_once(word, run): assert run == 2\n"
+    result = rerun(pytester, f"{RUNS}{test}def test_passes(run): assert run == 1", *parallel)
+    assert result.ret == 0
+    assert result.outlines[-1] == (
+        "unsteady: test_inner.py::test_once[a - b::c[d]] failed beside other tests and passed alone"
+    )
+    assert (pytester.path / "test_once").read_text().split() == ["ran", "ran"]
+
+
+def test_a_test_that_fails_twice_is_a_failure(pytester):
+    result = rerun(pytester, f"{RUNS}def test_once(run): assert run == 2\ndef test_never(run): assert run == 3")
+    assert result.ret == 1
+    assert result.outlines[-2:] == [
+        "unsteady: test_inner.py::test_once failed beside other tests and passed alone",
+        "FAILED twice: test_inner.py::test_never",
+    ]
+
+
+def test_more_than_ten_failed_tests_do_not_run_again(pytester):
+    many = "@pytest.mark.parametrize('i', range(11))\ndef test_many(i, run): assert False\n"
+    result = rerun(pytester, f"{RUNS}{many}")
+    assert result.ret == 1 and "11 tests failed: more than 10" in result.outlines[-1]
+    assert len((pytester.path / "test_many").read_text().split()) == 11
+
+
+def test_a_file_that_cannot_be_collected_is_a_failure(pytester):
+    result = rerun(pytester, "import absent_module")
+    assert result.ret == 2 and "unsteady" not in result.stdout.str()
+
+
 @pytest.mark.slow
 def test_soak_on_some_numbers_of_cores(nested, pytester):
     source = NOTES.replace("@pytest.mark.cores(1, 8)", "@pytest.mark.cores(1, 8)\n@pytest.mark.soak_on(8)")
